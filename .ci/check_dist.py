@@ -1,4 +1,4 @@
-"""Look into what a release is made of: links of the page that the index shows, and placeholders in any file that is shipped."""
+"""Check the archives of a release: links on the package index's page, and placeholders in any file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LINK = re.compile(
 )
 _LEADS_SOMEWHERE = re.compile(r"https?://|mailto:")
 PLACEHOLDERS = {
-    # OWNER/NAME is how the help of a command writes any repository.
-    r"\bOWNER\b(?!/NAME)": "OWNER stands for the account that the repository is under: replace it",
-    r"(?i:not\s+on\s+PyPI\s+yet)": "a release is on PyPI: say how it is installed from there",
-    r"(?i:until\s+the\s+first\s+release)": "this is the first release: leave it out",
+    # The help of a command writes OWNER/NAME for any repository.
+    r"\bOWNER\b(?!/NAME)": "OWNER stands for the repository's account: replace it",
+    r"(?i:not\s+on\s+PyPI\s+yet)": "a release is on PyPI: say how to install it from there",
+    r"(?i:until\s+the\s+first\s+release)": "this is the first release: delete this",
     r"\] - unreleased": "the changelog's section has no date",
 }
-"""Regular expressions of placeholders, and what to do about each in a release. Words may stand on two lines."""
+"""Regular expressions for placeholders, and how to replace each in a release. A match may span two lines."""
 NAMES_THEM = (".ci/check_dist.py", "tests/test_check_dist.py")
-"""The files of the project that are about placeholders."""
+"""The files that mention placeholders on purpose."""
 
 
 def files_of(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of each file of a wheel or an sdist, without the folder that holds an sdist's files."""
+    """Yield path and content of each file in a wheel or an sdist. The top folder of an sdist is not part of the path."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wheel.namelist():
@@ -46,22 +46,24 @@ def files_of(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def links_within(page: str) -> list[str]:
-    """Return the links of a page in Markdown that lead to a file or a heading, in order."""
+    """Return the links from a Markdown page to files or headings, in order."""
     targets = (next(filter(None, link.groups())) for link in _LINK.finditer(page))
     return [target for target in targets if not _LEADS_SOMEWHERE.match(target)]
 
 
 def dead_links(archive: Path) -> list[str]:
-    """Return the links of a wheel's description which lead nowhere on the page of the package index."""
+    """Return a message for each link in a wheel's description that is dead on the package index."""
     (metadata,) = [content for name, content in files_of(archive) if name.endswith(".dist-info/METADATA")]
     page = message_from_bytes(metadata).get_payload(decode=True)
     assert isinstance(page, bytes)
-    return [f"{archive.name}: the package index would show a link to {one}" for one in links_within(page.decode())]
+    return [
+        f"{archive.name}: the package index would show a link to {target}" for target in links_within(page.decode())
+    ]
 
 
 def placeholders(archive: Path) -> list[str]:
-    """Return the places in the files of a wheel or an sdist at which something still stands for something else."""
-    found = []
+    """Return a message for each placeholder in the files of a wheel or an sdist."""
+    faults = []
     for name, content in files_of(archive):
         try:
             text = content.decode()
@@ -71,21 +73,21 @@ def placeholders(archive: Path) -> list[str]:
             continue
         for pattern, advice in PLACEHOLDERS.items():
             lines = [text.count("\n", 0, match.start()) + 1 for match in re.finditer(pattern, text)]
-            found += [f"{archive.name}: {name}:{line}: {advice}" for line in lines]
-    return found
+            faults += [f"{archive.name}: {name}:{line}: {advice}" for line in lines]
+    return faults
 
 
 def main() -> int:
-    """Print what is wrong with the archives, and return 1 if anything is."""
+    """Print the faults in the archives. Return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("archives", nargs="+", type=Path, help="the wheel and the sdist")
-    parser.add_argument("--release", action="store_true", help="refuse placeholders, too")
-    given = parser.parse_args()
-    found = [fault for archive in given.archives if archive.suffix == ".whl" for fault in dead_links(archive)]
-    if given.release:
-        found += [fault for archive in given.archives for fault in placeholders(archive)]
-    print("\n".join(found), end="\n" if found else "", file=sys.stderr)
-    return 1 if found else 0
+    parser.add_argument("--release", action="store_true", help="refuse placeholders as well")
+    options = parser.parse_args()
+    faults = [fault for archive in options.archives if archive.suffix == ".whl" for fault in dead_links(archive)]
+    if options.release:
+        faults += [fault for archive in options.archives for fault in placeholders(archive)]
+    print("\n".join(faults), end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write each workflow that the documentation shows into a folder, where linters of workflows find it."""
+"""Write each workflow in the documentation into a folder, so linters can check them."""
 
 from __future__ import annotations
 

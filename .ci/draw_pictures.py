@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts: ``python .ci/draw_pictures.py`` writes SVG files into docs/images.
+"""Draw the pictures in docs/concepts: ``python .ci/draw_pictures.py`` writes SVG files into docs/images.
 
 The curve in ``over-the-step.svg`` comes from a training step of the example project, which is recorded on the CPU. Colours
-follow ``prefers-color-scheme``, so one file serves light and dark pages, on GitHub as on the site.
+follow ``prefers-color-scheme``, so a file serves light and dark pages on GitHub and on the site.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CATEGORIES = {
     "activation": "activations",
     "temporary": "temporaries",
 }
-"""Categories of the timeline, from the lowest area to the highest, and their colours."""
+"""The categories in the timeline from the lowest area to the highest, with the names of their colours."""
 
 
 def _style() -> str:
@@ -88,7 +88,7 @@ def _style() -> str:
 
 
 class Picture:
-    """An SVG that is drawn from the top to the bottom. Lengths are in pixels."""
+    """An SVG picture. Lengths are in pixels, and ``y`` grows downwards."""
 
     def __init__(self, width: int, height: int, description: str) -> None:
         self._size = (width, height)
@@ -112,7 +112,7 @@ class Picture:
         lines: Sequence[str] = (),
         edge: str = "",
     ) -> float:
-        """Draw a box with a title and smaller lines below it, and return the height."""
+        """Draw a box with a title and smaller lines below, and return its height."""
         height = 30 + 19 * len(lines) + (6 if lines else 0)
         kind = f"box {edge}-edge" if edge else "box"
         self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7" class="{kind}"/>')
@@ -327,8 +327,8 @@ def over_the_step(timeline: OverTime) -> str:
         if max(timeline.categories.get(category, nothing)) > highest / 1000:
             x, y = left + 213 * (number % 3), top + height + 34 + 26 * (number // 3)
             picture.add(f'<rect x="{x}" y="{y - 11}" width="13" height="13" rx="3" class="{colour}"/>')
-            there = timeline.categories[category][peak] / 1e6
-            picture.text(x + 20, y, f"{colour.replace('-', ' ')}: {there:.2f} MB", "muted small")
+            megabytes = timeline.categories[category][peak] / 1e6
+            picture.text(x + 20, y, f"{colour.replace('-', ' ')}: {megabytes:.2f} MB", "muted small")
     picture.text(
         left,
         top + height + 86,
@@ -360,7 +360,7 @@ def timeline_in(folder: Path) -> OverTime:
 
 
 def recorded_timeline() -> OverTime:
-    """Return the timeline of a training step of the example project on the CPU."""
+    """Record a training step from the example project on the CPU, and return its timeline."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--gpumem-device=cpu", "--no-gpumem-time", "--gpumem-explain=always", f"--gpumem-artifacts={folder}"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / TEST), *options]
@@ -369,7 +369,7 @@ def recorded_timeline() -> OverTime:
 
 
 def pictures() -> dict[str, str]:
-    """Return the text of each picture that needs no recording, by file name."""
+    """Return the text of each picture without a recording, by file name."""
     return {"marker-to-verdict.svg": from_marker_to_verdict(), "decisions.svg": decisions()}
 
 

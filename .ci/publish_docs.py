@@ -1,4 +1,4 @@
-"""Put a built site into the branch gh-pages, in the folder of its version, and list all versions for the page's switcher."""
+"""Put a built site into its version's folder on the branch gh-pages, and list all versions for the version switcher."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _RELEASE = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
 
 
 def put(site: Path, pages: Path, version: str, address: str) -> None:
-    """Replace the folder of ``version`` by ``site``, and write what names all versions: the newest release is shown first.
+    """Replace the folder of ``version`` by ``site``, and list all versions. The index page leads to the newest release.
 
     Args:
         site: The built site.
-        pages: The branch's files.
+        pages: The folder with the branch's files.
         version: A tag (``v0.1.0``) or ``dev``.
-        address: Where the branch is served, with a slash at the end.
+        address: The URL of the published branch, with a final slash.
     """
     shutil.rmtree(pages / version, ignore_errors=True)
     shutil.copytree(site, pages / version)
@@ -47,9 +47,9 @@ def _git(*words: str, folder: Path | None = None) -> str:
 
 
 def _commit(site: Path, version: str, address: str) -> None:
-    """Commit to the branch in a worktree of its own; the branch begins empty where there is none."""
-    with tempfile.TemporaryDirectory() as there:
-        pages = Path(there, "pages")
+    """Commit to the branch in a temporary worktree. If the branch does not exist, it begins empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        pages = Path(folder, "pages")
         if _git("branch", "--all", "--list", f"*{BRANCH}"):
             _git("worktree", "add", str(pages), BRANCH)
         else:
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     parser.add_argument("site", type=Path)
     parser.add_argument("version")
     parser.add_argument("address")
-    given = parser.parse_args()
-    if given.version != "dev" and not _RELEASE.fullmatch(given.version):
-        parser.error(f"the version is {given.version!r}, expected a tag like v0.1.0, or dev")
-    _commit(given.site, given.version, given.address)
+    options = parser.parse_args()
+    if options.version != "dev" and not _RELEASE.fullmatch(options.version):
+        parser.error(f"the version is {options.version!r}, expected a tag like v0.1.0, or dev")
+    _commit(options.site, options.version, options.address)

@@ -1,1 +1,1 @@
-"""Advice: which step config makes a model fit, tried in the order in which people should."""
+"""Find a step config with which a model fits: cheap settings are tried first."""

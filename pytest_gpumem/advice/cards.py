@@ -1,8 +1,10 @@
-"""Trials on emulated GPUs, each in a process that is forked from one in which torch and the model's library are loaded.
+"""Try step configs on emulated GPUs. Each trial is a fork, so torch and the model's library are loaded only once.
 
-A step is run on a GPU with more memory than any has: PyTorch's allocator takes there what it would take on one where that is
-enough. Where a GPU has less than it takes, but not less than tensors hold, the step is run with the GPU's own memory: the
-allocator gives back what it keeps, then, and may get along. So memory runs out at most once for each config.
+A step first runs on a GPU with 8.8 TB, more than any GPU has. There, PyTorch's allocator reserves as much as on any GPU with
+enough memory. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with
+the card's own memory: then the allocator frees its cache, so the step may fit. So a config runs out of memory at most once.
+
+For example, a step with 38 GB of tensors and 45 GB reserved runs twice on a card with 40 GB, and once on a card with 24 GB.
 """
 
 from __future__ import annotations
@@ -39,55 +41,55 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 _ANY_MEMORY = 2**43
-"""Bytes that no GPU has."""
+"""More bytes than any GPU has."""
 
 
 def begin(gpu: Gpu) -> None:
-    """Load torch into this process, with the stand-ins of an emulated GPU that nothing here must begin to use.
+    """Load torch for an emulated GPU into this process. This process must not use CUDA itself, because it is forked.
 
     Raises:
-        EmulationError: There can be no emulated GPU here.
+        EmulationError: This machine cannot emulate a GPU.
     """
     emulate(gpu)
     install(gpu.device)
     import torch
 
-    # A process that is forked must not wait for threads that are not in it.
+    # A fork has no threads from this process, so it must not wait for them.
     torch.set_num_threads(1)
 
 
 def capacity_of(gpu: Gpu) -> int:
-    """Return the bytes that an allocator can take from a GPU, beside a CUDA context."""
+    """Return the bytes that an allocator can reserve on a GPU beside a CUDA context."""
     return gpu.total_bytes - CONTEXT_BYTES
 
 
 def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
-    """Return the GPU with so much memory beside a CUDA context, but with no more than it has."""
+    """Return the GPU with its memory reduced to ``nbytes`` beside a CUDA context."""
     return replace(gpu, total_bytes=min(gpu.total_bytes, nbytes + CONTEXT_BYTES))
 
 
 def subject_in_forks(
     name: str, gpus: Sequence[Gpu], make: Callable[[torch.device, bool], AdviceSubject], task: Task
 ) -> AdviceSubject:
-    """Return the subject that ``make`` makes in each process that measures it: a function of a project's own may do anything.
+    """Return a subject for a project's function, which may do anything. So each measuring process calls ``make`` anew.
 
-    It is looked at in a process of its own, on the first card that torch has kernels for.
+    A separate process inspects the subject first, on the first card for which torch has kernels.
 
     Args:
-        name: The name of it in messages.
+        name: The subject's name in messages.
         gpus: The cards.
-        make: What `AdviceSubject.make` is. It may raise `SubjectError`.
-        task: The task of the model in the step that is measured.
+        make: The function for `AdviceSubject.make`. It may raise `SubjectError`.
+        task: The model's task in the measured step.
 
     Raises:
-        SubjectError: ``make`` raised it.
-        TrialFailed: ``make`` raised another error, which has been shown, or its process ended.
+        SubjectError: ``make`` raised this error.
+        TrialFailed: ``make`` raised another error, whose traceback has been printed, or its process ended.
     """
     containers: tuple[BlockContainer, ...] = ()
     samples, attention = None, ""
     for gpu in map(_with_any_memory, gpus):
         try:
-            seen = _in_fork(gpu, partial(_seen, name, gpu, make))
+            seen = _in_fork(gpu, partial(_inspect, name, gpu, make))
         except _Ended as ended:
             raise TrialFailed(f"{name}: {ended}") from None
         if seen is not None:
@@ -97,56 +99,68 @@ def subject_in_forks(
 
 
 def _never(_dtype: torch.dtype) -> torch.nn.Module:
-    raise AssertionError("it is made where it is measured")
+    raise AssertionError("the measuring process makes the model")
 
 
-def _seen(
+def _inspect(
     name: str, gpu: Gpu, make: Callable[[torch.device, bool], AdviceSubject]
 ) -> tuple[tuple[BlockContainer, ...], int | None, str] | None:
-    """Return what is known of a subject before it is measured; ``None`` on a card without kernels."""
+    """Return the subject's blocks, samples and attention, or ``None`` if torch has no kernels for the card."""
     if why_no_kernels(gpu) is not None:
         return None
     try:
-        made = make(make_cuda().torch_device, False)
+        subject = make(make_cuda().torch_device, False)
     except SubjectError:
         raise
     except Exception as error:  # noqa: BLE001, the project's own
         traceback.print_exc()
         raise TrialFailed(f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    return made.containers, made.samples, made.attention
+    return subject.containers, subject.samples, subject.attention
 
 
 def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
-    """Return the figures of a config on a GPU, or why there are none, and why peaks may be too low, if they may.
+    """Try a config on an emulated GPU.
+
+    Args:
+        gpu: The card. Its memory decides whether the step is tried a second time.
+        subject: The model and its batch.
+        config: The step config.
+
+    Returns:
+        The trial, and a clause that says why peaks may be too low, or ``None``.
 
     Raises:
-        NotAStep: The subject gives no such step.
-        TrialFailed: The model's own code raised, under the config that all others are tried after.
+        NotAStep: The subject cannot run this step.
+        TrialFailed: The model's own code raised an error in the first config.
     """
 
-    def tried_on(card: Gpu) -> tuple[Tried, str | None]:
+    def try_card(card: Gpu) -> tuple[Tried, str | None]:
         try:
-            found: tuple[Tried, str | None] = _in_fork(card, lambda: _tried(card, subject, config))
+            result: tuple[Tried, str | None] = _in_fork(card, lambda: _try(card, subject, config))
         except _Ended as ended:
             return Tried(config, why_not=str(ended)), None
-        return found
+        return result
 
-    roomy, lacking = tried_on(_with_any_memory(gpu))
-    if roomy.peak is None or roomy.allocated is None or not roomy.allocated <= capacity_of(gpu) < roomy.peak:
-        return roomy, lacking
-    own, _ = tried_on(gpu)
-    return (roomy if own.peak is None else own), lacking
+    unlimited, lacking = try_card(_with_any_memory(gpu))
+    if (
+        unlimited.peak is None
+        or unlimited.allocated is None
+        or not unlimited.allocated <= capacity_of(gpu) < unlimited.peak
+    ):
+        return unlimited, lacking
+    limited, _ = try_card(gpu)
+    return (unlimited if limited.peak is None else limited), lacking
 
 
 def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Return what the peak of a config on a GPU is made of, or a clause that says why that is not known."""
+    """Return the composition of a config's peak on a GPU, or a clause that says why there is none."""
     try:
-        found: Explanation | str = _in_fork(
+        explanation: Explanation | str = _in_fork(
             _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
         )
     except (_Ended, NotAStep, SubjectError, TrialFailed) as error:
         return f"{NOT_EXPLAINED}: {error}"
-    return found
+    return explanation
 
 
 def _with_any_memory(gpu: Gpu) -> Gpu:
@@ -154,17 +168,17 @@ def _with_any_memory(gpu: Gpu) -> Gpu:
 
 
 class _Ended(Exception):
-    """A process ended without a result. The message is a clause."""
+    """Error if a process ended without a result. The message is a clause."""
 
 
 def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns in a forked process with that GPU.
+    """Run ``work`` in a forked process with the GPU, and return its result.
 
     Raises:
-        _Ended: The process ended before.
-        NotAStep: ``work`` raised it.
-        SubjectError: Likewise.
-        TrialFailed: ``work`` raised it, or another error.
+        _Ended: The process ended without a result.
+        NotAStep: ``work`` raised this error.
+        SubjectError: ``work`` raised this error.
+        TrialFailed: ``work`` raised this error, or an unexpected error.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -172,7 +186,7 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
     process.start()
     sending.close()
     try:
-        kind, told = receiving.recv()
+        kind, result = receiving.recv()
     except EOFError:
         process.join()
         raise _Ended(f"its process ended with {_ending(process.exitcode)}") from None
@@ -182,45 +196,47 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
     process.join(_SECONDS)
     process.kill()
     if kind is not None:
-        raise kind(told)
-    return told
+        raise kind(result)
+    return result
 
 
 _SECONDS = 10.0
-"""Seconds in which a process that has sent its result ends."""
+"""Seconds to wait for a process's end after its result."""
 
 
 def _ending(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}" + (", as of too little memory here" if code == -9 else "")
+        return f"signal {signal.Signals(-code).name}" + (
+            ", probably because this machine ran out of memory" if code == -9 else ""
+        )
     return f"exit code {code}"
 
 
 def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
-    """Send what ``work`` returns with that GPU, or the class of an error and its message."""
-    # Ctrl-C is the parent's, which ends this process, also when it is killed.
+    """Run ``work`` with the GPU, and send its result, or its error's class and message."""
+    # Only the parent handles Ctrl-C. This process ends with the parent, even if the parent is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    # Standard output is the parent's, for results.
+    # Standard output is reserved for the parent's results.
     os.dup2(2, 1)
     become(gpu)
-    # Processes that this one starts, as to compile, have the same card.
+    # Child processes, for example compilers, get the same card.
     os.environ.update(environment_for(gpu, os.environ))
-    told: tuple[type[Exception] | None, Any]
+    message: tuple[type[Exception] | None, Any]
     try:
-        told = None, work()
+        message = None, work()
     except (NotAStep, SubjectError, TrialFailed) as error:
-        told = type(error), str(error)
+        message = type(error), str(error)
     except Exception as error:  # noqa: BLE001, the model's own
         traceback.print_exc()
-        told = TrialFailed, f"the model fails by itself: {type(error).__name__}: {' '.join(str(error).split())}"
-    sending.send(told)
+        message = TrialFailed, f"the model fails by itself: {type(error).__name__}: {' '.join(str(error).split())}"
+    sending.send(message)
 
 
-def _tried(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
-    why = why_no_kernels(gpu)
-    if why is not None:
-        return Tried(config, why_not=why), None
-    tried = try_config(make_cuda(), subject, config)
+def _try(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+    why_not = why_no_kernels(gpu)
+    if why_not is not None:
+        return Tried(config, why_not=why_not), None
+    trial = try_config(make_cuda(), subject, config)
     emulation = current_emulation()
-    return tried, None if emulation is None else emulation.cudnn.lacking()
+    return trial, None if emulation is None else emulation.cudnn.lacking()

@@ -1,4 +1,4 @@
-"""Advice as JSON, Markdown and an HTML page. Pure."""
+"""Format advice as JSON, Markdown or an HTML page. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.advice.search_order import Tried
 
 FORMAT = 1
-"""The number of the JSON's format."""
+"""The JSON format's version."""
 _MOST_ROWS = 30
-"""The most rows of the table of a peak on a page."""
+"""The most rows in a composition table on the page."""
 
 
 def to_json(advice: Advice, status: int) -> str:
-    """Return everything as JSON: bytes and seconds."""
+    """Return the advice as JSON, in bytes and seconds. ``status`` is the command's exit status."""
     plain_values = {
         "format": FORMAT,
         "exit_status": status,
@@ -50,7 +50,7 @@ def to_json(advice: Advice, status: int) -> str:
         "shard": None if advice.sharding is None else str(advice.sharding),
         "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],
-        "recommended": [_plain_recommended(one) for one in advice.recommended],
+        "recommended": [_plain_recommended(recommended) for recommended in advice.recommended],
         "notes": [*advice.notes, *lacking(advice)],
         "warnings": list(advice.warnings),
     }
@@ -62,31 +62,31 @@ def _plain_device(device: DeviceTrials) -> dict[str, Any]:
         "device": device.name,
         "limit": device.limit,
         "recommended": None if device.chosen is None else str(device.chosen.config),
-        "configs": [_plain_tried(one, device) for one in device.tried],
+        "configs": [_plain_trial(trial, device) for trial in device.tried],
     }
 
 
-def _plain_tried(one: Tried, device: DeviceTrials) -> dict[str, Any]:
-    limit, largest = device.limit, device.largest.get(one.config)
+def _plain_trial(trial: Tried, device: DeviceTrials) -> dict[str, Any]:
+    limit, largest = device.limit, device.largest.get(trial.config)
     return {
-        "config": str(one.config),
-        "peak": one.peak,
-        "peak_allocated": one.allocated,
-        "step_time": one.time,
-        "fits": None if limit is None or one.peak is None else one.fits(limit),
-        "why_not": one.why_not or None,
-        "slow": one.slow or None,
+        "config": str(trial.config),
+        "peak": trial.peak,
+        "peak_allocated": trial.allocated,
+        "step_time": trial.time,
+        "fits": None if limit is None or trial.peak is None else trial.fits(limit),
+        "why_not": trial.why_not or None,
+        "slow": trial.slow or None,
         "largest": None if largest is None else asdict(largest),
     }
 
 
-def _plain_recommended(one: Recommended) -> dict[str, Any]:
-    peak = None if one.explanation is None else one.explanation.peak
+def _plain_recommended(recommended: Recommended) -> dict[str, Any]:
+    peak = None if recommended.explanation is None else recommended.explanation.peak
     return {
-        "config": str(one.config),
-        "device": one.device,
-        "code": list(one.code),
-        # Of a recorded run of its own: not the `peak_allocated` of the config, which the allocator counts.
+        "config": str(recommended.config),
+        "device": recommended.device,
+        "code": list(recommended.code),
+        # This sum comes from a separate recorded run, so it can differ from `peak_allocated`.
         "made_of_bytes": None if peak is None else peak.total,
         "phase": None if peak is None else peak.phase or None,
         "made_of": None
@@ -95,29 +95,31 @@ def _plain_recommended(one: Recommended) -> dict[str, Any]:
             {"category": share.category, "bytes": share.nbytes, "modules": dict(share.modules)}
             for share in shares_of(peak)
         ],
-        "why_not": one.why_not or None,
+        "why_not": recommended.why_not or None,
     }
 
 
 def markdown(advice: Advice) -> str:
-    """Return everything in GitHub's Markdown, for a comment."""
+    """Return the advice in GitHub's Markdown, for a comment."""
     parts = [f"### {plain(_title(advice))}"]
     if any(device.tried for device in advice.devices):
         header, rows = table_cells(advice)
         parts.append(table([*map(plain, header)], [[code_in_table(row[0]), *map(plain, row[1:])] for row in rows]))
     parts += [plain(line) for line in [*_remarks(advice), *conclusions(advice)]]
-    for one in advice.recommended:
-        parts += [f"{code(str(one.config))}:", block("\n".join(one.code), "python")]
-        if one.explanation is not None:
-            made_of = [[plain(name), plain(size), plain(share)] for name, size, share in parts_of(one, indent="— ")]
-            parts.append(table([plain(composition_title(one)), "bytes", "of all"], made_of))
-        elif one.why_not:
-            parts.append(plain(one.why_not))
+    for recommended in advice.recommended:
+        parts += [f"{code(str(recommended.config))}:", block("\n".join(recommended.code), "python")]
+        if recommended.explanation is not None:
+            peak_rows = [
+                [plain(name), plain(size), plain(share)] for name, size, share in parts_of(recommended, indent="— ")
+            ]
+            parts.append(table([plain(composition_title(recommended)), "bytes", "of all"], peak_rows))
+        elif recommended.why_not:
+            parts.append(plain(recommended.why_not))
     return "\n\n".join(parts) + "\n"
 
 
 def html(advice: Advice) -> str:
-    """Return everything as a page, with the memory over the step of the configs that are recommended.
+    """Return the advice as a page, with a memory chart for each recommended config.
 
     Raises:
         ImportError: plotly or jinja2 is not installed (extra ``report``).
@@ -130,19 +132,19 @@ def html(advice: Advice) -> str:
         rows=rows,
         remarks=_remarks(advice),
         conclusions=conclusions(advice),
-        recommended=[_panel(one) for one in advice.recommended],
+        recommended=[_panel(recommended) for recommended in advice.recommended],
     )
 
 
-def _panel(one: Recommended) -> dict[str, Any]:
-    explanation = one.explanation
+def _panel(recommended: Recommended) -> dict[str, Any]:
+    explanation = recommended.explanation
     over_time = None if explanation is None else explanation.over_time
     return {
-        "config": str(one.config),
-        "device": one.device,
-        "code": "\n".join(one.code),
-        "title": one.why_not if explanation is None else composition_title(one),
-        "parts": [] if explanation is None else parts_of(one),
+        "config": str(recommended.config),
+        "device": recommended.device,
+        "code": "\n".join(recommended.code),
+        "title": recommended.why_not if explanation is None else composition_title(recommended),
+        "parts": [] if explanation is None else parts_of(recommended),
         "chart": None if over_time is None or not over_time.time_ns else over_time_chart(over_time, None, "si"),
         "table": None
         if explanation is None
@@ -160,5 +162,5 @@ def _title(advice: Advice) -> str:
 
 def _remarks(advice: Advice) -> list[str]:
     legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
-    told = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
-    return [*attention_lines(advice), *advice.notes, *legend, *told, *lacking(advice), *warning_lines(advice)]
+    device_remarks = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
+    return [*attention_lines(advice), *advice.notes, *legend, *device_remarks, *lacking(advice), *warning_lines(advice)]

@@ -1,4 +1,9 @@
-"""The search for the largest batch, or the longest sequence, that fits: found by running, to the unit. Pure functions."""
+"""Search for the largest batch, or the longest sequence, that fits. The result is exact. Pure functions.
+
+The caller runs the step at each size from `next_size`. For example, let a step take 2 GB and 40 MB for each sample, and
+let 10 GB be the limit. Sizes 1 and 2 fit. The line through them meets the limit at 200, but 128 is next, because a size is at
+most 64 times the largest size that fits. Then 200 fits, and 272 and 201 do not: six runs.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +14,50 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Sought = Literal["samples", "tokens"]
-"""The part of a batch's size that is varied."""
+"""The batch dimension to search."""
 OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
-"""The option that looks for each."""
+"""The option that searches along each dimension."""
 MOST = 10**9 - 1
-"""More than any batch has samples or a sequence tokens: an option takes nine digits."""
+"""The largest size in a search. Options accept nine digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """A size that was tried: a number of samples or of tokens, and the bytes that its step takes, or why that is not known."""
+    """A trial with a size in samples or tokens. ``peak`` is in bytes, or ``None`` if unknown."""
 
     size: int
     fits: bool
     peak: int | None = None
     why_not: str = ""
-    """The reason why it cannot be run, as a clause, where that is not memory."""
+    """The reason why the size cannot run, as a clause, unless memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest size that fits, and its peak; ``size`` is 0 where none does."""
+    """The largest size that fits, and its peak in bytes. ``size`` is 0 if no size fits."""
 
     size: int
     peak: int | None = None
     why_not_more: str = ""
-    """The reason why the next one cannot be run; empty where it lacks memory."""
+    """The reason why the next size cannot run, as a clause. Empty if memory runs out."""
     is_known: bool = True
-    """False where the search was broken off: larger ones may fit."""
+    """False if the search was interrupted. Then larger sizes may fit."""
 
 
 def next_size(
     trials: Sequence[SizeTrial], limit: int, start: int, unit: int = 1, elsewhere: Sequence[SizeTrial] = ()
 ) -> int | None:
-    """Return the next size to try; ``None`` where the largest that fits, and that the next one does not, are known.
+    """Return the next size to try, or ``None`` when the search has ended.
 
-    What a step takes grows nearly along a line. So the next size is where the line through two that were tried meets the limit;
-    where lines fall short again and again, the middle of what is left.
+    Memory grows nearly linearly with the size. So the next size is the point at which the line through two trials meets the
+    limit. If four trials in a row have the same result, the next size halves the remaining range instead.
 
     Args:
-        trials: What was tried, in its order.
+        trials: The trials so far, in order.
         limit: The bytes that a step may take.
         start: The first size to try.
-        unit: The number that sizes are multiples of.
-        elsewhere: What was tried on another device, where a step takes nearly the same.
+        unit: All sizes are multiples of this number.
+        elsewhere: Trials on another device, on which a step takes nearly the same memory.
     """
     if not trials:
         return max(unit, start // unit * unit)
@@ -63,7 +68,7 @@ def next_size(
     last = most if high is None else high.size - unit
     guess = _on_the_line([*elsewhere, *trials], limit, low, high)
     if high is None:
-        # What is near tells little of what is far off, and a line that falls short again and again is left.
+        # A line through nearby sizes predicts distant sizes badly, so growth is limited.
         guess = 2 * low if guess is None else min(guess, 64 * low)
         guess = max(guess, 2 * low - _before(trials, low)) if _one_sided(trials) else guess
     elif guess is None or _one_sided(trials) or (high.peak is None and guess > last):
@@ -72,40 +77,40 @@ def next_size(
 
 
 def largest_of(trials: Sequence[SizeTrial], *, finished: bool = True) -> Largest:
-    """Return the largest size that fits, as far as it was searched for."""
+    """Return the largest size that fits. ``finished`` is False if the search was interrupted."""
     low, high = _bounds(trials)
-    peak = next((one.peak for one in trials if one.size == low), None)
+    peak = next((trial.peak for trial in trials if trial.size == low), None)
     return Largest(low, peak, "" if high is None else high.why_not, finished)
 
 
 def _bounds(trials: Sequence[SizeTrial]) -> tuple[int, SizeTrial | None]:
-    """Return the largest size that fits, and the smallest beyond it that does not."""
-    low = max((one.size for one in trials if one.fits), default=0)
-    beyond = [one for one in trials if one.size > low]
-    return low, min(beyond, key=lambda one: one.size, default=None)
+    """Return the largest size that fits, and the trial with the smallest size beyond, if any."""
+    low = max((trial.size for trial in trials if trial.fits), default=0)
+    beyond = [trial for trial in trials if trial.size > low]
+    return low, min(beyond, key=lambda trial: trial.size, default=None)
 
 
 def _on_the_line(trials: Sequence[SizeTrial], limit: int, low: int, high: SizeTrial | None) -> int | None:
-    """Return the largest size at which a line is within the limit: that through both bounds, or up to the lower one."""
-    known = {one.size: one.peak for one in trials if one.peak is not None}
-    ends = [size for size in (low, None if high is None else high.size) if size in known]
+    """Return the size at which a line through two known peaks meets the limit, or ``None`` without a rising line."""
+    peaks = {trial.size: trial.peak for trial in trials if trial.peak is not None}
+    ends = [size for size in (low, None if high is None else high.size) if size in peaks]
     if len(ends) < 2:
-        # Of sizes near each other an allocator's blocks would hide the slope.
-        ends = [low, max((size for size in known if size <= low / 2), default=min(known, default=low))]
-        ends = ends if low in known else sorted(known)[:2]
+        # The second size is at most half of `low`: between nearby sizes, the allocator's block sizes hide the slope.
+        ends = [low, max((size for size in peaks if size <= low / 2), default=min(peaks, default=low))]
+        ends = ends if low in peaks else sorted(peaks)[:2]
     if len(set(ends)) < 2:
         return None
-    one, other = sorted(ends)
-    slope = (known[other] - known[one]) / (other - one)
-    return int(one + (limit - known[one]) / slope) if slope > 0 else None
+    smaller, larger = sorted(ends)
+    slope = (peaks[larger] - peaks[smaller]) / (larger - smaller)
+    return int(smaller + (limit - peaks[smaller]) / slope) if slope > 0 else None
 
 
 def _one_sided(trials: Sequence[SizeTrial]) -> bool:
-    """Return whether the last four trials all fit or all did not."""
-    last = [one.fits for one in trials[-4:]]
+    """Return whether the last four trials have the same result."""
+    last = [trial.fits for trial in trials[-4:]]
     return len(last) == 4 and len(set(last)) == 1
 
 
 def _before(trials: Sequence[SizeTrial], low: int) -> int:
-    """Return the largest size that fits beneath ``low``."""
-    return max((one.size for one in trials if one.fits and one.size < low), default=0)
+    """Return the largest size below ``low`` that fits."""
+    return max((trial.size for trial in trials if trial.fits and trial.size < low), default=0)

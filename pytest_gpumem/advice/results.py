@@ -1,4 +1,4 @@
-"""Results of `gpumem advise`: what was tried on each device, and what is recommended. Frozen values, pure."""
+"""Results of `gpumem advise`: the trials on each device, and the recommended configs. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,107 +19,113 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTrials:
-    """Trials on a device: its name, the bytes that a step may take there, what was tried, and the one that is recommended."""
+    """The trials on a device, with the device's name, the limit in bytes, and the recommended trial."""
 
     name: str
     limit: int | None
-    """``None`` where nothing has to fit."""
+    """``None`` if there is no limit."""
     tried: tuple[Tried, ...]
     chosen: Tried | None
     lacking: str | None = None
-    """The reason why peaks may be too low, as a clause."""
+    """A clause that says why peaks may be too low, if they may."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
-    """The largest batch, or the longest sequence, of the configs that it was looked for."""
+    """The largest batch, or the longest sequence, for each searched config."""
     finished: bool = True
     """False after Ctrl-C."""
     warnings: tuple[str, ...] = ()
-    """The runs' warnings, each once."""
+    """The distinct warnings from all runs."""
 
     @property
     def smallest(self) -> Tried | None:
-        """The config that takes least of those that could be measured."""
-        measured = [one for one in self.tried if one.peak is not None]
-        return min(measured, key=lambda one: one.peak or 0, default=None)
+        """The measured config with the smallest peak."""
+        measured = [trial for trial in self.tried if trial.peak is not None]
+        return min(measured, key=lambda trial: trial.peak or 0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """A config that is recommended, on the first device for which it is: its code, and what its peak is made of."""
+    """A recommended config, with its code and its peak's composition on the first device with this recommendation."""
 
     config: StepConfig
     device: str
     code: tuple[str, ...]
     explanation: Explanation | None = None
     why_not: str = ""
-    """The reason why there is no explanation, as a clause; empty where none was asked for."""
+    """A clause that says why there is no explanation. Empty if no explanation was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Findings for a model's step: trials, and what is recommended."""
+    """The trials and recommendations for a model's step."""
 
     subject: str
-    """The model and its batch, for people; empty of a function that makes them."""
+    """The model and its batch, for people. Empty if a function made them."""
     task: Task
-    """The task of the model in a step."""
+    """The model's task in a step."""
     emulated: bool
-    """True where devices are emulated, whose reserved bytes are compared with what they have."""
+    """True if the devices are emulated. Then reserved bytes are compared with each card's memory."""
     devices: tuple[DeviceTrials, ...]
     recommended: tuple[Recommended, ...] = ()
     finished: bool = True
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()
     sought: Sought | None = None
-    """The part of the batch's size whose largest number was looked for, if any was."""
+    """The searched batch dimension, if any."""
     sharding: StepConfig | None = None
-    """A config that says nothing but the sharding that each has, where an option gave them one."""
+    """A config with nothing but the sharding that an option adds to each config."""
     attention: str = ""
     """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The runs' warnings on all devices, each once."""
+        """The distinct warnings from all devices."""
         return tuple(dict.fromkeys(warning for device in self.devices for warning in device.warnings))
 
     @property
     def title(self) -> str:
-        """The model, its batch, and the rank that is measured where it is sharded; may be empty."""
+        """The model, its batch, and a sharded model's measured rank. May be empty."""
         rank = "" if self.sharding is None else rank_title(self.sharding)
         return "; ".join(filter(None, (self.subject, rank)))
 
     def fits(self, *, every: bool) -> bool:
-        """Return whether something fits into each of the devices, or into any of them: also with a smaller batch, if asked."""
-        found = [
-            one.chosen is not None or any(largest.size for largest in one.largest.values()) for one in self.devices
+        """Return whether a config fits into any device, or into each device if ``every``.
+
+        A smaller batch from a search for the largest batch counts as well.
+        """
+        has_fit = [
+            device.chosen is not None or any(largest.size for largest in device.largest.values())
+            for device in self.devices
         ]
-        return bool(found) and (all(found) if every else any(found))
+        return bool(has_fit) and (all(has_fit) if every else any(has_fit))
 
 
 @dataclass(frozen=True, slots=True)
 class CategoryShare:
-    """Bytes of a category, and how they are spread over modules, the largest first."""
+    """A category's bytes, and their modules, the largest first."""
 
     category: str
     nbytes: int
     modules: tuple[tuple[str, int], ...]
-    """Paths of modules, with layers folded, and their bytes; the path is empty where blocks are of no module."""
+    """Module paths with layers folded, and bytes: ``("h.*.mlp", 9437184)``. Blocks without a module have an empty path."""
 
 
 def shares_of(composition: Composition) -> tuple[CategoryShare, ...]:
-    """Return the categories of a composition with their modules, the largest first."""
-    found: dict[str, dict[str, int]] = {}
+    """Return a composition's categories with their modules, the largest first."""
+    categories: dict[str, dict[str, int]] = {}
     for row in composition.rows:
-        modules = found.setdefault(row.category, {})
+        modules = categories.setdefault(row.category, {})
         modules[row.path] = modules.get(row.path, 0) + row.nbytes
-    shares = [CategoryShare(name, sum(modules.values()), _largest_first(modules)) for name, modules in found.items()]
-    return tuple(sorted(shares, key=lambda one: -one.nbytes))
+    shares = [
+        CategoryShare(name, sum(modules.values()), _largest_first(modules)) for name, modules in categories.items()
+    ]
+    return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 
 def _largest_first(modules: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(modules.items(), key=lambda one: (-one[1], one[0])))
+    return tuple(sorted(modules.items(), key=lambda share: (-share[1], share[0])))
 
 
 def configs_in_order(devices: Sequence[DeviceTrials]) -> list[StepConfig]:
-    """Return every config that was tried on any device, those that are recommended first."""
-    chosen = [one.chosen.config for one in devices if one.chosen is not None]
-    return list(dict.fromkeys([*chosen, *(one.config for device in devices for one in device.tried)]))
+    """Return the configs from all devices, the recommended configs first."""
+    chosen = [device.chosen.config for device in devices if device.chosen is not None]
+    return list(dict.fromkeys([*chosen, *(trial.config for device in devices for trial in device.tried)]))

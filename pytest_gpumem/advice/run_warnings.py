@@ -1,4 +1,4 @@
-"""Warnings from the measured code: Python's warnings, and log records from its libraries."""
+"""Collect warnings from the measured code: Python warnings, and log records from libraries."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOISE = ("torch", "torchao")
-"""Packages whose log records are about themselves: torchao logs each of its kernels that does not fit this machine."""
+"""Packages whose log records are about themselves: torchao logs each kernel without support for this machine."""
 
 
 @contextmanager
 def warnings_kept() -> Iterator[list[str]]:
-    """Yield a list that gets each warning within the context once, as a line.
+    """Yield a list to which each warning within the context is added once, as a line.
 
     For example ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``, or
-    ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed. A
-    warning that a filter or `quietly` hides is not kept.
+    ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed.
+    Warnings hidden by a filter or by `quietly` are not collected.
     """
-    kept: list[str] = []
+    lines: list[str] = []
 
-    def keep(source: str, text: str) -> None:
+    def collect(source: str, text: str) -> None:
         line = f"{source}: {' '.join(text.split())}"
-        if line not in kept:
-            kept.append(line)
+        if line not in lines:
+            lines.append(line)
 
     show, make_record = warnings.showwarning, logging.getLogRecordFactory()
 
-    def show_and_keep(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        keep(category.__name__, str(message))
-        show(message, category, *where, **more)
+    def show_and_collect(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
+        collect(category.__name__, str(message))
+        show(message, category, *location, **more)
 
-    # Libraries switch the propagation of their records off (transformers, diffusers), so the root logger's handlers lack them.
-    def make_and_keep(name: Any, level: Any, *parts: Any, **more: Any) -> logging.LogRecord:
+    # Libraries such as transformers and diffusers do not propagate their records, so the root logger's handlers lack them.
+    def make_and_collect(name: Any, level: Any, *parts: Any, **more: Any) -> logging.LogRecord:
         record = make_record(name, level, *parts, **more)
         package = str(name).partition(".")[0]
         if isinstance(level, int) and level >= logging.WARNING and package not in _NOISE:
-            with suppress(Exception):  # `logging` reports wrong arguments where it prints the record
-                keep(package, record.getMessage())
+            with suppress(Exception):  # `logging` reports wrong arguments when it prints the record
+                collect(package, record.getMessage())
         return record
 
-    warnings.showwarning = show_and_keep
-    logging.setLogRecordFactory(make_and_keep)
+    warnings.showwarning = show_and_collect
+    logging.setLogRecordFactory(make_and_collect)
     try:
-        yield kept
+        yield lines
     finally:
         warnings.showwarning = show
         logging.setLogRecordFactory(make_record)

@@ -1,4 +1,16 @@
-"""The order in which configs are tried until a model fits: what costs least first. Pure functions."""
+"""Decide the order in which configs are tried until a model fits: the cheapest changes come first. Pure functions.
+
+A config that saves memory becomes the base of all later configs. For example, a training step with Llama 3 8B and a batch of
+1x4096 tokens reserves this much on an H100, whose limit is 84.48 GB::
+
+    fp32                          232.29 GB
+    amp-bf16                      189.17 GB   saves memory, so later configs keep amp-bf16
+    amp-bf16,checkpoint=ops       163.18 GB
+    amp-bf16,checkpoint=blocks    162.56 GB   the best checkpointing, so later configs keep it
+    bf16,checkpoint=blocks         83.00 GB   fits: the search ends
+
+A batch with more samples would be split into micro-batches before bf16 is tried.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +38,36 @@ _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=l
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A config and its figures: ``peak`` in bytes, ``time`` in seconds; or why there are none, as a clause."""
+    """A config's trial: ``peak`` in bytes and ``time`` in seconds, or a clause ``why_not``."""
 
     config: StepConfig
     peak: int | None = None
     time: float | None = None
     why_not: str = ""
     allocated: int | None = None
-    """Bytes that tensors hold at the peak, where ``peak`` is what the allocator takes for them."""
+    """Bytes in tensors at the peak. ``peak`` is larger if it counts bytes reserved by the allocator."""
     slow: str = ""
-    """A clause where the device computes it in another precision: recommended only where nothing else fits."""
+    """A clause if the device emulates the precision. Such a config is recommended only if no other config fits."""
     doubt: str = ""
-    """A clause where the peak followed from a value that the device does not compute: with another one it may be higher."""
+    """A clause if an uncomputed value decided a branch. With another value the peak may be higher."""
     warnings: tuple[str, ...] = ()
     """Warnings while the config ran: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
 
     def fits(self, limit: int) -> bool:
-        """Return whether it needs at most ``limit`` bytes."""
+        """Return whether the peak is at most ``limit`` bytes."""
         return self.peak is not None and self.peak <= limit
 
 
 def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str | None = None) -> StepConfig:
-    """Return a config with the words of another one that says nothing but a sharding, if there is one.
+    """Return a config with a sharding added.
 
-    ``blocks`` is the pattern for the model's blocks, where they are sharded by themselves. Raises `ConfigError` where the two
-    do not go together.
+    Args:
+        config: The config.
+        sharding: A config with nothing but a sharding, or ``None`` to add nothing.
+        blocks: The pattern for the model's blocks, if the sharding treats blocks separately.
+
+    Raises:
+        ConfigError: The config and the sharding exclude each other.
     """
     if sharding is None:
         return config
@@ -59,7 +76,7 @@ def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str |
 
 
 def is_start(config: StepConfig) -> bool:
-    """Return whether a config is the first that is tried, sharded or not: what fails in it fails by the model's own fault."""
+    """Return whether a config is the first trial, with or without sharding. An error in this trial is the model's own error."""
     return config.precision == START.precision and config.given().keys() <= {
         "precision",
         "shard",
@@ -70,10 +87,13 @@ def is_start(config: StepConfig) -> bool:
 
 
 def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return values of an axis to try one after the other, for each axis in turn.
+    """Return the axes to change in order, each with the values to try.
 
-    They are precisions, recomputation, accumulation as far as ``samples`` can be shared out, weights and all else in bfloat16,
-    8-bit optimizer, offloading. Where ``fully_shard`` gathers parameters, it casts them by itself.
+    The order is mixed precision, recomputation, micro-batches, bfloat16 weights, 8-bit optimizer, offloading.
+
+    Args:
+        samples: The samples in the batch, which limit the micro-batches, or ``None`` if unknown.
+        fully: Whether ``fully_shard`` is used. It casts parameters when it gathers them, so ``mp-bf16`` comes first.
     """
     return (
         ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
@@ -86,43 +106,49 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
 
 
 def shares(samples: int | None) -> tuple[int, ...]:
-    """Return the numbers of micro-batches into which a batch of ``samples`` can be split."""
+    """Return the possible micro-batch counts: ``(2, 4)`` for 12 samples."""
     return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
 
 
 INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
-"""Configs of inference steps, and of generation, in the order in which they are tried."""
+"""The configs for inference steps and generation, in order."""
 
 
 def next_config(
-    tried: Sequence[Tried], samples: int | None, blocks: str | None = None, start: StepConfig = START
+    trials: Sequence[Tried], samples: int | None, blocks: str | None = None, start: StepConfig = START
 ) -> StepConfig | None:
-    """Return the next config to try; ``None`` when there is no other. ``blocks`` is the pattern for the model's blocks.
+    """Return the next config to try, or ``None`` when all candidates have been tried.
 
-    Each candidate keeps the values that helped before it. One that ran out of memory is kept, too: it may have come close.
-    ``start`` is the first, of which each keeps the sharding; those that do not go with it are left out.
+    Each candidate keeps the values that saved memory before. If both a value and its base ran out of memory, the value is kept,
+    because it may have come close.
+
+    Args:
+        trials: The trials so far.
+        samples: The samples in the batch, or ``None`` if unknown.
+        blocks: The pattern for the model's blocks.
+        start: The first config. All candidates keep its sharding. Candidates are skipped if they exclude it.
     """
-    known = {one.config: one for one in tried}
-    if start not in known:
+    trials_by_config = {trial.config: trial for trial in trials}
+    if start not in trials_by_config:
         return start
-    base = known[start]
+    base = trials_by_config[start]
     for axis, values in candidates(samples, fully=start.sharding is not None and start.sharding.fully):
         for value in values:
             config = _changed(base.config, blocks, **{axis: value})
             if config is None:
                 continue
-            if config not in known:
+            if config not in trials_by_config:
                 return config
-            if _helps(known[config], base) and not known[config].slow:
-                base = known[config]
+            if _saves_memory(trials_by_config[config], base) and not trials_by_config[config].slow:
+                base = trials_by_config[config]
                 if axis == "precision":
-                    # The first that works; of other axes the best is kept.
+                    # The first working precision is kept. Other axes keep the best value.
                     break
     return None
 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig | None:
-    """Return the config with other ``values``, and with ``blocks`` only where it acts on them; ``None`` where it is none."""
+    """Return the config with other ``values``, and with ``blocks`` if they matter. Return ``None`` if the config is invalid."""
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
     try:
         return replace(config, **values, blocks=blocks if kind.on_blocks or _shards_blocks(config) else None)
@@ -131,7 +157,7 @@ def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfi
 
 
 def with_blocks(config: StepConfig, blocks: str | None) -> StepConfig:
-    """Return a config that was named with the pattern for the model's blocks, if it acts on them and has none itself."""
+    """Return a named config with the pattern for the model's blocks, if the config needs and lacks a pattern."""
     acts = config.checkpointing.kind.on_blocks or _shards_blocks(config)
     return replace(config, blocks=blocks) if acts and config.blocks is None else config
 
@@ -140,18 +166,21 @@ def _shards_blocks(config: StepConfig) -> bool:
     return config.sharding is not None and (config.sharding.fully or config.sharding.staged)
 
 
-def _helps(one: Tried, base: Tried) -> bool:
-    if one.peak is None:
-        return one.why_not == OUT_OF_MEMORY and base.peak is None
-    return base.peak is None or one.peak < base.peak
+def _saves_memory(trial: Tried, base: Tried) -> bool:
+    if trial.peak is None:
+        return trial.why_not == OUT_OF_MEMORY and base.peak is None
+    return base.peak is None or trial.peak < base.peak
 
 
 def every_config(
     samples: int | None, blocks: str | None = None, sharding: StepConfig | None = None
 ) -> list[StepConfig]:
-    """Return every combination of the candidates' values, fp32 first. ``blocks`` is the pattern for the model's blocks.
+    """Return every combination of candidate values, fp32 first.
 
-    Each gets the ``sharding``; those that do not go with it are left out.
+    Args:
+        samples: The samples in the batch, or ``None`` if unknown.
+        blocks: The pattern for the model's blocks.
+        sharding: A config with the sharding for every combination. Combinations are skipped if they exclude it.
     """
     configs = combinations(
         {
@@ -165,76 +194,76 @@ def every_config(
     return list(filter(None, (_changed(config, blocks, **words) for config in configs)))
 
 
-def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:
-    """Return the fastest that fits; without times the first that fits, without a limit that with the best saving for its time.
+def recommended(trials: Sequence[Tried], limit: int | None) -> Tried | None:
+    """Return the trial to recommend, or ``None`` if no config fits or none was measured.
 
-    What is slow on the device is recommended only where it is all that there is. ``None`` when nothing fits, or nothing could
-    be measured.
+    The fastest config that fits wins. Without times, the first config that fits wins. Without a limit, the best saving per
+    time wins. Configs that are slow on the device are recommended only if no other config fits.
     """
-    measured = [one for one in tried if one.peak is not None]
-    return _best([one for one in measured if not one.slow], limit) or _best(measured, limit)
+    measured = [trial for trial in trials if trial.peak is not None]
+    return _best([trial for trial in measured if not trial.slow], limit) or _best(measured, limit)
 
 
 def _best(measured: Sequence[Tried], limit: int | None) -> Tried | None:
     if limit is not None:
-        fitting = [one for one in measured if one.fits(limit)]
-        if any(one.time is None for one in fitting):
+        fitting = [trial for trial in measured if trial.fits(limit)]
+        if any(trial.time is None for trial in fitting):
             return fitting[0]
-        return min(fitting, key=lambda one: one.time or 0.0, default=None)
-    return max(measured, key=lambda one: _worth(one, measured[0]), default=None)
+        return min(fitting, key=lambda trial: trial.time or 0.0, default=None)
+    return max(measured, key=lambda trial: _saving_rank(trial, measured[0]), default=None)
 
 
-def _worth(one: Tried, first: Tried) -> tuple[float, float]:
-    """Return the sort key: saving over cost, then saving."""
-    if not first.peak or not one.peak:
+def _saving_rank(trial: Tried, first: Tried) -> tuple[float, float]:
+    """Return the sort key: saving per cost, then saving."""
+    if not first.peak or not trial.peak:
         return 0.0, 0.0
-    saving = (first.peak - one.peak) / first.peak
-    cost = (one.time - first.time) / first.time if one.time and first.time else 0.0
+    saving = (first.peak - trial.peak) / first.peak
+    cost = (trial.time - first.time) / first.time if trial.time and first.time else 0.0
     return return_on(saving, cost), saving
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search: of configs that were named, or of those that fit, one after the other."""
+    """A search over named configs, or over the configs in `candidates` until a config fits."""
 
     fits: int | None
-    """Bytes that a step may take."""
+    """The bytes that a step may take."""
     configs: tuple[StepConfig, ...]
-    """Those that were named; others are not measured, then."""
+    """The named configs. If there are any, no other configs are measured."""
     everything: bool
-    """True if every combination is measured, also when one fits already."""
+    """True if every combination is measured, even after a config fits."""
     blocks: str | None
     """The pattern for the model's blocks."""
     task: Task
-    """The task of the model in a step."""
+    """The model's task in a step."""
     sought: Sought | None = None
-    """The part of the batch's size whose largest number that fits is looked for."""
+    """The batch dimension to maximize, if any."""
     sharding: StepConfig | None = None
-    """A config that says nothing but the sharding that each has; those in ``configs`` have it already."""
+    """A config with nothing but the sharding for every config. ``configs`` contain this sharding already."""
     refused: tuple[Tried, ...] = ()
-    """Rows of those that were named and do not go with the sharding."""
+    """Failed trials for named configs that exclude the sharding. They are never run."""
 
-    def over(self, tried: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
-        """Yield the configs to try, each chosen by the results in ``tried``."""
+    def over(self, trials: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
+        """Yield the configs to try. The caller appends each result to ``trials`` before it asks for the next config."""
         if self.configs or self.refused:
             yield from self.configs
         elif not self.task.trains:
-            yield from _until_one_fits(INFERENCE, tried, None if self.everything else limit)
+            yield from _until_one_fits(INFERENCE, trials, None if self.everything else limit)
         elif self.everything:
             yield from every_config(samples, self.blocks, self.sharding)
         else:
             start = with_sharding(START, self.sharding, self.blocks)
-            yield from _until_one_fits(_climbed(tried, samples, self.blocks, start), tried, limit)
+            yield from _until_one_fits(_greedy_configs(trials, samples, self.blocks, start), trials, limit)
 
-    def note_on_faster(self, tried: Sequence[Tried], limit: int | None) -> str | None:
-        """Return a sentence if the search ended with fp32 because it fits, and no time tells what a faster precision gains."""
-        if self.configs or self.refused or self.everything or not tried:
+    def note_on_faster(self, trials: Sequence[Tried], limit: int | None) -> str | None:
+        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown."""
+        if self.configs or self.refused or self.everything or not trials:
             return None
-        last = tried[-1]
+        last = trials[-1]
         if limit is None or last.time is not None or last.config.precision != START.precision or not last.fits(limit):
             return None
         words = FASTER if self.task.trains else FASTER[1:]
-        left_out = [word for word in words if all(one.config.precision != word for one in tried)]
+        left_out = [word for word in words if all(trial.config.precision != word for trial in trials)]
         if not left_out:
             return None
         were = agreeing(len(left_out), "was", "were")
@@ -244,27 +273,28 @@ class Search:
             "config, --config one of them"
         )
 
-    def sought_for(self, tried: Sequence[Tried], limit: int) -> list[StepConfig]:
-        """Return the configs whose largest batch is looked for: those that were named, else the one that is recommended.
+    def sought_for(self, trials: Sequence[Tried], limit: int) -> list[StepConfig]:
+        """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
 
-        Where nothing fits it is the one that takes least. What cannot run for another reason than memory is left out.
+        If no config fits, the config with the smallest peak is used. Configs that fail for
+        another reason than memory are left out.
         """
-        able = [one for one in tried if one.peak is not None or one.why_not == OUT_OF_MEMORY]
+        able = [trial for trial in trials if trial.peak is not None or trial.why_not == OUT_OF_MEMORY]
         if self.configs or self.refused:
-            return [one.config for one in able]
-        best = recommended(able, limit) or min(able, key=lambda one: one.peak or float("inf"), default=None)
+            return [trial.config for trial in able]
+        best = recommended(able, limit) or min(able, key=lambda trial: trial.peak or float("inf"), default=None)
         return [] if best is None else [best.config]
 
 
-def _until_one_fits(configs: Iterable[StepConfig], tried: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:
+def _until_one_fits(configs: Iterable[StepConfig], trials: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:
     for config in configs:
         yield config
-        if limit is not None and tried and tried[-1].fits(limit) and not tried[-1].slow:
+        if limit is not None and trials and trials[-1].fits(limit) and not trials[-1].slow:
             return
 
 
-def _climbed(
-    tried: Sequence[Tried], samples: int | None, blocks: str | None, start: StepConfig
+def _greedy_configs(
+    trials: Sequence[Tried], samples: int | None, blocks: str | None, start: StepConfig
 ) -> Iterator[StepConfig]:
-    while (config := next_config(tried, samples, blocks, start)) is not None:
+    while (config := next_config(trials, samples, blocks, start)) is not None:
         yield config

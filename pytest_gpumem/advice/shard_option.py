@@ -1,4 +1,4 @@
-"""The sharding that every config gets, as in ``--shard fsdp,world=8``: read, added to named configs, and told. Pure."""
+"""Read ``--shard fsdp,world=8``, and add the sharding to every config. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 _LIKE = "write a kind of sharding and the number of ranks, like fsdp,world=8"
 _LEAST = {"world": 2, "rank": 0}
-"""The least that each number may be: one rank has nobody to share with."""
+"""The smallest value for each number. A single rank has no rank to share with."""
 PER_RANK = "bytes and samples are those of one rank, which has a GPU to itself"
 
 
 def sharding_of(text: str) -> StepConfig:
-    """Return a config that says nothing but the sharding of a text: ``"fsdp,world=8"``, ``"hsdp:2,world=16,rank=3"``.
+    """Return a config with nothing but the sharding in a text.
+
+    Args:
+        text: A kind of sharding with numbers, such as ``"fsdp,world=8"`` or ``"hsdp:2,world=16,rank=3"``.
 
     Raises:
-        ValueError: It says none. The message is a sentence.
+        ValueError: The text names no sharding. The message is a sentence.
     """
     kinds: list[str] = []
     numbers: dict[str, int] = {}
@@ -46,7 +49,7 @@ def sharding_of(text: str) -> StepConfig:
             f"{text!r} names {len(kinds)} kinds of sharding; write {'+'.join(kinds)} for all of them together"
         )
     config = StepConfig(shard=kinds[0], world=numbers.get("world"), rank=numbers.get("rank", 0))
-    assert config.sharding is not None, "it has been named"
+    assert config.sharding is not None, "the text names a kind"
     if config.sharding.over(config.world, config.rank).world < _LEAST["world"]:
         raise ValueError(f"{text!r} has one rank, which shares nothing; {_LIKE}")
     return config
@@ -55,14 +58,17 @@ def sharding_of(text: str) -> StepConfig:
 def named_configs(
     texts: Sequence[str], sharding: StepConfig | None, blocks: str | None = None
 ) -> tuple[tuple[StepConfig, ...], tuple[Tried, ...]]:
-    """Return the configs of texts with a sharding, each once, and rows of those that do not go with it.
+    """Return the distinct configs in texts with a sharding added, and failed trials for configs that exclude it.
 
-    Those that act on the model's blocks have the pattern ``blocks``, if they name none.
+    Args:
+        texts: Step configs as texts.
+        sharding: A config with nothing but a sharding, or ``None``.
+        blocks: The pattern for the model's blocks. Configs without a pattern get this pattern if they need one.
 
     Raises:
-        ConfigError: A text is no config, or has a sharding of its own beside ``sharding``.
+        ConfigError: A text is not a config, or names a sharding beside ``sharding``.
     """
-    found: dict[StepConfig, None] = {}
+    configs: dict[StepConfig, None] = {}
     refused: dict[StepConfig, Tried] = {}
     for text in texts:
         try:
@@ -70,23 +76,23 @@ def named_configs(
         except ConfigError:
             if sharding is None:
                 raise
-            # Some words need sharding: mp-bf16.
-            found[with_blocks(StepConfig.parse(f"{text},{sharding}"), blocks)] = None
+            # Some words are valid only with sharding, such as mp-bf16.
+            configs[with_blocks(StepConfig.parse(f"{text},{sharding}"), blocks)] = None
             continue
         if sharding is not None and config.sharding is not None:
             raise ConfigError(
                 f"step config {text!r} has a sharding of its own, beside {sharding}; leave one of them out"
             )
         try:
-            found[with_blocks(with_sharding(config, sharding, config.blocks), blocks)] = None
+            configs[with_blocks(with_sharding(config, sharding, config.blocks), blocks)] = None
         except ConfigError as error:
             refused[config] = Tried(config, why_not=str(error))
-    return tuple(found), tuple(refused.values())
+    return tuple(configs), tuple(refused.values())
 
 
 def rank_title(sharding: StepConfig) -> str:
-    """Return the rank that is measured, and how the model is shared out: ``"rank 0 of 8, FSDP"``."""
-    assert sharding.sharding is not None, "only of a config that says one"
+    """Return the measured rank and the sharding, such as ``"rank 0 of 8, FSDP"``."""
+    assert sharding.sharding is not None, "the config names a sharding"
     layout = sharding.sharding.over(sharding.world, sharding.rank)
     kinds = re.sub(r"ZERO(\d)", r"ZeRO-\1", sharding.shard.upper())
     return f"rank {layout.rank} of {layout.world}, {kinds}"

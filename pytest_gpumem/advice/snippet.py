@@ -1,4 +1,4 @@
-"""Code snippet of a step config, for people to paste into their training loop."""
+"""Write a step config as a code snippet to paste into a training loop."""
 
 from __future__ import annotations
 
@@ -18,30 +18,45 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.shard_kinds import Sharding
 
     BlockContainer = str | tuple[str, ...]
-    """The path of a list of blocks, or the paths of blocks that are not a whole list."""
+    """The path to a list of blocks, or the paths to single blocks."""
 
 
 def code_snippet(
     config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None = None
 ) -> list[str]:
-    """Return lines of Python: the set-up, with adapters if there are any, and the step.
+    """Return Python lines: the set-up and the training step.
 
-    ``containers`` have the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
-    batch) and ``loss_of(model, batch)``. For the configs that `is_shown` knows.
+    The lines use ``model``, ``batches`` (the micro-batches, or a list with the only batch) and ``loss_of(model, batch)``.
+
+    Args:
+        config: A config for which `is_shown` is true.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        containers: The paths to the model's blocks.
+        lora: The adapters to add to the model, if any.
+
+    Example:
+        The step with ``amp-bf16`` is ::
+
+            for batch in batches:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = loss_of(model, batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     """
-    return [*_once(config, device_type, containers, lora), "", *_step(config, device_type)]
+    return [*_set_up(config, device_type, containers, lora), "", *_step(config, device_type)]
 
 
 _SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weights", "shard", "world", "rank", "reduce")
 
 
 def is_shown(config: StepConfig) -> bool:
-    """Return whether the code of a config is known here, as of all that are searched: not of every one that may be named."""
-    others = [one.name for one in fields(config) if one.name not in _SHOWN]
+    """Return whether a snippet exists for a config. All searched configs have a snippet, but some named configs do not."""
+    other_fields = [field.name for field in fields(config) if field.name not in _SHOWN]
     default = type(config)()
     precision, sharding = precision_named(config.precision), config.sharding
     return (
-        all(getattr(config, name) == getattr(default, name) for name in others)
+        all(getattr(config, name) == getattr(default, name) for name in other_fields)
         and config.optimizer in ("adamw", "adamw-8bit")
         and (precision is None or not precision.tf32)
         and (sharding is None or _is_sharding_shown(config, sharding))
@@ -49,7 +64,7 @@ def is_shown(config: StepConfig) -> bool:
 
 
 def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
-    """Return whether the code is a few lines: parts of tensors need the model's plan, and DDP's micro-batches ``no_sync``."""
+    """Return whether a few lines are enough. A split model needs a plan, and DDP micro-batches need ``no_sync``."""
     kind = sharding.data
     if kind is None or sharding.parts:
         return False
@@ -58,7 +73,7 @@ def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
 
 
 def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
-    """Return the code that makes a config, of what the model does; or how it is named, where its code is not known here."""
+    """Return the code for a config and a task, or a comment with the config's name if there is no snippet."""
     if not is_shown(config) or (config.blocks is not None and not containers):
         return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
     if task.trains:
@@ -67,9 +82,9 @@ def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockCont
 
 
 def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | None = None) -> list[str]:
-    """Return lines of Python that run a model under a config of `search_order.INFERENCE`, or have it generate ``new_tokens``.
+    """Return Python lines for an inference step, or for a generation with ``new_tokens`` tokens.
 
-    They use ``model`` and ``batch``.
+    The lines use ``model`` and ``batch``. The config comes from `search_order.INFERENCE`.
     """
     imports, lines = ["import torch"], []
     precision = precision_named(config.precision)
@@ -87,7 +102,7 @@ def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | No
     return [*imports, "", "model.eval()", *lines, f"with {', '.join(contexts)}:", f"    output = {call}"]
 
 
-def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None) -> list[str]:
+def _set_up(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None) -> list[str]:
     snippet = config.checkpointing.kind.snippet
     precision = precision_named(config.precision)
     imports, lines = [*snippet.imports], []
@@ -100,15 +115,19 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
     lines += snippet.setup()
     if snippet.each_block:
         for container in containers:
-            lines += [f"for block in {_reached(container)}:", f"    {snippet.each_block}"]
+            lines += [f"for block in {_blocks_expression(container)}:", f"    {snippet.each_block}"]
     if config.sharding is not None:
-        needed, sharded = _sharded(config, config.sharding, device_type, containers)
+        needed, sharded = _shard_lines(config, config.sharding, device_type, containers)
         imports += needed
         lines += sharded
     if config.sharding is not None and config.sharding.data is not None and config.sharding.data.shards_optimizer:
         imports.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
-        # It shares all that it is given out by size, weights that are not trained, too.
-        trained = "model.parameters()" if lora is None else "[one for one in model.parameters() if one.requires_grad]"
+        # ZeroRedundancyOptimizer distributes all parameters by size, even if they are not trained.
+        trained = (
+            "model.parameters()"
+            if lora is None
+            else "[weight for weight in model.parameters() if weight.requires_grad]"
+        )
         lines.append(f"optimizer = ZeroRedundancyOptimizer({trained}, torch.optim.AdamW)")
     elif config.optimizer.endswith("-8bit"):
         module, name = eight_bit_module(config.optimizer)
@@ -121,10 +140,10 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
     return [*sorted(imports, key=lambda line: line.startswith("from ")), "", *lines]
 
 
-def _sharded(
+def _shard_lines(
     config: StepConfig, sharding: Sharding, device_type: str, containers: Sequence[BlockContainer]
 ) -> tuple[list[str], list[str]]:
-    """Return imports and lines that share the model out among ranks."""
+    """Return imports and lines to shard the model among ranks."""
     layout = sharding.over(config.world, config.rank)
     imports = ["import torch.distributed"]
     lines = [f"torch.distributed.init_process_group()  # torchrun starts {layout.world} of these, with a device each"]
@@ -133,7 +152,7 @@ def _sharded(
             *lines,
             "model = DistributedDataParallel(model)",
         ]
-    assert sharding.data is not None, "a kind that shards"
+    assert sharding.data is not None, "this kind shards data"
     arguments, needed = [], ["fully_shard"]
     if sharding.replicas > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
@@ -147,21 +166,24 @@ def _sharded(
     }
     if any(dtypes.values()):
         needed.insert(0, "MixedPrecisionPolicy")
-        told = ", ".join(f"{name}=torch.{dtype}" for name, dtype in dtypes.items() if dtype)
-        lines.append(f"policy = MixedPrecisionPolicy({told})")
+        policy_arguments = ", ".join(f"{name}=torch.{dtype}" for name, dtype in dtypes.items() if dtype)
+        lines.append(f"policy = MixedPrecisionPolicy({policy_arguments})")
         arguments.append("mp_policy=policy")
     if sharding.data.reshard_after_forward is not None:
         arguments.append(f"reshard_after_forward={sharding.data.reshard_after_forward}")
     for container in containers:
-        lines += [f"for block in {_reached(container)}:", f"    fully_shard({', '.join(['block', *arguments])})"]
+        lines += [
+            f"for block in {_blocks_expression(container)}:",
+            f"    fully_shard({', '.join(['block', *arguments])})",
+        ]
     lines.append(f"fully_shard({', '.join(['model', *arguments])})")
     return [*imports, f"from torch.distributed.fsdp import {', '.join(needed)}"], lines
 
 
-def _reached(path: BlockContainer) -> str:
-    """Return the expression for a list of blocks: ``model.transformer.h``, ``model``, ``model.get_submodule("0.blocks")``."""
+def _blocks_expression(path: BlockContainer) -> str:
+    """Return an expression for the blocks, such as ``model.transformer.h`` or ``model.get_submodule("0.blocks")``."""
     if not isinstance(path, str):
-        names = ", ".join(f'"{one}"' for one in path)
+        names = ", ".join(f'"{block}"' for block in path)
         return f"map(model.get_submodule, [{names}])"
     if all(part.isidentifier() for part in path.split(".")):
         return f"model.{path}"

@@ -1,4 +1,4 @@
-"""Texts of `gpumem advise`: the table of configs and devices, what is recommended, and what its peak is made of. Pure."""
+"""Write the texts for `gpumem advise`: the table of configs, the recommendations, and their peaks. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Composition
 
 MOST_MODULES = 3
-"""The most modules of a category that are named; the others are one line together."""
+"""The most modules that are named for a category. A further line sums the other modules up."""
 LEGEND = "reserved by PyTorch's allocator; * is recommended"
 
 
 def lines(advice: Advice) -> list[str]:
-    """Return everything that was found, for a terminal."""
+    """Return the advice as lines for a terminal."""
     text = [*([advice.title] if advice.title else []), *attention_lines(advice), *advice.notes]
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]
     text += [line for why in lacking(advice) for line in (why, "")]
     text += [*warning_lines(advice), ""] if advice.warnings else []
     text += conclusions(advice)
-    for one in advice.recommended:
+    for recommended in advice.recommended:
         several = len(advice.recommended) > 1
-        text += ["", *([f"{one.config}:"] if several else []), *(f"    {line}".rstrip() for line in one.code)]
-    for one in advice.recommended:
-        text += ["", *composition_lines(one)]
+        text += [
+            "",
+            *([f"{recommended.config}:"] if several else []),
+            *(f"    {line}".rstrip() for line in recommended.code),
+        ]
+    for recommended in advice.recommended:
+        text += ["", *composition_lines(recommended)]
     return text
 
 
 def lacking(advice: Advice) -> list[str]:
-    """Return why peaks may be too low, each reason once."""
+    """Return a line for each distinct reason why peaks may be too low."""
     return [
         f"peaks may be too low: {why}"
-        for why in sorted({one.lacking for one in advice.devices if one.lacking is not None})
+        for why in sorted({device.lacking for device in advice.devices if device.lacking is not None})
     ]
 
 
 def attention_lines(advice: Advice) -> list[str]:
-    """Return a line with the attention implementation, because the memory depends on it."""
+    """Return a line with the attention implementation, because memory depends on the implementation."""
     return [f"attention: {advice.attention}, as the model's configuration has it"] if advice.attention else []
 
 
@@ -68,19 +72,25 @@ def _table(advice: Advice) -> list[str]:
 
 
 def slow(device: DeviceTrials) -> list[str]:
-    """Return a line for each config that is slow on a device, with the reason."""
-    return [f"{one.config}: {one.slow}" for one in device.tried if one.slow]
+    """Return a line with the reason for each slow config on a device."""
+    return [f"{trial.config}: {trial.slow}" for trial in device.tried if trial.slow]
 
 
 def matrix_rows(device: DeviceTrials) -> list[MatrixRow]:
-    """Return the rows of a table of one device: a config, its peak and its time."""
-    return [MatrixRow(str(one.config), one.peak, one.time, one.why_not) for one in device.tried]
+    """Return a row with config, peak and time for each trial."""
+    return [MatrixRow(str(trial.config), trial.peak, trial.time, trial.why_not) for trial in device.tried]
 
 
 def card_table(cards: Sequence[DeviceTrials]) -> list[str]:
-    """Return lines: a config in each row, those that are recommended first, and a card in each column.
+    """Return a table with a row for each config and a column for each card. Recommended configs come first.
 
-    Of more cards than configs each has a row.
+    If there are more cards than configs, each card has a row instead.
+
+    Example: ::
+
+        config                      H100 80GB (84.48 GB)  B200 (190.96 GB)
+        bf16,checkpoint=blocks                83.00 GB *
+        amp-bf16                         lacks 104.69 GB       189.17 GB *
     """
     header, rows = card_cells(cards)
     legend = [f"  {LEGEND}"] if any(card.chosen is not None for card in cards) else []
@@ -88,7 +98,7 @@ def card_table(cards: Sequence[DeviceTrials]) -> list[str]:
 
 
 def table_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
-    """Return the titles of the table's columns and its rows, for formats that lay it out themselves."""
+    """Return the table's column titles and rows, for formats with their own layout."""
     if advice.emulated:
         return card_cells(advice.devices)
     header, rows = matrix_cells(matrix_rows(advice.devices[0]), "si")
@@ -96,7 +106,7 @@ def table_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def card_cells(cards: Sequence[DeviceTrials]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and rows of `card_table`."""
+    """Return the titles and rows for `card_table`."""
     configs = configs_in_order(cards)
     titles = [f"{card.name} ({format_bytes(card.limit or 0)})" for card in cards]
     rows = [[_cell(card, config) for card in cards] for config in configs]
@@ -107,48 +117,52 @@ def card_cells(cards: Sequence[DeviceTrials]) -> tuple[list[str], list[list[str]
 
 
 def _cell(card: DeviceTrials, config: StepConfig) -> str:
-    one = next((one for one in card.tried if one.config == config), None)
-    if one is None:
+    trial = next((trial for trial in card.tried if trial.config == config), None)
+    if trial is None:
         return ""
-    if one.peak is None:
+    if trial.peak is None:
         return "cannot run"
     mark = " *" if card.chosen is not None and card.chosen.config == config else ""
     limit, largest = card.limit or 0, card.largest.get(config)
     most = "" if largest is None else f", at most {largest.size:,}"
-    figure = f"{format_bytes(one.peak)}{mark}" if one.fits(limit) else f"lacks {format_bytes(one.peak - limit)}"
+    figure = f"{format_bytes(trial.peak)}{mark}" if trial.fits(limit) else f"lacks {format_bytes(trial.peak - limit)}"
     return figure + most
 
 
 def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
-    """Return a line for each reason why something cannot run, or is slow, with the cards and configs it is true of."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    """Return a line for each reason why configs cannot run or are slow, with the cards and configs concerned."""
+    cases_by_reason: dict[str, list[tuple[str, str]]] = {}
     for card in cards:
-        for one in card.tried:
-            if one.why_not or one.slow:
-                found.setdefault(one.why_not or one.slow, []).append((card.name, str(one.config)))
-    every = {card.name: len(card.tried) for card in cards}
+        for trial in card.tried:
+            if trial.why_not or trial.slow:
+                cases_by_reason.setdefault(trial.why_not or trial.slow, []).append((card.name, str(trial.config)))
+    trial_counts = {card.name: len(card.tried) for card in cards}
 
-    def where(mine: Sequence[tuple[str, str]]) -> str:
-        names = [name for name, count in every.items() if count and sum(one == name for one, _ in mine) == count]
-        return ", ".join([*names, *(f"{config} on {name}" for name, config in mine if name not in names)])
+    def where(cases: Sequence[tuple[str, str]]) -> str:
+        names = [
+            name
+            for name, count in trial_counts.items()
+            if count and sum(card_name == name for card_name, _ in cases) == count
+        ]
+        return ", ".join([*names, *(f"{config} on {name}" for name, config in cases if name not in names)])
 
-    return [f"{where(mine)}: {why}" for why, mine in found.items()]
+    return [f"{where(cases)}: {why}" for why, cases in cases_by_reason.items()]
 
 
 def conclusions(advice: Advice) -> list[str]:
-    """Return a line for each device: what is recommended for it, or what comes closest."""
+    """Return a line for each device with the recommended config, or else with the smallest peak."""
     if advice.emulated:
-        ends = [[_of_card(card), *_largest_lines(card, advice.sought)] for card in advice.devices]
+        card_lines = [[_card_line(card), *_largest_lines(card, advice.sought)] for card in advice.devices]
         return [
-            *(line for lines_of_card in ends for line in lines_of_card),
+            *(line for lines_for_card in card_lines for line in lines_for_card),
             *([] if advice.finished else ["not finished"]),
         ]
     (device,) = advice.devices
-    return [*_of_here(device, finished=advice.finished), *_largest_lines(device, advice.sought)]
+    return [*_device_lines(device, finished=advice.finished), *_largest_lines(device, advice.sought)]
 
 
-def _of_here(device: DeviceTrials, *, finished: bool) -> list[str]:
-    ended = [] if finished and device.chosen is not None else [_of_device(device, finished=finished)]
+def _device_lines(device: DeviceTrials, *, finished: bool) -> list[str]:
+    ended = [] if finished and device.chosen is not None else [_problem_line(device, finished=finished)]
     if device.chosen is None:
         return ended
     within = "" if device.limit is None else f" of {format_bytes(device.limit)}"
@@ -156,25 +170,30 @@ def _of_here(device: DeviceTrials, *, finished: bool) -> list[str]:
     return [*ended, f"recommended: {device.chosen.config}: {format_bytes(device.chosen.peak or 0)}{within}{time}"]
 
 
-def _largest_lines(device: DeviceTrials, sought: Sought | None) -> list[str]:
-    """Return a line for each config whose largest batch, or longest sequence, was looked for."""
+def _largest_lines(device: DeviceTrials, size_axis: Sought | None) -> list[str]:
+    """Return a line with the largest batch, or the longest sequence, for each searched config."""
     return [
-        f"{device.name}: {config}: {_largest(one, sought or 'samples', config.accumulate)}"
-        for config, one in device.largest.items()
+        f"{device.name}: {config}: {_largest_text(largest, size_axis or 'samples', config.accumulate)}"
+        for config, largest in device.largest.items()
     ]
 
 
-def _largest(one: Largest, sought: Sought, accumulate: int) -> str:
-    unit = accumulate if sought == "samples" else 1
-    if not one.is_known:
-        return f"at least {one.size:,} {sought} fit" if one.size else f"it is not known how many {sought} fit"
-    why = f": {one.why_not_more}" if one.why_not_more else ""
-    if not one.size:
+def _largest_text(largest: Largest, size_axis: Sought, accumulate: int) -> str:
+    unit = accumulate if size_axis == "samples" else 1
+    if not largest.is_known:
+        return (
+            f"at least {largest.size:,} {size_axis} fit"
+            if largest.size
+            else f"it is not known how many {size_axis} fit"
+        )
+    why = f": {largest.why_not_more}" if largest.why_not_more else ""
+    if not largest.size:
         return f"not even {unit} {agreeing(unit, 'fits', 'fit')}{why}"
-    return f"at most {one.size:,} {sought} fit, with {format_bytes(one.peak or 0)}; {one.size + unit:,} do not{why}"
+    peak = format_bytes(largest.peak or 0)
+    return f"at most {largest.size:,} {size_axis} fit, with {peak}; {largest.size + unit:,} do not{why}"
 
 
-def _of_card(card: DeviceTrials) -> str:
+def _card_line(card: DeviceTrials) -> str:
     limit = card.limit or 0
     of = f" of {format_bytes(limit)}"
     if card.chosen is not None:
@@ -185,23 +204,23 @@ def _of_card(card: DeviceTrials) -> str:
     return f"{card.name}: nothing fits; the smallest, {card.smallest.config}, lacks {lacks}{of}"
 
 
-def _of_device(device: DeviceTrials, *, finished: bool) -> str:
-    """Return the line where nothing fits into one device, or where not everything was tried."""
-    measured = [one for one in device.tried if one.peak is not None]
+def _problem_line(device: DeviceTrials, *, finished: bool) -> str:
+    """Return the line for a device into which no config fits, or whose trials were interrupted."""
+    measured = [trial for trial in device.tried if trial.peak is not None]
     if not finished:
-        none = ", none of them fits" if measured and device.chosen is None else ""
-        return f"not finished: {counted(len(measured), 'config')} measured{none}"
+        none_fits = ", none of them fits" if measured and device.chosen is None else ""
+        return f"not finished: {counted(len(measured), 'config')} measured{none_fits}"
     if device.limit is None:
         return "nothing could be measured"
-    return f"nothing fits into {format_bytes(device.limit)}{_closest(device.smallest)}"
+    return f"nothing fits into {format_bytes(device.limit)}{_smallest_text(device.smallest)}"
 
 
-def _closest(smallest: Tried | None) -> str:
+def _smallest_text(smallest: Tried | None) -> str:
     return "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
 
 
 def composition_lines(recommended: Recommended) -> list[str]:
-    """Return what the peak of a config is made of, by category and then by module, as a table."""
+    """Return a config's peak as a table by category and module."""
     if recommended.explanation is None:
         return [recommended.why_not] if recommended.why_not else []
     return [
@@ -211,16 +230,16 @@ def composition_lines(recommended: Recommended) -> list[str]:
 
 
 def composition_title(recommended: Recommended) -> str:
-    """Return the title of the table of what a config's peak is made of."""
-    assert recommended.explanation is not None, "only of what was explained"
+    """Return the title above a composition."""
+    assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak
     during = f" in {peak.phase}" if peak.phase else ""
     return f"{recommended.config} on {recommended.device}: {format_bytes(peak.total)} allocated at the peak{during}"
 
 
 def parts_of(recommended: Recommended, indent: str = "  ") -> list[tuple[str, str, str]]:
-    """Return rows of each category, and beneath it of its largest modules: a name, bytes, and their share of all."""
-    assert recommended.explanation is not None, "only of what was explained"
+    """Return rows for each category, followed by its largest modules: name, bytes, and share."""
+    assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak
     return [
         (name, format_bytes(nbytes), format_ratio(nbytes / peak.total).lstrip("+"))
@@ -234,8 +253,8 @@ def _sizes(peak: Composition, indent: str) -> Iterator[tuple[str, int]]:
         if len(share.modules) == 1 and not share.modules[0][0]:
             continue
         yield from ((f"{indent}{module or '(no module)'}", nbytes) for module, nbytes in share.modules[:MOST_MODULES])
-        others = share.modules[MOST_MODULES:]
-        if others:
-            yield f"{indent}{counted(len(others), 'other module')}", sum(nbytes for _, nbytes in others)
+        other_modules = share.modules[MOST_MODULES:]
+        if other_modules:
+            yield f"{indent}{counted(len(other_modules), 'other module')}", sum(nbytes for _, nbytes in other_modules)
     if peak.rest:
         yield "the rest", peak.rest

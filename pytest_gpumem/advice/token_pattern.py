@@ -1,12 +1,20 @@
-"""The allocations of a long generation, made from the recorded allocations of a few tokens. Pure functions.
+"""Derive the allocations in a long generation from recordings of a few tokens. Pure functions.
 
-Each further token runs the same operators on tensors that are one token longer. For example, a layer of a Llama with
-128 prompts, 4 heads and heads of 64 numbers allocates keys of ``128 * 4 * 64 * 4 * tokens`` bytes, and frees those of the
-token before. So the steps repeat: the same allocations and frees in the same order, each allocation larger by a fixed number
-of bytes. A mask that is padded to a multiple of 8 tokens repeats after 8 steps.
+Each further token runs the same operators on longer tensors. So the steps repeat: the same allocations and frees in the same
+order, and each allocation grows by a fixed number of bytes.
 
-Two recordings are compared: the first tokens after the prompt, and the last tokens after a prompt that is longer by the tokens
-between. A model that changes its behaviour in between, such as one with a sliding window, has no pattern.
+For example, let a Llama with 4 heads of 64 numbers continue 128 prompts of 100 tokens in float32. Each layer allocates new
+keys of ``128 * 4 * 64 * 4 = 131,072`` bytes for each token in the text, and frees the keys from the previous step::
+
+     101 tokens   13,238,272 bytes
+     102 tokens   13,369,344 bytes
+     103 tokens   13,500,416 bytes
+    1000 tokens  131,072,000 bytes, after 897 more steps of 131,072 bytes
+
+A mask with padding to a multiple of 8 tokens grows every 8 steps, so its steps repeat after 8 steps.
+
+Two recordings are compared: the first tokens after the prompt, and the last tokens after a longer prompt, which includes the
+tokens between. A model that changes its behaviour in between, for example by a sliding window, has no pattern.
 """
 
 from __future__ import annotations
@@ -18,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PERIODS = (1, 2, 4, 8)
-"""Steps after which allocations may repeat, in the order in which they are tried."""
+"""Periods in steps after which allocations may repeat, in search order."""
 FIRST = 3
-"""The first step that may repeat. The steps before belong to the prompt and to its results."""
+"""The first step that may repeat. Earlier steps belong to the prompt and to its results."""
 FIRST_TOKENS = FIRST + 3 * PERIODS[-1] + 1
-"""Tokens of the first recording: three of the longest period, and the last one, whose step differs."""
+"""Tokens in the first recording: three of the longest period, and the last token, whose step differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +44,9 @@ class Allocation:
 class Free:
     """A free of an allocation.
 
-    ``step`` and ``index`` name the allocation: ``Free(-1, 5)`` frees the sixth allocation of the step before, ``Free(2, 0)``
-    the first allocation of step 2, and ``Free(None, 3)`` the fourth allocation of its own step. The last 8 steps are counted
-    back from the step that frees, earlier steps from the beginning: `place_of`.
+    ``step`` and ``index`` name the allocation: ``Free(-1, 5)`` frees the sixth allocation in the previous step, ``Free(2, 0)``
+    the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. The last 8 steps are counted
+    back from the current step, earlier steps from the beginning: `place_of`.
     """
 
     step: int | None
@@ -52,12 +60,12 @@ def place_of(made_in: int, number: int) -> int | None:
 
 
 Step = tuple["Allocation | Free", ...]
-"""The events between the beginnings of two forward passes."""
+"""The events from the beginning of a forward pass to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The steps of a generation: the one before the first forward pass, then one for each token."""
+    """A generation's steps: a step before the first forward pass, and then a step for each token."""
 
     steps: tuple[Step, ...]
 
@@ -72,7 +80,7 @@ class TokenPattern:
     """The steps of a generation of ``tokens`` tokens.
 
     Args:
-        first: The recording of its first tokens.
+        first: The recording with the first tokens.
         last: The last step.
         period: The steps after which allocations repeat.
         tokens: The number of generated tokens.
@@ -90,29 +98,29 @@ class TokenPattern:
         yield self.last
 
     def step(self, number: int) -> Step:
-        """Return the step of a token, which is not the last."""
+        """Return a step before the last step."""
         steps = self.first.steps
         repeating = len(steps) - 1
         if number < repeating:
             return steps[number]
         periods = (number - repeating) // self.period + 1
-        same = number - periods * self.period
-        earlier, later = steps[same - self.period], steps[same]
+        base = number - periods * self.period
+        earlier, later = steps[base - self.period], steps[base]
         return tuple(
-            Allocation(event.nbytes + periods * (event.nbytes - before.nbytes))
-            if isinstance(event, Allocation) and isinstance(before, Allocation)
+            Allocation(event.nbytes + periods * (event.nbytes - event_before.nbytes))
+            if isinstance(event, Allocation) and isinstance(event_before, Allocation)
             else event
-            for before, event in zip(earlier, later, strict=True)
+            for event_before, event in zip(earlier, later, strict=True)
         )
 
 
 def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern | None:
-    """Return the pattern of a generation, or ``None`` if its recorded steps do not repeat.
+    """Return a generation's pattern, or ``None`` if its recorded steps do not repeat.
 
     Args:
         first: The first tokens after the prompt.
-        last: The last tokens, after a prompt that is longer by all tokens between.
-        tokens: The number of tokens of the generation.
+        last: The last tokens, after a prompt with the tokens between.
+        tokens: The number of generated tokens.
     """
     for period in PERIODS:
         if not _repeats(first.steps[FIRST:-1], period):
@@ -126,19 +134,25 @@ def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern |
 
 
 def _repeats(steps: Sequence[Step], period: int) -> bool:
-    """Return whether each step is like the one a period before, with allocations that grow by the same bytes each time."""
+    """Return whether each step repeats after a period, with allocations growing by the same bytes each time."""
     if len(steps) < 3 * period:
         return False
-    return all(_grow_alike(*three) for three in zip(steps, steps[period:], steps[2 * period :], strict=False))
+    return all(
+        _grow_alike(*steps_in_a_row) for steps_in_a_row in zip(steps, steps[period:], steps[2 * period :], strict=False)
+    )
 
 
 def _grow_alike(first: Step, second: Step, third: Step) -> bool:
     if not len(first) == len(second) == len(third):
         return False
-    for one, two, three in zip(first, second, third, strict=True):
-        if isinstance(one, Allocation) and isinstance(two, Allocation) and isinstance(three, Allocation):
-            if two.nbytes - one.nbytes != three.nbytes - two.nbytes:
+    for first_event, second_event, third_event in zip(first, second, third, strict=True):
+        if (
+            isinstance(first_event, Allocation)
+            and isinstance(second_event, Allocation)
+            and isinstance(third_event, Allocation)
+        ):
+            if second_event.nbytes - first_event.nbytes != third_event.nbytes - second_event.nbytes:
                 return False
-        elif not one == two == three:
+        elif not first_event == second_event == third_event:
             return False
     return True

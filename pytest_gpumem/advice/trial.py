@@ -1,4 +1,4 @@
-"""Trial of one config: the model's training step is measured under it, and a failure is a result, too."""
+"""Try a config: measure the model's step with the config. A failed step is a result and not an error."""
 
 from __future__ import annotations
 
@@ -60,64 +60,66 @@ _NO_BLOCKS = (
 
 
 class TrialFailed(Exception):
-    """The model's own code raised, in the first step that was tried or before. The message is a sentence."""
+    """Error if the model's own code raised in the first trial or before. The message is a sentence."""
 
 
 class SubjectError(ValueError):
-    """The named function does not return a model and a batch, or the model lacks the named blocks."""
+    """Error if a function does not return a model and a batch, or if a model lacks the named blocks."""
 
 
 @dataclass(frozen=True)
 class AdviceSubject:
-    """Subject of the measurements: a function that builds the model, its batch, and the loss if the model has none."""
+    """The subject of the trials: a function to build the model, the batch, and a loss unless the model has its own."""
 
     build: Callable[[torch.dtype], torch.nn.Module]
-    """Takes the dtype in which weights are wanted, and may build them in another."""
+    """Returns a model. The argument is the wanted dtype for the weights, which the function may ignore."""
     batch: Any
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
-    """The paths of the repeated blocks; empty when there are none."""
+    """The paths to the repeated blocks. May be empty."""
     task: Task = TRAINING
-    """The task of the model in the step."""
+    """The model's task in the step."""
     title: str = ""
-    """A model's name and its batch, for people; empty of a function that makes them."""
+    """The model's name and its batch, for people. Empty if a function made them."""
     size: BatchSize | None = None
-    """The size of its batch, where it can be had in another size, too."""
+    """The batch size, if it can be changed."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
-    """Returns the same with a batch of another size. Raises `ModelError` where the model takes none of that size."""
+    """Returns the subject with another batch size. Raises `ModelError` if the model does not accept this size."""
     has_length: bool = True
-    """True if the size's length is one of tokens or of a sound, not the side of images."""
+    """True if the size's length counts tokens or audio samples. False if it is the side of images."""
     seen_samples: int | None = None
-    """The samples of its batch, where another process has counted them."""
+    """The samples in the batch, if another process has counted them."""
     attention: str = ""
     """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
     warnings: tuple[str, ...] = ()
-    """Warnings while the model was looked at, before a config ran."""
+    """Warnings from the model before a config ran."""
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
-    """Makes it in the process that measures it, where nothing of it can be taken along: on a device, and whether the model that
-    is made beside the batch is the first that is built."""
+    """Builds the subject in the measuring process, if the subject cannot be inherited by a fork.
 
-    def number(self, sought: Sought) -> int | None:
-        """Return the samples of its batch, or the tokens of each; ``None`` where they have no length."""
+    The arguments are the device, and whether the first ``build`` returns the model that was made with the batch.
+    """
+
+    def number(self, axis: Sought) -> int | None:
+        """Return the samples in the batch, or the tokens in each sample. Return ``None`` if unknown."""
         if self.size is None:
             return None
-        if sought == "samples":
+        if axis == "samples":
             return self.size.samples
         return self.size.length if self.has_length else None
 
-    def with_number(self, sought: Sought, number: int) -> AdviceSubject:
-        """Return the same with another number of samples, or of tokens. Raises `ModelError` where the model takes none such."""
-        assert self.size is not None, "only asked of what has a number"
-        assert self.sized is not None, "same"
-        return self.sized(replace(self.size, **{"samples" if sought == "samples" else "length": number}))
+    def with_number(self, axis: Sought, number: int) -> AdviceSubject:
+        """Return the subject with another number of samples or tokens. Raises `ModelError` if the model does not accept it."""
+        assert self.size is not None, "the caller has asked for the number"
+        assert self.sized is not None, "a subject with a size can change it"
+        return self.sized(replace(self.size, **{"samples" if axis == "samples" else "length": number}))
 
     def here(self, device: torch.device, *, keeps_model: bool) -> AdviceSubject:
-        """Return it as it is made in this process, on a device: what was made already."""
+        """Return the subject for this process, built on a device if ``make`` is set."""
         return self if self.make is None else self.make(device, keeps_model)
 
     @property
     def samples(self) -> int | None:
-        """The samples of its batch; ``None`` where they cannot be told."""
+        """The samples in the batch, or ``None`` if they cannot be counted."""
         if self.make is not None:
             return self.seen_samples
         return samples_in(self.batch() if callable(self.batch) else self.batch)
@@ -131,38 +133,39 @@ def subject_of(
     *,
     keeps_model: bool = False,
 ) -> AdviceSubject:
-    """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
-
-    A batch that is a function is made here, once.
+    """Return the subject from a project's function. The function is called once for the batch, and again for each model.
 
     Args:
-        factory: The function.
-        device: Where its batch is wanted.
-        blocks: The pattern that names the model's blocks.
-        task: The task of the model in the step that is measured.
-        keeps_model: Whether the model that is made here, beside the batch, is the first that is built: as in a program, which
-            calls the function once.
+        factory: A function without arguments that returns ``(model, batch)`` or ``(model, batch, loss)``. The batch may be a
+            function itself.
+        device: The device for the batch.
+        blocks: The pattern for the model's blocks.
+        task: The model's task in the measured step.
+        keeps_model: Whether the model that was made with the batch is measured first. A program, which calls the function
+            once, works this way.
 
     Raises:
-        SubjectError: Something else is given, or nothing is so named.
+        SubjectError: The function returns something else, or the pattern matches no blocks.
     """
     import torch
 
     _needs_no_arguments(factory, _name(factory))
 
-    made = built_on(device, factory)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
-        what = (
-            f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+    result = built_on(device, factory)
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], torch.nn.Module):
+        result_type = (
+            f"({', '.join(type(part).__name__ for part in result)})"
+            if isinstance(result, tuple)
+            else type(result).__name__
         )
-        raise SubjectError(f"expected (model, batch) or (model, batch, loss) of {_name(factory)}(), got {what}")
-    model, batch, *loss = made
+        raise SubjectError(f"expected (model, batch) or (model, batch, loss) of {_name(factory)}(), got {result_type}")
+    model, batch, *loss = result
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    kept = [model] if keeps_model else []
+    first_model = [model] if keeps_model else []
     return AdviceSubject(
-        lambda _: kept.pop() if kept else factory()[0],
+        lambda _: first_model.pop() if first_model else factory()[0],
         on_device(batch, device),
         loss[0] if loss else None,
         containers,
@@ -172,9 +175,10 @@ def subject_of(
 
 
 def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubject:
-    """Return the subject that a model by name gives. Its batch is made where it is needed: nothing is on a device.
+    """Return the subject for a model by name. Nothing is allocated on a device yet.
 
-    Raises `SubjectError` where ``blocks`` names nothing, or no model can be built of the configuration.
+    Raises:
+        SubjectError: ``blocks`` matches no blocks, or the configuration does not build a model.
     """
     import torch
 
@@ -182,8 +186,8 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
         with torch.device("meta"):
             built = model.build(torch.float32)
     except Exception as error:  # noqa: BLE001, the model's own
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {problem}") from None
     containers, attention, facts = _containers(built, blocks), attention_of(built), _facts(built, blocks)
 
     def subject(model: NamedModel) -> AdviceSubject:
@@ -204,7 +208,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
 
 
 def _facts(model: torch.nn.Module, blocks: str | None) -> str:
-    """Return a model's size and the dtype of its checkpoint: ``"8.03 B parameters, 32 layers, published in bfloat16"``."""
+    """Return a model's size and its checkpoint's dtype: ``"8.03 B parameters, 32 layers, published in bfloat16"``."""
     try:
         layers = sum(map(len, repeated_blocks(model, blocks)))
     except ConfigError:
@@ -218,26 +222,28 @@ def _facts(model: torch.nn.Module, blocks: str | None) -> str:
 
 
 def _titled(title: str, facts: str) -> str:
-    """Return a title with the facts on the model before the words on its step, which a semicolon parts."""
+    """Insert facts about the model before the first semicolon, after which the title describes the step."""
     model, separator, step = title.partition("; ")
     return f"{model}, {facts}{separator}{step}"
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
-    """Measure the step under ``config``, and return the figures or why there are none, with the run's warnings.
+    """Measure the step with ``config``, and return the figures or the reason for a failure, with the run's warnings.
 
-    A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
+    A failure is a result unless the config is the first (`is_start`), because the earlier measurements are worth more than a
+    traceback.
 
     Raises:
-        NotAStep: The subject gives no such step.
-        TrialFailed: The first config, whose errors are the model's own. Of a function its traceback has been shown.
+        NotAStep: The subject cannot run this step.
+        TrialFailed: The first config failed, so the error is the model's own. For a project's function the traceback has been
+            printed.
     """
-    with warnings_kept() as warned:
-        tried = _tried(device, subject, config)
-    return replace(tried, warnings=tuple(warned))
+    with warnings_kept() as warnings:
+        trial = _try(device, subject, config)
+    return replace(trial, warnings=tuple(warnings))
 
 
-def _tried(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
+def _try(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
     if config.checkpointing.kind.on_blocks and config.blocks is None and not subject.containers:
         return Tried(config, why_not=_NO_BLOCKS)
     try:
@@ -256,7 +262,7 @@ def _tried(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
     lost = device.lost()
     if lost is not None:
         return Tried(config, why_not=lost)
-    # What the allocator takes from the GPU is what has to fit.
+    # The reserved bytes have to fit into the GPU.
     allocated = int(metrics["peak_allocated"])
     reserved = int(metrics.get("peak_reserved", allocated))
     slow = None if config.precision is None else device.emulates(config.precision)
@@ -266,7 +272,7 @@ def _tried(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
 
 
 def _why_not(device: Device, error: Exception) -> str | None:
-    """Return why a step fails that is right; ``None`` where it may fail by itself."""
+    """Return why a correct step fails on the device, or ``None`` if the model itself may have failed."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lacking = device.why_cannot_run(error)
@@ -285,23 +291,26 @@ def _first_line(error: BaseException) -> str:
 
 
 _SECONDS = 0.5
-"""Time budget of a config, whose time is shown beside the others' and not judged."""
+"""The time budget for a config. Times are shown for comparison and not judged, so half a second is enough."""
 
 
 def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Run a config that was measured once more, recorded, and return what its peak is made of, or a clause that says why not.
+    """Run a measured config once more with a recording, and explain its peak.
 
     Args:
-        device: Where it ran.
+        device: The trial's device.
         subject: The model and its batch.
         config: The config.
-        over_time: Whether the explanation shows the whole step, too.
+        over_time: Whether the explanation includes the memory over the step.
+
+    Returns:
+        The explanation, or a clause that says why there is none.
     """
     if is_long(subject.task.new_tokens) and not device.tells_time:
         return f"{NOT_EXPLAINED}: {LEAST_TOKENS} or more tokens are not recorded; --generate {LEAST_TOKENS - 1} is explained"
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
-        # A model that is there before would be no part of the step.
+        # A model from before the recording would not be part of the step.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
             return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:
@@ -310,20 +319,20 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
-    # A model that is sharded is built without memory, and none that exists.
-    whole_model = config.sharding is None or not config.sharding.in_place
-    with _prepared(context, subject, config, keeps_model=whole_model) as (prepared, peak):
-        whole = _whole_peak(prepared, peak, subject.task.new_tokens, config)
-        if whole and not device.tells_time:
-            return whole
-        return {**prepared.measure().metrics(), **whole}
+    # A model sharded in place is built without memory, so an existing model cannot be used.
+    keeps_model = config.sharding is None or not config.sharding.in_place
+    with _prepared(context, subject, config, keeps_model=keeps_model) as (prepared, peak):
+        program_peaks = _program_peaks(prepared, peak, subject.task.new_tokens, config)
+        if program_peaks and not device.tells_time:
+            return program_peaks
+        return {**prepared.measure().metrics(), **program_peaks}
 
 
 @contextmanager
 def _prepared(
     context: MeasuringContext, subject: AdviceSubject, config: StepConfig, *, keeps_model: bool
 ) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
-    """Yield the step under a config, and what tells the peak since its model was built, if the device does."""
+    """Yield the step with a config, and a function for the peak since the model was built, if the device reports peaks."""
     device, dtype = context.device, dtype_of_weights(config.precision)
 
     def build() -> torch.nn.Module:
@@ -336,7 +345,7 @@ def _prepared(
         peak = stack.enter_context(device.peak_from_now_on())
         subject = subject.here(device.torch_device, keeps_model=True)
         device.open()
-        # In this order, since a device that has failed may not settle any more.
+        # `quiesce` runs first. `close` follows even if a failed device cannot settle any more.
         stack.callback(device.close)
         stack.callback(device.quiesce)
         step: AbstractContextManager[PreparedStep] = (
@@ -347,22 +356,22 @@ def _prepared(
         try:
             with step as prepared:
                 if not subject.task.trains:
-                    # How the weights were cast or quantised is not the step's.
+                    # Casting and quantising the weights is not part of an inference step.
                     peak = stack.enter_context(device.peak_from_now_on())
                 yield prepared, peak
         except Exception as error:
-            # The memory of the failed step must be free for the next one.
+            # The failed step must free its memory for the next trial.
             traceback.clear_frames(error.__traceback__)
             raise
 
 
-def _whole_peak(
+def _program_peaks(
     prepared: PreparedStep, peak: Callable[[], Peak] | None, new_tokens: int | None, config: StepConfig
 ) -> dict[str, float]:
-    """Run the step as a program does, one after the other, until no more is reserved, and return the peaks since it was built.
+    """Return the peaks of a program that repeats the step until the allocator reserves no more. Empty without ``peak``.
 
-    Measuring runs it in other ways besides, and gives back what the allocator keeps. Nothing on a device that does not reserve.
-    A generation of many tokens is foretold from a few of them if the device does not compute.
+    A measurement differs from a program, because it runs the step in several ways and empties the allocator's cache. On an
+    emulated GPU, `foretold_peak` computes a long generation's peak.
     """
     if peak is None:
         return {}
@@ -373,19 +382,19 @@ def _whole_peak(
     if foretold is not None:
         return _figures(foretold)
     with device.peak_from_now_on() as peak_of_all:
-        assert peak_of_all is not None, "it told a peak before"
+        assert peak_of_all is not None, "the device has reported a peak before"
         return _figures(_peak_of_steps(prepared, peak_of_all))
 
 
 def _peak_of_steps(prepared: PreparedStep, peak: Callable[[], Peak]) -> Peak:
-    before, now = None, peak()
+    previous_peak, current_peak = None, peak()
     for _ in range(_MOST_STEPS):
         run_phases(prepared.phases)
-        now = peak()
-        if now == before:
-            return now
-        before = now
-    raise MeasuringError(f"it still takes more after {_MOST_STEPS} steps")
+        current_peak = peak()
+        if current_peak == previous_peak:
+            return current_peak
+        previous_peak = current_peak
+    raise MeasuringError(f"the step still reserves more memory after {_MOST_STEPS} runs")
 
 
 def _figures(peak: Peak) -> dict[str, float]:
@@ -393,7 +402,7 @@ def _figures(peak: Peak) -> dict[str, float]:
 
 
 _MOST_STEPS = 8
-"""Steps after which an allocator that still takes more is left."""
+"""The most steps to wait until the allocator reserves no more."""
 
 
 def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
@@ -422,7 +431,9 @@ def _container(model: torch.nn.Module, blocks: list[Block]) -> BlockContainer:
 
     path = blocks[0].path.rpartition(".")[0]
     module = model.get_submodule(path)
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and [*module] == [one.module for one in blocks]:
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and [*module] == [
+        block.module for block in blocks
+    ]:
         return path
     return tuple(block.path for block in blocks)
 

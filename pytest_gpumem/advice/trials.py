@@ -1,4 +1,4 @@
-"""Trials on one device, one after the other: configs until one fits, then sizes of the batch. Ctrl-C keeps what was found."""
+"""Run trials on a device: configs until one fits, and then batch sizes. Ctrl-C keeps the results so far."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.config import StepConfig
 
     TryOne = Callable[[AdviceSubject, StepConfig], tuple[Tried, str | None]]
-    """Returns the figures of a config, and why its peak may be too low, if it may."""
+    """Tries a config, and returns the trial and a clause that says why its peak may be too low, or ``None``."""
 
 
 @dataclass
 class Trials:
-    """The trials of one device, as far as they have come."""
+    """The trials on a device so far."""
 
     limit: int | None
-    """Bytes that a step may take; ``None`` where nothing has to fit."""
+    """The bytes that a step may take, or ``None`` without a limit."""
     subject: AdviceSubject
     search: Search
     try_one: TryOne
     say: Callable[[str], object]
-    """Is given the progress in pieces of lines."""
+    """Prints a piece of a progress line."""
     where: str = ""
-    """A prefix of each line of progress, where there are several devices."""
+    """The prefix for progress lines if there are several devices."""
     goes_on: bool = False
-    """True if an error of the model's own does not end it: there are results of other devices to lose."""
+    """True if the model's own error does not end the trials, because other devices have results."""
     elsewhere: dict[StepConfig, list[SizeTrial]] = field(default_factory=dict)
-    """The sizes that were tried on other devices, where a step takes nearly the same; those of this one are added."""
+    """Size trials on other devices, on which a step takes nearly the same memory. This device adds its own trials."""
     _tried: list[Tried] = field(default_factory=list)
     _largest: dict[StepConfig, Largest] = field(default_factory=dict)
     _lacking: list[str] = field(default_factory=list)
     _warnings: list[str] = field(default_factory=list)
 
     def run(self, name: str) -> DeviceTrials:
-        """Try configs, and then sizes of the batch if they are sought, and return what was found until Ctrl-C.
+        """Try configs, and then batch sizes if the search asks for them. After Ctrl-C, return the results so far.
 
         Args:
-            name: The device's.
+            name: The device's name.
 
         Raises:
-            SubjectError: The subject gives no such step, or its batch has no such size.
-            TrialFailed: The model's own code raised in the first step that was tried.
+            SubjectError: The subject cannot run this step, or its samples have no length.
+            TrialFailed: The model's own code raised in the first trial.
         """
         finished = True
         self._tried += self.search.refused
@@ -67,7 +67,9 @@ class Trials:
         except KeyboardInterrupt:
             self.say("interrupted\n")
             finished = False
-        lacking = "; ".join([*self._lacking[:1], *dict.fromkeys(one.doubt for one in self._tried if one.doubt)]) or None
+        lacking = (
+            "; ".join([*self._lacking[:1], *dict.fromkeys(trial.doubt for trial in self._tried if trial.doubt)]) or None
+        )
         chosen = recommended(self._tried, self.limit)
         warnings = tuple(dict.fromkeys(self._warnings))
         return DeviceTrials(
@@ -78,9 +80,9 @@ class Trials:
         for number, config in enumerate(configs, start=1):
             self.say(f"[{number}] {self.where}{config} ... ")
             try:
-                one = self._try(self.subject, config)
+                trial = self._try(self.subject, config)
             except NotAStep as error:
-                # What steps say for tests, where the loss is an argument.
+                # The original message is for tests, which pass the loss as an argument.
                 problem, no_loss, _ = str(error).partition("; pass loss=")
                 mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
                 raise SubjectError(problem + mend if no_loss else problem) from None
@@ -88,44 +90,44 @@ class Trials:
                 if not self.goes_on and not self._tried:
                     self.say("failed\n")
                     raise
-                one = Tried(config, why_not=str(error))
-            self._tried.append(one)
-            self._say_figure(one.peak, one.why_not)
+                trial = Tried(config, why_not=str(error))
+            self._tried.append(trial)
+            self._say_figure(trial.peak, trial.why_not)
 
-    def _find_largest(self, sought: Sought, limit: int) -> None:
-        """Find the largest batch of each config that it is sought for."""
-        start = self.subject.number(sought)
+    def _find_largest(self, axis: Sought, limit: int) -> None:
+        """Find the largest batch, or the longest sequence, for each config from `Search.sought_for`."""
+        start = self.subject.number(axis)
         if start is None:
             model = self.subject.title.partition(",")[0]
-            raise SubjectError(f"{OPTIONS[sought]}: the samples of {model} have no length")
-        known = {one.config: one for one in self._tried}
+            raise SubjectError(f"{OPTIONS[axis]}: the samples of {model} have no length")
+        trials_by_config = {trial.config: trial for trial in self._tried}
         for config in self.search.sought_for(self._tried, limit):
-            first = known[config]
+            first = trials_by_config[config]
             trials = [SizeTrial(start, first.fits(limit), first.peak)]
-            unit = config.accumulate if sought == "samples" else 1
+            unit = config.accumulate if axis == "samples" else 1
             hints = self.elsewhere.get(config, [])
-            # What is known so far stands there after Ctrl-C, too.
+            # After Ctrl-C, this is the result so far.
             self._largest[config] = largest_of(trials, finished=False)
             while (number := next_size(trials, limit, start, unit, hints)) is not None:
-                self.say(f"{self.where}{config}, {number:,} {sought} ... ")
-                trials.append(one := self._at_size(config, sought, number, limit))
+                self.say(f"{self.where}{config}, {number:,} {axis} ... ")
+                trials.append(size_trial := self._at_size(config, axis, number, limit))
                 self._largest[config] = largest_of(trials, finished=False)
-                self._say_figure(one.peak, one.why_not)
+                self._say_figure(size_trial.peak, size_trial.why_not)
             self._largest[config] = largest_of(trials)
             self.elsewhere[config] = trials
 
-    def _at_size(self, config: StepConfig, sought: Sought, number: int, limit: int) -> SizeTrial:
+    def _at_size(self, config: StepConfig, axis: Sought, number: int, limit: int) -> SizeTrial:
         try:
-            one = self._try(self.subject.with_number(sought, number), config)
+            trial = self._try(self.subject.with_number(axis, number), config)
         except (ModelError, NotAStep, TrialFailed) as error:
             return SizeTrial(number, fits=False, why_not=str(error))
-        return SizeTrial(number, one.fits(limit), one.peak, "" if one.why_not == OUT_OF_MEMORY else one.why_not)
+        return SizeTrial(number, trial.fits(limit), trial.peak, "" if trial.why_not == OUT_OF_MEMORY else trial.why_not)
 
     def _try(self, subject: AdviceSubject, config: StepConfig) -> Tried:
-        one, lacking = self.try_one(subject, config)
+        trial, lacking = self.try_one(subject, config)
         self._lacking += [] if lacking is None else [lacking]
-        self._warnings += one.warnings
-        return one
+        self._warnings += trial.warnings
+        return trial
 
     def _say_figure(self, peak: int | None, why_not: str) -> None:
         self.say(f"{why_not if peak is None else format_bytes(peak)}\n")

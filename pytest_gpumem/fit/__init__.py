@@ -1,1 +1,1 @@
-"""Find the GPUs that a program fits into: run on emulated ones, and judged by PyTorch's allocator running out of memory."""
+"""Find the GPUs that a program fits into: run the program on emulated GPUs, and see whether PyTorch runs out of memory."""

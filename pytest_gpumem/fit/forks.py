@@ -1,7 +1,10 @@
-"""Runs of a program on several emulated GPUs: the first is a process of its own, the others are forks where that is the same.
+"""Run a program on several emulated GPUs: first in its own process, and then in forks if these behave alike.
 
-To import torch, and what else a program does, takes most of a run's time. The first run tells what the program imports. Another
-process then imports that, too, and each further run is a fork of it: the program from its beginning, on another GPU.
+Imports, above all torch, take most of a run's time. The first run reports what the program imports. Then a server process
+imports the same modules, and each further run is a fork of the server: the program starts anew, on another GPU.
+
+For example, let a program import for 8 s and run for 2 s. Five GPUs take 50 s with a process each. With forks they take 10 s
+for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork, and 2 s for each other GPU: 28 s.
 """
 
 from __future__ import annotations
@@ -38,47 +41,51 @@ if TYPE_CHECKING:
 
 
 def can_be_forked(command: Sequence[str], python: str) -> bool:
-    """Return whether a command is this Python with a file or a module, and without options of Python's own.
+    """Return whether a command runs a file or a module with this Python, without options for Python itself.
 
     Args:
-        command: The command.
-        python: The path of this Python. A link to it in another folder is that of another environment.
+        command: The command, such as ``["python", "train.py", "--steps=3"]`` or ``["python", "-m", "train"]``.
+        python: The path of this Python. A link in another folder belongs to another environment, so it does not count.
     """
-    there = shutil.which(command[0])
-    if there is None or len(command) < 2:
+    executable = shutil.which(command[0])
+    if executable is None or len(command) < 2:
         return False
-    same = _folder(there) == _folder(python) and all(
-        one.samefile(other) for one, other in ((Path(there), Path(python)), (Path(there).parent, Path(python).parent))
+    is_this_python = _folder_of(executable) == _folder_of(python) and all(
+        path.samefile(python_path)
+        for path, python_path in ((Path(executable), Path(python)), (Path(executable).parent, Path(python).parent))
     )
     module = command[1] == "-m" and len(command) > 2
-    return same and (module or (command[1].endswith(".py") and not command[1].startswith("-")))
+    return is_this_python and (module or (command[1].endswith(".py") and not command[1].startswith("-")))
 
 
-def _folder(file: str) -> str:
+def _folder_of(file: str) -> str:
     return os.path.normpath(Path(file).absolute().parent)
 
 
-def forks_pay(before_cuda: float, whole: float, others: int, jobs: int = 1) -> bool:
-    """Return whether forks are faster: what a program imports is imported once more for them, and its first run is repeated.
+def forks_pay(before_cuda: float, total: float, other_gpus: int, jobs: int = 1) -> bool:
+    """Return whether forks are faster, although they need the imports once more and repeat the first run.
 
     Args:
-        before_cuda: Seconds in which the first run did not use CUDA yet, most of which are imports.
-        whole: Its seconds in all.
-        others: The number of the other GPUs.
-        jobs: The number of them that are tried at a time.
+        before_cuda: The seconds before the first run used CUDA, mostly for imports.
+        total: The seconds for the whole first run.
+        other_gpus: The number of GPUs after the first.
+        jobs: The number of GPUs that run at a time.
+
+    Example:
+        With 8 s before CUDA, 10 s in all and 4 other GPUs, forks cost 18 s and save 32 s. With 2 GPUs they save only 16 s.
     """
-    return before_cuda + whole < math.ceil(others / jobs) * before_cuda
+    return before_cuda + total < math.ceil(other_gpus / jobs) * before_cuda
 
 
 class ProgramRuns:
-    """Runs of a program on GPUs: a first one, and then several at a time, by threads.
+    """A program's runs on GPUs: a first run, and then several at a time from different threads.
 
     Args:
         command: The program and its arguments.
-        environment: Its environment, but for what concerns the emulated GPU.
-        steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
-        jobs: The number of runs at a time, at most.
-        stop: The signal that asks for the end of all.
+        environment: The program's environment, without variables for the emulated GPU.
+        steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
+        jobs: The most runs at a time.
+        stop: The signal that ends all runs.
     """
 
     def __init__(
@@ -93,19 +100,19 @@ class ProgramRuns:
         self._close = ExitStack()
 
     def close(self) -> None:
-        """End what forks are made of."""
+        """End the process from which runs are forked."""
         self._close.close()
 
     def on(self, gpu: Gpu, more: Mapping[str, str]) -> ProgramRun:
         """Run the program to its end.
 
         Args:
-            gpu: The GPU, or several of one.
-            more: Settings of the allocator, beside the environment: they make its segments expandable.
+            gpu: The GPU, or several equal GPUs.
+            more: Further variables, which make the allocator's segments expandable.
 
         Raises:
             OSError: The program cannot be started.
-            Stopped: The end was asked for.
+            Stopped: The signal ended the run.
         """
         if self._first is None:
             self._began = time.monotonic_ns()
@@ -113,32 +120,32 @@ class ProgramRuns:
             self._seconds = (time.monotonic_ns() - self._began) / 1e9
             self._first = gpu, run
             return run
-        # torch counts GPUs once.
+        # torch counts GPUs only once, so forks have the first run's count.
         server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
-        # torch reads these settings when CUDA is used; a release might when it is loaded.
-        if forked is None or (more and any(one.devices and not one.expandable for one in forked.processes)):
+        # torch reads these settings when CUDA is first used. If a release read them at import, the fork would ignore them.
+        if forked is None or (more and any(process.devices and not process.expandable for process in forked.processes)):
             return self._in_process(gpu, more)
         return forked
 
     def _in_process(self, gpu: Gpu, more: Mapping[str, str]) -> ProgramRun:
         return run_on(gpu, self._command, {**self._environment, **more}, self._stop, self._steps)
 
-    def prepare(self, others: Sequence[Gpu]) -> None:
-        """After the first run, have the runs on the other GPUs be forks, if that is faster, and the same.
+    def prepare(self, other_gpus: Sequence[Gpu]) -> None:
+        """After the first run, prepare forks for the other GPUs if forks are faster and give the same outcome.
 
-        What is forked ends with the thread that calls this.
+        The forked process ends with the calling thread.
 
         Args:
-            others: The other GPUs.
+            other_gpus: The other GPUs.
 
         Raises:
             OSError: The program cannot be started.
-            Stopped: The end was asked for.
+            Stopped: The signal ended the run.
         """
         assert self._first is not None
         first, run = self._first
-        alike = [gpu for gpu in others if gpu.count == first.count]
+        alike = [gpu for gpu in other_gpus if gpu.count == first.count]
         if not alike or len(run.processes) != 1 or not can_be_forked(self._command, sys.executable):
             return
         (process,) = run.processes
@@ -148,8 +155,8 @@ class ProgramRuns:
         server = self._close.enter_context(
             closing(ForkServer(alike[0], program, self._environment, self._jobs, self._stop))
         )
-        again = server.run(first, {}, self._steps)
-        if again is not None and _outcome(again, first) == _outcome(run, first):
+        repeated = server.run(first, {}, self._steps)
+        if repeated is not None and _outcome(repeated, first) == _outcome(run, first):
             self._server = server
         else:
             server.close()
@@ -160,47 +167,47 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """The process that is forked, and forks of it which serve further runs at the same time. They run until it is closed.
+    """A process with the program's imports. Its forks run the program. It lives until `close`.
 
     Args:
-        gpu: The GPU that packages find when they are imported.
+        gpu: The GPU that packages see during their imports.
         program: The program.
-        environment: Its environment, but for what concerns the emulated GPU.
-        jobs: The number of runs at a time, at most.
-        stop: The signal that asks for the end of all.
+        environment: The program's environment, without variables for the emulated GPU.
+        jobs: The most runs at a time.
+        stop: The signal that ends all runs.
 
     Raises:
-        Stopped: The end was asked for.
+        Stopped: The signal ended the run.
     """
 
     def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str], jobs: int, stop: Stop) -> None:
         self._stop = stop
         self._close = ExitStack()
-        self._said = self._close.enter_context(run_folder())
+        self._import_output = self._close.enter_context(run_folder())
         pipes = [Pipe() for _ in range(jobs)]
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Connections to processes that serve no run now."""
-        for ours, _ in pipes:
-            self._idle.put(ours)
-        theirs = [their.fileno() for _, their in pipes]
-        with self._said.output.open("wb") as stdout, self._said.errors.open("wb") as stderr:
+        """Connections to idle server processes."""
+        for own_end, _ in pipes:
+            self._idle.put(own_end)
+        descriptors = [server_end.fileno() for _, server_end in pipes]
+        with self._import_output.output.open("wb") as stdout, self._import_output.errors.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [program.command[0], "-c", CODE, program.folder, *map(str, theirs)],
+                [program.command[0], "-c", CODE, program.folder, *map(str, descriptors)],
                 env=emulating(gpu, environment),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=theirs,
-                # Ctrl-C in the terminal is for us; what runs is ended by us.
+                pass_fds=descriptors,
+                # Ctrl-C in the terminal reaches only this process, which then ends the runs.
                 start_new_session=True,
-                preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - a single system call without locks
             )
-        for _, their in pipes:
-            their.close()
-        # It ends when they are closed.
+        for _, server_end in pipes:
+            server_end.close()
+        # The server ends when the connections are closed.
         self._close.callback(self._end)
-        for ours, _ in pipes:
-            self._close.callback(ours.close)
+        for own_end, _ in pipes:
+            self._close.callback(own_end.close)
         self._alive = True
         first = pipes[0][0]
         try:
@@ -211,35 +218,43 @@ class ForkServer:
             raise
 
     def close(self) -> None:
-        """End it."""
+        """End the server and its runs."""
         self._close.close()
 
     def run(self, gpu: Gpu, more: Mapping[str, str], steps: int | None) -> ProgramRun | None:
-        """Run the program in a fork; ``None`` where there can be none.
+        """Run the program in a fork, or return ``None`` if the server has ended.
+
+        Args:
+            gpu: The GPU, or several equal GPUs.
+            more: Further environment variables.
+            steps: The number of optimizer steps after which the program ends, or ``None``.
 
         Raises:
-            Stopped: The end was asked for.
+            Stopped: The signal ended the run.
         """
         self._stop.check()
         if not self._alive:
             return None
         with run_folder() as folder:
-            # Each process begins with what imports say.
-            for said, own in ((self._said.output, folder.output), (self._said.errors, folder.errors)):
-                shutil.copyfile(said, own)
+            # A run's output begins with the imports' output.
+            for source, target in (
+                (self._import_output.output, folder.output),
+                (self._import_output.errors, folder.errors),
+            ):
+                shutil.copyfile(source, target)
             variables = {**more, **folder.variables(steps), EMULATED: gpu.device, DESCRIPTION: described(gpu)}
             connection = self._idle.get()
             try:
                 status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
             except BaseException:
-                self._alive = False  # what its server sends next is of this run
+                self._alive = False  # the server's next answer would belong to this run
                 raise
             self._idle.put(connection)
             return None if status is None else folder.run(status)
 
     def _status_of(self, connection: Connection, fork: Fork) -> int | None:
         self._send(connection, fork)
-        # The server answers at once: a process whose id is not known could not be ended.
+        # The server answers at once. This wait cannot be stopped, because a process with an unknown id could not be ended.
         process = self._received(connection, stoppable=False)
         if process is None:
             return None
@@ -251,12 +266,12 @@ class ForkServer:
             raise
         return status
 
-    def _send(self, connection: Connection, what: Program | Fork) -> None:
-        with suppress(BrokenPipeError):  # that it has ended is seen by what it does not answer
-            connection.send(what)
+    def _send(self, connection: Connection, request: Program | Fork) -> None:
+        with suppress(BrokenPipeError):  # `_received` notices the server's end
+            connection.send(request)
 
     def _received(self, connection: Connection, *, stoppable: bool) -> Any:
-        """Return what a server sends; ``None`` if it has ended, as an import may have ended it."""
+        """Return the server's next answer, or ``None`` if the server has ended, for example during an import."""
         try:
             while stoppable and not connection.poll(POLL_SECONDS):
                 self._stop.check()
@@ -268,7 +283,7 @@ class ForkServer:
     def _end(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
-        # With what imports have started.
+        # Imports may have started processes, so the whole group is killed.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

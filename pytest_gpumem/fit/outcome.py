@@ -1,4 +1,9 @@
-"""Outcome of a program's run on an emulated GPU: whether it fits, and its usage of memory. Pure."""
+"""Decide a program's outcome on an emulated GPU: whether the program fits, and its memory usage. Pure functions.
+
+For example, let two processes use an A100 40GB (42.30 GB) at the same time, reserve 25.00 GB and 16.50 GB, and exit with
+status 0. Each emulated process has a GPU to itself, so neither runs out of memory. But their 41.50 GB and two CUDA contexts of
+0.55 GB are 42.59 GB in all, so the outcome is ``TOO_MUCH_TOGETHER``. With 25.00 GB and 16.00 GB the outcome is ``FITS``.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +24,20 @@ if TYPE_CHECKING:
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
 _NO_KERNEL_IMAGE = "no kernel image is available"
-"""The words of CUDA's error where a program has no kernels for a GPU, its own or torch's."""
+"""The words in CUDA's error if neither the program nor torch has kernels for the GPU."""
 _MOST_LINES = 20
 
 
 class FitOutcome(Enum):
-    """Outcome of a run. The value is a phrase for people and for programs."""
+    """A run's outcome. The value is a phrase for people and for programs."""
 
     FITS = "fits"
     WENT_ON = "ran out of memory and went on"
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
-    """Each process alone had room, but not those that used a device at the same time."""
+    """Each process has room on its own, but not with the other processes on the device."""
     CANNOT_RUN = "cannot run on it"
-    """The GPU, real or not, lacks what the program asks for, or the installed torch has no kernels for it."""
+    """The GPU lacks a capability that the program needs, or the installed torch has no kernels for this GPU."""
     FAILED = "failed by itself"
     UNUSED = "no GPU memory used"
 
@@ -43,50 +48,52 @@ NOT_ENOUGH = (FitOutcome.WENT_ON, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """The end of a program, and the usage of its processes."""
+    """A program's end, and its processes' memory usage."""
 
     status: int
-    """Its exit status; negative for the signal that killed it."""
+    """The exit status, or a negative signal number if a signal killed the program: -9 for SIGKILL."""
     output: str
-    """The end of its standard error; of its output where it wrote none."""
+    """The last 64 KiB from the standard error, or from the output if the standard error is empty."""
     processes: tuple[ProcessUsage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Outcome of a run on one GPU. Bytes are of the device that took most."""
+    """A run's outcome on a GPU. Bytes belong to the device with the highest peak."""
 
     outcome: FitOutcome
     status: int
     allocated: int = 0
     reserved: int = 0
     devices: int = 0
-    """The number of them that were used."""
+    """The number of used devices."""
     together: int = 1
-    """The number of processes that used a device at the same time: their peaks are added up."""
+    """The most processes on a device at the same time. Their peaks are added up."""
     retries: int = 0
-    """Allocations that succeeded only after cached memory had been given back, which is slow. 0 where memory ran out."""
+    """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
     message: str = ""
-    """PyTorch's own, of an error that was not caught."""
+    """PyTorch's message in an uncaught out-of-memory error."""
     last_lines: tuple[str, ...] = ()
-    """The end of its output, where the program failed with another error."""
+    """The last lines of the output, if the program failed with another error."""
     expandable: bool = False
+    """True if the allocator's segments were expandable."""
     unknown: str | None = None
+    """The uncomputed value on which the program depended, as a clause."""
     without_statistics: bool = False
-    """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
+    """True if the program has its own allocator, which keeps no statistics. Then the memory is unknown."""
     lacking: str | None = None
-    """The reason why peaks may be too low, as a clause, where what cuDNN takes on a GPU is not in them."""
+    """A clause that says why peaks may be too low, if cuDNN's memory is not included."""
     cannot_run: str | None = None
-    """The reason why it cannot run on the GPU, as a clause, where that is the outcome."""
+    """A clause that says why the program cannot run on the GPU, if the outcome is ``CANNOT_RUN``."""
     killed: int = 0
     """Processes that used CUDA and were killed before they wrote their usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A GPU, the outcome of the program on it, and that with expandable segments where they were tried."""
+    """A GPU with the program's outcome, and the outcome with expandable segments if they were tried."""
 
     gpu: Gpu
     plain: Found
@@ -102,21 +109,22 @@ class Fit:
 
 
 def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
-    """Return the outcome of a run.
+    """Return a run's outcome.
 
     Args:
-        run: How the program ended.
-        gpu: The GPU, or several of one.
-        context_bytes: What the context of each process takes of it. For one process the emulated GPU has taken it off; it
-            counts here only for further processes on a device, since each has a GPU to itself when it is emulated.
+        run: The program's end and its processes' usage.
+        gpu: The GPU, or several equal GPUs.
+        context_bytes: The bytes for each process's CUDA context. The emulated GPU has subtracted a single process's
+            context. Contexts count here only if several processes share a device, because each emulated process has a GPU to
+            itself.
     """
-    numbers = sorted({device.device for one in run.processes for device in one.devices})
+    numbers = sorted({device.device for process in run.processes for device in process.devices})
     devices = [_on_device(run.processes, number) for number in numbers]
     most = max((usage for usage, _ in devices), key=lambda usage: usage.reserved, default=None)
     together = any(
         processes > 1 and usage.reserved + processes * context_bytes > gpu.total_bytes for usage, processes in devices
     )
-    times = sum(one.times_out_of_memory for one in run.processes)
+    times = sum(process.times_out_of_memory for process in run.processes)
     raised = _RAISED.search(run.output)
     failed = run.status != 0
     cannot_run = _why_not(run, gpu) if failed else None
@@ -140,63 +148,67 @@ def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
         reserved=most.reserved if most else 0,
         devices=len(devices),
         together=max((processes for _, processes in devices), default=1),
-        retries=0 if times else sum(device.retries for one in run.processes for device in one.devices),
+        retries=0 if times else sum(device.retries for process in run.processes for device in process.devices),
         times_out_of_memory=times,
-        ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
+        ran_out=next((process.ran_out for process in run.processes if process.ran_out is not None), None),
         message=_ADVICE.sub("", raised["message"]).strip() if raised else "",
         last_lines=tuple(lines[-_MOST_LINES:])
         if failed and not raised and outcome is not FitOutcome.CANNOT_RUN
         else (),
-        expandable=any(one.expandable for one in run.processes),
-        unknown=next((one.unknown for one in run.processes if one.unknown), None),
-        without_statistics=any(one.without_statistics for one in run.processes),
-        lacking=next((one.lacking for one in run.processes if one.lacking), None),
+        expandable=any(process.expandable for process in run.processes),
+        unknown=next((process.unknown for process in run.processes if process.unknown), None),
+        without_statistics=any(process.without_statistics for process in run.processes),
+        lacking=next((process.lacking for process in run.processes if process.lacking), None),
         cannot_run=cannot_run if outcome is FitOutcome.CANNOT_RUN else None,
-        killed=sum(one.ended is None for one in run.processes),
+        killed=sum(process.ended is None for process in run.processes),
     )
 
 
 def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
-    """Return why a program that failed cannot run on a GPU, as a clause; ``None`` where it failed by itself."""
-    no_kernels = next((one.no_kernels for one in run.processes if one.no_kernels), None)
+    """Return the reason why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
+    no_kernels = next((process.no_kernels for process in run.processes if process.no_kernels), None)
     if no_kernels and _NO_KERNEL_IMAGE in run.output:
         return f"{no_kernels}, as on a real one; a build for another CUDA may have them"
     return lacking_in(run.output, gpu.capability)
 
 
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:
-    """Return the largest sum of peaks on a device over processes that used it at the same time, and their number."""
-    users = [(one, device) for one in processes for device in one.devices if device.device == number]
+    """Return the largest sum of concurrent processes' peaks on a device, and the number of processes."""
+    users = [(process, device) for process in processes for device in process.devices if device.device == number]
     sums = []
-    # The maximum of concurrent processes is reached when one of them starts, so only starts are looked at.
-    for at, _ in users:
-        there = [
+    # The sum grows only when a process starts, so only starts are examined.
+    for start, _ in users:
+        concurrent = [
             device
-            for one, device in users
-            if one is at or (one.began <= at.began and (one.ended is None or one.ended > at.began))
+            for process, device in users
+            if process is start
+            or (process.began <= start.began and (process.ended is None or process.ended > start.began))
         ]
-        allocated, reserved = (sum(getattr(one, of) for one in there) for of in ("allocated", "reserved"))
-        retries = sum(one.retries for one in there)
-        sums.append((DeviceUsage(number, allocated, reserved, retries), len(there)))
-    return max(sums, key=lambda one: one[0].reserved)
+        allocated, reserved = (
+            sum(getattr(usage, figure) for usage in concurrent) for figure in ("allocated", "reserved")
+        )
+        retries = sum(usage.retries for usage in concurrent)
+        sums.append((DeviceUsage(number, allocated, reserved, retries), len(concurrent)))
+    return max(sums, key=lambda total: total[0].reserved)
 
 
 def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
-    """Return 0 where the program fits, 1 where memory ran out, 2 where neither is known.
+    """Return the exit status: 0 if the program fits, 1 if memory ran out, 2 if neither is known.
 
     Args:
         fits: The outcomes by GPU.
-        every: Whether it has to fit into each of the GPUs, or into one of them.
+        every: Whether the program has to fit into each GPU. Otherwise a single GPU is enough.
     """
     enough = all if every else any
-    if fits and enough(one.fits for one in fits):
+    if fits and enough(fit.fits for fit in fits):
         return 0
-    return 1 if any(one.plain.outcome in NOT_ENOUGH for one in fits) else 2
+    return 1 if any(fit.plain.outcome in NOT_ENOUGH for fit in fits) else 2
 
 
 def ends_it(first: Found, *, every: bool) -> bool:
-    """Return whether no other GPU needs to be tried after the first: the program uses none, or does not run at all.
+    """Return whether no further GPU needs to be tried after the first.
 
-    Where GPUs were asked for (``every``), a program that fails on one may run on the others.
+    This is so if the program used no GPU memory or failed by itself. A failed program may still run on other GPUs if the user
+    named them (``every``).
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)

@@ -1,4 +1,4 @@
-"""Run of a program on an emulated GPU, and the usage of its processes."""
+"""Run a program on an emulated GPU, and collect its processes' memory usage."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.processes import Stop
 
 SETTINGS = (CUDA_ALLOC_CONF, ALLOC_CONF)
-"""Variables with settings of PyTorch's allocator; the second in newer releases, beside the first."""
+"""Variables with settings for PyTorch's allocator. Newer releases read the second variable as well."""
 _EXPANDABLE = "expandable_segments"
 _TAIL = 64 * 1024
 
 
 def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables that make PyTorch's segments expandable; ``None`` where the environment sets that itself."""
+    """Return the variables for expandable segments in PyTorch, or ``None`` if the environment has a setting for them."""
     configured = {name: environment[name] for name in SETTINGS if environment.get(name)}
     if any(_EXPANDABLE in value for value in configured.values()):
         return None
@@ -45,15 +45,15 @@ def run_on(
     """Run ``command`` to its end on an emulated GPU.
 
     Args:
-        gpu: The GPU, or several of one.
+        gpu: The GPU, or several equal GPUs.
         command: The program and its arguments.
-        environment: Its environment, but for what concerns the emulated GPU.
-        stop: The signal that asks for the end, which is then the program's, too.
-        steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
+        environment: The program's environment, without variables for the emulated GPU.
+        stop: The signal that ends the program.
+        steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
 
     Raises:
         OSError: The program cannot be started.
-        Stopped: The end was asked for.
+        Stopped: The signal ended the program.
     """
     with run_folder() as folder:
         status = run(
@@ -68,14 +68,14 @@ def run_on(
 
 
 def emulating(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for a program on an emulated GPU, whose peaks are not printed."""
-    theirs = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
-    return {**theirs, **environment_for(gpu, theirs)}
+    """Return ``environment`` for a program on an emulated GPU. The program does not print its peaks."""
+    variables = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
+    return {**variables, **environment_for(gpu, variables)}
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder in which a program's processes leave their usage, and its output is kept."""
+    """A folder for a run, with the program's output and a usage file from each process."""
 
     path: Path
 
@@ -88,17 +88,17 @@ class RunFolder:
         return self.path / "errors"
 
     def variables(self, steps: int | None) -> dict[str, str]:
-        """Return the variables that tell processes to leave their usage here, and to end after so many steps."""
+        """Return the variables that make processes write their usage into the folder and end after ``steps`` steps."""
         return {USAGE: str(self.path), **({} if steps is None else {STEPS: str(steps)})}
 
     def run(self, status: int) -> ProgramRun:
-        """Return the end of the program, with this exit status."""
+        """Read a program's result after it has ended with exit status ``status``."""
         return ProgramRun(status, _tail(self.errors) or _tail(self.output), read_usages(self.path))
 
 
 @contextmanager
 def run_folder() -> Iterator[RunFolder]:
-    """Make a folder for a run, and remove it at the end of the context."""
+    """Create a folder for a run, and remove it when the context ends."""
     with tempfile.TemporaryDirectory(prefix="gpumem-fit-", ignore_cleanup_errors=True) as name:
         yield RunFolder(Path(name))
 

@@ -1,4 +1,4 @@
-"""Texts of `gpumem fit`: a line for each run, a table, and which GPUs the program fits into. Pure."""
+"""Write the texts for `gpumem fit`: a line for each run, a table, and a conclusion. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ _STYLES: dict[FitOutcome, Style] = {
 
 
 def name_of(gpu: Gpu) -> str:
-    """Return a GPU's name for people: ``"A100 40GB"``, ``"H100 80GB x8"``."""
+    """Return a GPU's name for people, such as ``"A100 40GB"`` or ``"H100 80GB x8"``."""
     return gpu.title if gpu.count == 1 else f"{gpu.title} x{gpu.count}"
 
 
-def progress(one: Found, cwd: str) -> str:
-    """Return a phrase on the outcome of a run."""
-    if one.outcome is FitOutcome.FITS:
-        return f"fits, {_needed(one)}"
-    if one.outcome is FitOutcome.TOO_MUCH_TOGETHER:
-        return f"{one.outcome.value}, {_needed(one)} by {one.together} processes"
-    if one.outcome is FitOutcome.WENT_ON:
-        return f"{one.outcome.value}, {_needed(one)}; {_first_time(one, cwd)}"
-    if one.outcome is FitOutcome.OUT_OF_MEMORY:
-        return f"{one.outcome.value}{_where(one, cwd)}"
-    if one.outcome is FitOutcome.CANNOT_RUN:
-        return f"{one.outcome.value}: {one.cannot_run}"
-    return f"{one.outcome.value} ({_status(one)})" if one.outcome is FitOutcome.FAILED else one.outcome.value
+def progress(result: Found, cwd: str) -> str:
+    """Return a phrase with a run's outcome, such as ``"fits, 15.25 GB reserved"``."""
+    if result.outcome is FitOutcome.FITS:
+        return f"fits, {_needed(result)}"
+    if result.outcome is FitOutcome.TOO_MUCH_TOGETHER:
+        return f"{result.outcome.value}, {_needed(result)} by {result.together} processes"
+    if result.outcome is FitOutcome.WENT_ON:
+        return f"{result.outcome.value}, {_needed(result)}; {_first_time(result, cwd)}"
+    if result.outcome is FitOutcome.OUT_OF_MEMORY:
+        return f"{result.outcome.value}{_where(result, cwd)}"
+    if result.outcome is FitOutcome.CANNOT_RUN:
+        return f"{result.outcome.value}: {result.cannot_run}"
+    return (
+        f"{result.outcome.value} ({_status(result)})" if result.outcome is FitOutcome.FAILED else result.outcome.value
+    )
 
 
 def table(fits: Sequence[Fit], context_bytes: int) -> Table:
-    """Return a row for each GPU, the smallest first: its memory, the peaks where the program ended, and the outcome."""
+    """Return a row for each GPU, the smallest first: memory, peaks if the program ended, and outcome."""
     columns = [
         Column("GPU", left=True),
         *map(Column, ("memory", "reserved", "allocated", "left")),
@@ -55,39 +57,39 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
     ]
     rows = []
     for fit in _by_memory(fits):
-        one = fit.plain
-        ended = one.outcome in (FitOutcome.FITS, FitOutcome.WENT_ON, FitOutcome.TOO_MUCH_TOGETHER)
-        left = fit.gpu.total_bytes - one.together * context_bytes - one.reserved
+        result = fit.plain
+        ended = result.outcome in (FitOutcome.FITS, FitOutcome.WENT_ON, FitOutcome.TOO_MUCH_TOGETHER)
+        left = fit.gpu.total_bytes - result.together * context_bytes - result.reserved
         figures = [
-            format_bytes(one.reserved) if ended else "-",
-            format_bytes(one.allocated) if ended else "-",
+            format_bytes(result.reserved) if ended else "-",
+            format_bytes(result.allocated) if ended else "-",
             format_bytes(left) if fit.fits else "-",
         ]
-        outcome = one.outcome.value
+        outcome = result.outcome.value
         if fit.fits_expanded and fit.expanded is not None:
             outcome += f"; with expandable segments fits, {_needed(fit.expanded)}"
         cells = [name_of(fit.gpu), format_bytes(fit.gpu.total_bytes), *figures]
-        rows.append((*map(Span, cells), Span(outcome, _STYLES.get(one.outcome, "doubtful"))))
+        rows.append((*map(Span, cells), Span(outcome, _STYLES.get(result.outcome, "doubtful"))))
     return Table(tuple(columns), tuple(rows))
 
 
 def details(fits: Sequence[Fit], cwd: str) -> list[str]:
-    """Return lines: where memory ran out and with which message, how the program failed, and notes.
+    """Return lines with out-of-memory errors and their places, other failures, and notes.
 
     Args:
         fits: The outcomes by GPU.
-        cwd: The folder that paths are relative to.
+        cwd: The current folder. Paths below it are shown relative to it.
     """
     lines: list[str] = []
     for fit in _by_memory(fits):
-        one, name = fit.plain, name_of(fit.gpu)
-        if one.outcome is FitOutcome.WENT_ON:
-            lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
-        elif one.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.CANNOT_RUN, FitOutcome.FAILED):
-            lines.append(f"{name}: {progress(one, cwd)}")
-        if one.outcome is FitOutcome.OUT_OF_MEMORY and one.message:
-            lines.append(f"  {one.message}")
-        lines += [f"  {line}" for line in one.last_lines]
+        result, name = fit.plain, name_of(fit.gpu)
+        if result.outcome is FitOutcome.WENT_ON:
+            lines.append(f"{name}: {result.outcome.value}, {_first_time(result, cwd)}")
+        elif result.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.CANNOT_RUN, FitOutcome.FAILED):
+            lines.append(f"{name}: {progress(result, cwd)}")
+        if result.outcome is FitOutcome.OUT_OF_MEMORY and result.message:
+            lines.append(f"  {result.message}")
+        lines += [f"  {line}" for line in result.last_lines]
     for notes in zip(*map(_notes, _by_memory(fits)), strict=True):
         named: dict[str, list[str]] = {}
         for fit, note in zip(_by_memory(fits), notes, strict=True):
@@ -98,23 +100,26 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
 
 
 def conclusion(fits: Sequence[Fit]) -> str:
-    """Return one line: the memory needed, the GPUs that the program fits into and the others, and with expandable segments."""
-    fitting, expanded = _of(fits, FitOutcome.FITS), [fit for fit in fits if fit.fits_expanded]
+    """Return a line with the memory needed, the GPUs that the program fits into, and the other GPUs.
+
+    For example, ``"needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090; not T4"``.
+    """
+    fitting, expanded = _with_outcome(fits, FitOutcome.FITS), [fit for fit in fits if fit.fits_expanded]
     needs = f"needs {_span([fit.plain for fit in fitting])} reserved (emulated): " if fitting else ""
     span = _span([fit.expanded for fit in expanded if fit.expanded is not None]) if expanded else ""
-    others = (
-        ("not", _of(fits, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)),
-        ("ran out of memory and went on:", _of(fits, FitOutcome.WENT_ON)),
+    groups = (
+        ("not", _with_outcome(fits, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)),
+        ("ran out of memory and went on:", _with_outcome(fits, FitOutcome.WENT_ON)),
         (f"with expandable segments {span}: fits", expanded),
-        ("cannot run on", _of(fits, FitOutcome.CANNOT_RUN)),
-        ("failed by itself:", _of(fits, FitOutcome.FAILED)),
+        ("cannot run on", _with_outcome(fits, FitOutcome.CANNOT_RUN)),
+        ("failed by itself:", _with_outcome(fits, FitOutcome.FAILED)),
     )
     first = f"fits {_names(fitting, len(fits))}" if fitting else "fits none (emulated)"
-    return needs + "; ".join([first, *(f"{what} {_names(some, len(fits))}" for what, some in others if some)])
+    return needs + "; ".join([first, *(f"{words} {_names(group, len(fits))}" for words, group in groups if group)])
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Return everything as JSON: bytes, in the order of the GPUs."""
+    """Return the outcomes as JSON, in the order of ``fits``. Memory is in bytes."""
     plain = {
         "format": 1,
         "emulated": True,
@@ -136,11 +141,11 @@ def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
     return json.dumps(plain, indent=2) + "\n"
 
 
-def _plain(one: Found) -> dict[str, Any]:
-    return {**asdict(one), "outcome": one.outcome.value}
+def _plain(result: Found) -> dict[str, Any]:
+    return {**asdict(result), "outcome": result.outcome.value}
 
 
-def _of(fits: Sequence[Fit], *outcomes: FitOutcome) -> list[Fit]:
+def _with_outcome(fits: Sequence[Fit], *outcomes: FitOutcome) -> list[Fit]:
     return [fit for fit in fits if fit.plain.outcome in outcomes]
 
 
@@ -149,58 +154,58 @@ def _by_memory(fits: Sequence[Fit]) -> list[Fit]:
 
 
 _MOST_NAMED = 6
-"""GPUs that a sentence names. The table has all of them."""
+"""The most GPU names in a sentence. The table names all GPUs."""
 
 
-def _names(fits: Sequence[Fit], tried: int) -> str:
-    """Return the names of GPUs, or of many their number: ``"22 of 24 GPUs"``."""
+def _names(fits: Sequence[Fit], gpu_count: int) -> str:
+    """Return up to 6 names, or else their number, such as ``"22 of 24 GPUs"``."""
     if len(fits) <= _MOST_NAMED:
         return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
-    return f"all {tried} GPUs" if len(fits) == tried else f"{len(fits)} of {tried} GPUs"
+    return f"all {gpu_count} GPUs" if len(fits) == gpu_count else f"{len(fits)} of {gpu_count} GPUs"
 
 
 def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return names, or of many which ones are not among them: ``"all but T4, V100"``."""
-    others = [name for name in every if name not in names]
-    if len(names) <= _MOST_NAMED or len(others) > _MOST_NAMED:
+    """Return up to 6 names, or else the missing names, such as ``"all but T4, V100"``."""
+    missing = [name for name in every if name not in names]
+    if len(names) <= _MOST_NAMED or len(missing) > _MOST_NAMED:
         return ", ".join(names)
-    return f"all but {', '.join(others)}" if others else f"all {len(every)} GPUs"
+    return f"all but {', '.join(missing)}" if missing else f"all {len(every)} GPUs"
 
 
-def _span(found: Sequence[Found]) -> str:
-    """Return the reserved memory: one figure, or from the least to the most where GPUs differ."""
-    least, most = (format_bytes(bound(one.reserved for one in found)) for bound in (min, max))
+def _span(results: Sequence[Found]) -> str:
+    """Return the reserved memory as a figure, or as a range if GPUs differ."""
+    least, most = (format_bytes(bound(result.reserved for result in results)) for bound in (min, max))
     return least if least == most else f"{least} to {most}"
 
 
-def _needed(one: Found) -> str:
-    return f"{format_bytes(one.reserved)} reserved"
+def _needed(result: Found) -> str:
+    return f"{format_bytes(result.reserved)} reserved"
 
 
-def _first_time(one: Found, cwd: str) -> str:
-    times = "once" if one.times_out_of_memory == 1 else f"{one.times_out_of_memory} times, first"
-    return f"{times}{_where(one, cwd)}"
+def _first_time(result: Found, cwd: str) -> str:
+    times = "once" if result.times_out_of_memory == 1 else f"{result.times_out_of_memory} times, first"
+    return f"{times}{_where(result, cwd)}"
 
 
-def _where(one: Found, cwd: str) -> str:
-    if one.ran_out is None:
+def _where(result: Found, cwd: str) -> str:
+    if result.ran_out is None:
         return ""
-    file, _, rest = one.ran_out.line.rpartition(":")
+    file, _, rest = result.ran_out.line.rpartition(":")
     path = PurePath(file)
     at = f" at {path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{rest}" if rest else ""
     return (
-        f"{at}: {format_bytes(one.ran_out.wanted)} wanted, {format_bytes(one.ran_out.allocated)} allocated and "
-        f"{format_bytes(one.ran_out.reserved)} reserved"
+        f"{at}: {format_bytes(result.ran_out.wanted)} wanted, {format_bytes(result.ran_out.allocated)} allocated and "
+        f"{format_bytes(result.ran_out.reserved)} reserved"
     )
 
 
-def _status(one: Found) -> str:
-    if one.status >= 0:
-        return f"exit status {one.status}"
+def _status(result: Found) -> str:
+    if result.status >= 0:
+        return f"exit status {result.status}"
     try:
-        return f"killed by {signal.Signals(-one.status).name}"
+        return f"killed by {signal.Signals(-result.status).name}"
     except ValueError:
-        return f"killed by signal {-one.status}"
+        return f"killed by signal {-result.status}"
 
 
 _GRAPHS = (
@@ -209,36 +214,39 @@ _GRAPHS = (
 )
 
 
-def _graphs_fill_it(one: Found) -> bool:
-    """Return whether graphs of gradients can hold a large part of the memory in a program that does not train."""
-    ran_out = one.ran_out
+def _graphs_fill_it(result: Found) -> bool:
+    """Return whether autograd graphs may hold at least a quarter of the memory in a program that does not train."""
+    ran_out = result.ran_out
     return bool(ran_out and ran_out.without_tensor and 4 * ran_out.without_tensor >= ran_out.allocated)
 
 
 def _notes(fit: Fit) -> tuple[str, ...]:
-    """Return the notes on a GPU, in a fixed order; empty where one does not apply."""
-    one = fit.plain
-    killed = agreeing(one.killed, "a process that used CUDA was", f"{one.killed} processes that used CUDA were")
+    """Return the notes about a GPU in a fixed order. Notes that do not apply are empty."""
+    result = fit.plain
+    killed = agreeing(result.killed, "a process that used CUDA was", f"{result.killed} processes that used CUDA were")
     expandable = ""
-    if one.outcome in NOT_ENOUGH and one.expandable:
+    if result.outcome in NOT_ENOUGH and result.expandable:
         expandable = "segments were expandable already"
     elif (
-        one.outcome in NOT_ENOUGH and fit.expanded is not None and not fit.expanded.expandable and fit.expanded.devices
+        result.outcome in NOT_ENOUGH
+        and fit.expanded is not None
+        and not fit.expanded.expandable
+        and fit.expanded.devices
     ):
         expandable = "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
     return (
-        f"only just: cached memory was given back to the GPU before an allocation succeeded ({one.retries} x), which is slow"
-        if fit.fits and one.retries
+        f"only just: cached memory was given back to the GPU before an allocation succeeded ({result.retries} x), which is slow"
+        if fit.fits and result.retries
         else "",
-        f"{one.unknown}: later memory may differ on a real GPU" if one.unknown else "",
-        _GRAPHS if _graphs_fill_it(one) else "",
-        f"it may take more: {one.lacking}" if one.lacking else "",
-        f"{one.together} processes used one device at the same time; their peaks are added up"
-        if one.together > 1
+        f"{result.unknown}: later memory may differ on a real GPU" if result.unknown else "",
+        _GRAPHS if _graphs_fill_it(result) else "",
+        f"it may take more: {result.lacking}" if result.lacking else "",
+        f"{result.together} processes used one device at the same time; their peaks are added up"
+        if result.together > 1
         else "",
-        f"{one.devices} devices were used; figures are those of the device with the highest peak"
-        if one.devices > 1
+        f"{result.devices} devices were used; figures are those of the device with the highest peak"
+        if result.devices > 1
         else "",
-        f"{killed} killed before reporting its memory, which is not counted" if one.killed else "",
+        f"{killed} killed before reporting its memory, which is not counted" if result.killed else "",
         expandable,
     )

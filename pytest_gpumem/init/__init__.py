@@ -1,1 +1,1 @@
-"""The first set-up of a project: which tests run models, and the files by which they are gated."""
+"""Set a project up for the first time: find the model tests, and propose files to gate them."""

@@ -1,4 +1,7 @@
-"""Files that ``addopts`` in pytest's settings keeps from being collected. Pure: no plugin that it names is loaded."""
+"""Read ``addopts`` from pytest's settings, and find the files excluded from collection.
+
+The functions are pure. They load no plugin named in ``addopts``.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,25 @@ _SECTIONS = ("pytest", "tool:pytest")
 
 
 def addopts_of(name: str, text: str) -> Sequence[str]:
-    """Return the words of ``addopts`` in a file that pytest read its settings from; none where there are none.
+    """Return the words in ``addopts`` from a settings file, or an empty list if the file has none.
 
     Args:
-        name: The name of the file, by which its format is known.
-        text: The content of the file.
+        name: The file's name, which decides the format: TOML or INI.
+        text: The file's content.
+
+    Example:
+        For ``addopts = "-q --ignore=tests/slow"`` the words are ``["-q", "--ignore=tests/slow"]``.
     """
-    written = _of_toml(text) if name.endswith(".toml") else _of_ini(text)
-    if isinstance(written, list):
-        return [str(one) for one in written]
+    value = _addopts_in_toml(text) if name.endswith(".toml") else _addopts_in_ini(text)
+    if isinstance(value, list):
+        return [str(word) for word in value]
     try:
-        return shlex.split(str(written or ""))
-    except ValueError:  # a quote without an end, at which pytest itself stops
+        return shlex.split(str(value or ""))
+    except ValueError:  # an unclosed quote also stops pytest itself
         return []
 
 
-def _of_toml(text: str) -> object:
+def _addopts_in_toml(text: str) -> object:
     for names in _TABLES:
         table: object = read_toml(text)
         for name in (*names, "addopts"):
@@ -45,27 +51,35 @@ def _of_toml(text: str) -> object:
     return None
 
 
-def _of_ini(text: str) -> object:
+def _addopts_in_ini(text: str) -> object:
     parser = configparser.ConfigParser(interpolation=None, strict=False, allow_no_value=True)
     try:
         parser.read_string(text)
     except configparser.Error:
         return None
-    return next((parser[one].get("addopts") for one in _SECTIONS if parser.has_option(one, "addopts")), None)
+    return next(
+        (parser[section].get("addopts") for section in _SECTIONS if parser.has_option(section, "addopts")), None
+    )
 
 
 def ignored_by(words: Sequence[str], folder: str) -> list[str]:
-    """Return the patterns of ``--ignore`` and ``--ignore-glob`` among options of pytest, from the root directory.
+    """Return the patterns of ``--ignore`` and ``--ignore-glob`` as paths from the root directory.
 
     Args:
-        words: The options.
-        folder: The folder that pytest is started in, from the root directory: their paths count from there.
+        words: Pytest options.
+        folder: The folder in which pytest starts, as a path from the root directory. The patterns are relative to this folder.
+
+    Example:
+        ``--ignore=slow`` in the folder ``"tests"`` is the pattern ``"tests/slow"``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--ignore", action="append", default=[], type=glob.escape)
     parser.add_argument("--ignore-glob", action="append", default=[])
     try:
-        given, _ = parser.parse_known_args(list(words))
-    except argparse.ArgumentError:  # an option without its path, at which pytest itself stops
+        options, _ = parser.parse_known_args(list(words))
+    except argparse.ArgumentError:  # an option without its path also stops pytest itself
         return []
-    return [PurePath(os.path.normpath(f"{folder}/{one}")).as_posix() for one in (*given.ignore, *given.ignore_glob)]
+    return [
+        PurePath(os.path.normpath(f"{folder}/{pattern}")).as_posix()
+        for pattern in (*options.ignore, *options.ignore_glob)
+    ]

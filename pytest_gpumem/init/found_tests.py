@@ -1,4 +1,4 @@
-"""The tests of a project by their source: node id, whether each runs a model, and whether it is measured already."""
+"""Find the tests in a project's source: their node ids, which run a model, and which are measured already."""
 
 from __future__ import annotations
 
@@ -21,108 +21,123 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names that pytest collects, as its settings say: patterns of files, prefixes or patterns of classes and functions."""
+    """The names that pytest collects by its settings. Classes and functions match by prefix or pattern."""
 
     files: Sequence[str] = ("test_*.py", "*_test.py")
     classes: Sequence[str] = ("Test",)
     functions: Sequence[str] = ("test",)
     folders: Sequence[str] = ()
-    """Patterns of the files and folders that tests are looked for in, from the root directory; empty for everywhere."""
+    """Patterns for the files and folders to search (``testpaths``), from the root directory. Empty means everywhere."""
     not_entered: Sequence[str] = ()
-    """Patterns of names of folders that are not entered."""
+    """Patterns for folder names to skip (``norecursedirs``)."""
     ignored: Sequence[str] = ()
-    """Patterns of files and folders that are not collected, from the root directory."""
+    """Patterns for files and folders to ignore, from the root directory."""
 
     def has_file(self, path: str) -> bool:
-        """Return whether tests are collected from the file at ``path``."""
+        """Return whether pytest collects tests from the file at ``path``."""
         file = PurePosixPath(path)
-        above = [one.as_posix() for one in (file, *file.parents)]
-        below = not self.folders or any(fnmatch.filter(above, PurePosixPath(one).as_posix()) for one in self.folders)
-        entered = not any(fnmatch.filter(file.parts[:-1], one) for one in self.not_entered)
-        if not below or not entered or any(fnmatch.filter(above, one) for one in self.ignored):
+        paths = [path_above.as_posix() for path_above in (file, *file.parents)]
+        is_in_folders = not self.folders or any(
+            fnmatch.filter(paths, PurePosixPath(folder).as_posix()) for folder in self.folders
+        )
+        is_entered = not any(fnmatch.filter(file.parts[:-1], pattern) for pattern in self.not_entered)
+        if not is_in_folders or not is_entered or any(fnmatch.filter(paths, pattern) for pattern in self.ignored):
             return False
-        return any(fnmatch.fnmatch(path if "/" in one else file.name, one) for one in self.files)
+        return any(fnmatch.fnmatch(path if "/" in pattern else file.name, pattern) for pattern in self.files)
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
-        """Return whether a name has one of these prefixes, or matches one as a pattern."""
-        return any(name.startswith(one) or fnmatch.fnmatch(name, one) for one in patterns)
+        """Return whether a name matches any pattern, or starts with any."""
+        return any(name.startswith(pattern) or fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTest:
-    """A test function, or a method of a class: several items where it is parametrized."""
+    """A test function or method. If it is parametrized, pytest runs it as several items.
+
+    Example:
+        ``tests/test_net.py::TestNet::test_forward`` runs a model, and ``tests/test_cli.py::test_help`` does not.
+    """
 
     nodeid: str
     runs_model: bool
     is_measured: bool = False
-    """True if it has the marker or the fixture."""
+    """True if the test has the marker or takes the fixture."""
     has_parameters: bool | None = False
-    """``None`` where a hook may give it some."""
+    """``None`` if a ``pytest_generate_tests`` hook may add parameters."""
 
     @property
     def file(self) -> str:
-        """The file that it is in."""
+        """The test file's path."""
         return self.nodeid.partition("::")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTests:
-    """All tests of a project. ``on_gpu`` is True if those that run models, or what they share, put something on a GPU."""
+    """All tests in a project."""
 
     tests: tuple[FoundTest, ...]
     on_gpu: bool = False
+    """True if a test has the marker or the fixture, or if a file with model tests or its conftest.py mentions a GPU."""
     perhaps_ignored: tuple[str, ...] = ()
-    """Files with tests that run models which a conftest.py ignores under a condition."""
+    """Files with model tests, ignored by a conftest.py under a condition."""
 
 
 def find_tests(sources: Sources, names: Names) -> FoundTests:
-    """Return the tests of a project, in the order of files and lines."""
+    """Return the tests in a project, ordered by file and line."""
     runs = Runs(sources, Models(sources))
-    found: list[FoundTest] = []
+    tests: list[FoundTest] = []
     for path in sorted(sources.files):
         if names.has_file(path) and not is_ignored(path, sources):
-            found += _of_file(sources.files[path], sources, names, runs)
-    concerned = {one.file for one in found if one.runs_model}
-    shared = {conftest.path for path in concerned for conftest in sources.conftests_of(path)}
-    trees = [sources.files[path].tree for path in sorted(concerned | shared)]
-    uses_fixture = any(one.is_measured for one in found)
-    perhaps = (path for path in sorted(concerned) if is_ignored(path, sources, under_condition=True))
-    return FoundTests(tuple(found), uses_fixture or mentions_gpu(trees), tuple(perhaps))
+            tests += _tests_in_file(sources.files[path], sources, names, runs)
+    model_files = {test.file for test in tests if test.runs_model}
+    conftests = {conftest.path for path in model_files for conftest in sources.conftests_of(path)}
+    trees = [sources.files[path].tree for path in sorted(model_files | conftests)]
+    uses_fixture = any(test.is_measured for test in tests)
+    perhaps_ignored = (path for path in sorted(model_files) if is_ignored(path, sources, under_condition=True))
+    return FoundTests(tuple(tests), uses_fixture or mentions_gpu(trees), tuple(perhaps_ignored))
 
 
 def is_ignored(path: str, sources: Sources, *, under_condition: bool = False) -> bool:
-    """Return whether a conftest.py says that pytest is not to collect a file, or a folder that it is in.
+    """Return whether a conftest.py excludes a file, or a folder above the file, from collection.
 
-    A condition is not evaluated: what stands behind an ``if`` or ``try`` counts only if that is asked for.
+    Args:
+        path: The file.
+        sources: The project's files.
+        under_condition: Whether statements inside ``if`` and ``try`` count. Conditions are never evaluated.
+
+    Example:
+        ``collect_ignore = ["test_slow.py"]`` in ``tests/conftest.py`` ignores ``tests/test_slow.py``.
     """
     file = PurePosixPath(path)
     for conftest in sources.conftests_of(path):
         folder = PurePosixPath(conftest.path).parent
-        above = [one.as_posix() for one in (file, *file.parents) if one.is_relative_to(folder)]
+        paths = [path_above.as_posix() for path_above in (file, *file.parents) if path_above.is_relative_to(folder)]
         for name, matches in (("collect_ignore", _equal), ("collect_ignore_glob", fnmatch.filter)):
             body = [*statements(conftest.tree.body)] if under_condition else conftest.tree.body
-            if any(matches(above, (folder / one).as_posix()) for one in _texts_in(name, body)):
+            if any(matches(paths, (folder / ignored).as_posix()) for ignored in _texts_in(name, body)):
                 return True
     return False
 
 
 def _equal(paths: Sequence[str], path: str) -> list[str]:
-    return [one for one in paths if one == path]
+    return [candidate for candidate in paths if candidate == path]
 
 
 def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the texts that statements give a list of this name, whatever else is in it."""
-    for one in body:
+    """Yield the strings in assignments and additions to the list ``name``."""
+    for statement in body:
         targets: Sequence[ast.expr] = ()
-        if isinstance(one, ast.Assign):
-            targets, value = one.targets, one.value
-        elif isinstance(one, ast.AugAssign | ast.AnnAssign) and one.value is not None:
-            targets, value = [one.target], one.value
+        if isinstance(statement, ast.Assign):
+            targets, value = statement.targets, statement.value
+        elif isinstance(statement, ast.AugAssign | ast.AnnAssign) and statement.value is not None:
+            targets, value = [statement.target], statement.value
         elif (
-            isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Attribute)
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and isinstance(statement.value.func, ast.Attribute)
         ):
-            targets, value = [one.value.func.value], ast.List(one.value.args)
+            targets, value = [statement.value.func.value], ast.List(statement.value.args)
         if any(ast.unparse(target) == name for target in targets):
             yield from (
                 node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -131,7 +146,7 @@ def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """Markers, fixtures and set-up that a module or class gives each test in it."""
+    """The markers, fixtures and set-up that a module or class adds to its tests."""
 
     sources: Sources
     names: Names
@@ -139,94 +154,108 @@ class _Around:
     marks: Sequence[tuple[ast.expr, SourceFile]]
     scope: Scope
     set_up: Sequence[tuple[Function, SourceFile]]
-    """Set-up functions that are run before each of its tests, or before the first."""
+    """Set-up functions that run before each test or before the first test."""
     may_get_parameters: bool
     is_test_case: bool = False
 
     def has_function(self, name: str) -> bool:
-        """Return whether a function of this name is a test: of a `unittest.TestCase` whatever the settings say."""
+        """Return whether a function with this name is a test. In a `unittest.TestCase`, the prefix ``test`` decides."""
         return name.startswith("test") if self.is_test_case else self.names.matches(name, self.names.functions)
 
     def runs_model(self, test: Function, file: SourceFile) -> bool:
-        """Return whether a test runs a model, or what is run before it without its asking."""
+        """Return whether a test runs a model, directly or in its set-up or autouse fixtures."""
         fixtures = self.scope.fixtures
-        before = [*(fixtures[name] for name in self.unasked if name in fixtures), *self.set_up]
+        set_up = [*(fixtures[name] for name in self.implicit_fixtures if name in fixtures), *self.set_up]
         scope = self.scope
-        for mark, where in self.marks:
-            scope = self.runs.parametrized([mark], where, scope)
+        for mark, mark_file in self.marks:
+            scope = self.runs.parametrized([mark], mark_file, scope)
         if self.runs.does(test, file, self.runs.parametrized(test.decorator_list, file, scope)):
             return True
         return any(
-            self.runs.does(one, where, self.runs.parametrized(one.decorator_list, where, self.scope))
-            for one, where in before
+            self.runs.does(
+                function, set_up_file, self.runs.parametrized(function.decorator_list, set_up_file, self.scope)
+            )
+            for function, set_up_file in set_up
         )
 
     @property
-    def unasked(self) -> list[str]:
-        """The names of fixtures that each test has without a parameter of that name."""
+    def implicit_fixtures(self) -> list[str]:
+        """The names of fixtures that apply without a parameter: autouse fixtures and ``usefixtures``."""
         fixtures = self.scope.fixtures.items()
-        automatic = [name for name, (one, _) in fixtures if any(map(_is_autouse, one.decorator_list))]
-        return [*automatic, *_used([mark for mark, _ in self.marks])]
+        automatic = [name for name, (fixture, _) in fixtures if any(map(_is_autouse, fixture.decorator_list))]
+        return [*automatic, *_fixtures_in_use([mark for mark, _ in self.marks])]
 
 
-def _of_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[FoundTest]:
+def _tests_in_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[FoundTest]:
     fixtures: dict[str, tuple[Function, SourceFile]] = {}
     conftests = sources.conftests_of(file.path)
-    for where in (*reversed(conftests), file):
-        fixtures.update((name, (one, where)) for name, one in _fixtures(where.tree.body))
+    for source in (*reversed(conftests), file):
+        fixtures.update((name, (fixture, source)) for name, fixture in _fixtures(source.tree.body))
     around = _Around(
         sources,
         names,
         runs,
         [(mark, file) for mark in _pytestmarks(file.tree.body)],
         Scope(fixtures),
-        [(one, file) for name, one in file.functions.items() if name in _SET_UP_OF_MODULE],
-        any("pytest_generate_tests" in where.functions for where in (file, *conftests)),
+        [(function, file) for name, function in file.functions.items() if name in _MODULE_SET_UP],
+        any("pytest_generate_tests" in source.functions for source in (file, *conftests)),
     )
-    of_functions = [(one, file) for name, one in file.functions.items() if name in _SET_UP_OF_FUNCTION]
-    yield from _of_body([(one, file) for one in file.tree.body], file.path, around, of_functions)
+    function_set_up = [(function, file) for name, function in file.functions.items() if name in _FUNCTION_SET_UP]
+    yield from _tests_in_body([(statement, file) for statement in file.tree.body], file.path, around, function_set_up)
 
 
-def _of_body(
+def _tests_in_body(
     body: Sequence[tuple[ast.stmt, SourceFile]],
     prefix: str,
     around: _Around,
-    of_functions: Sequence[tuple[Function, SourceFile]] = (),
+    function_set_up: Sequence[tuple[Function, SourceFile]] = (),
 ) -> Iterator[FoundTest]:
-    """Yield the tests of a file or class: each statement is with the file that it is in, which may be that of a base."""
-    for one, file in body:
-        if isinstance(one, ast.ClassDef) and _is_collected(one, file, around):
-            yield from _of_class(one, file, prefix, around)
-        elif isinstance(one, Function) and around.has_function(one.name):
-            if "::" not in prefix and _is_fixture(one):
+    """Yield the tests in a file or class.
+
+    Each statement is paired with its file, because a base class may come from another file.
+    """
+    for statement, file in body:
+        if isinstance(statement, ast.ClassDef) and _is_collected(statement, file, around):
+            yield from _tests_in_class(statement, file, prefix, around)
+        elif isinstance(statement, Function) and around.has_function(statement.name):
+            if "::" not in prefix and _is_fixture(statement):
                 continue
-            own = replace(
+            test_around = replace(
                 around,
-                marks=[*around.marks, *((mark, file) for mark in one.decorator_list)],
-                set_up=[*around.set_up, *of_functions],
+                marks=[*around.marks, *((mark, file) for mark in statement.decorator_list)],
+                set_up=[*around.set_up, *function_set_up],
             )
-            marks = [mark for mark, _ in own.marks]
-            taken = _all_fixtures([*parameters(one), *own.unasked], around.scope.fixtures)
-            of_fixtures = [mark for marks_of_one in taken for mark in marks_of_one]
-            with_parameters = any(map(_has_parameters, (*marks, *of_fixtures)))
+            marks = [mark for mark, _ in test_around.marks]
+            decorators = _all_fixtures([*parameters(statement), *test_around.implicit_fixtures], around.scope.fixtures)
+            fixture_marks = [mark for decorator_list in decorators for mark in decorator_list]
+            with_parameters = any(map(_has_parameters, (*marks, *fixture_marks)))
             yield FoundTest(
-                f"{prefix}::{one.name}",
-                runs_model=own.runs_model(one, file),
-                is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(one)) or any(map(_is_marker, marks)),
+                f"{prefix}::{statement.name}",
+                runs_model=test_around.runs_model(statement, file),
+                is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(statement))
+                or any(map(_is_marker, marks)),
                 has_parameters=True if with_parameters else None if around.may_get_parameters else False,
             )
 
 
-def _of_class(definition: ast.ClassDef, file: SourceFile, prefix: str, around: _Around) -> Iterator[FoundTest]:
+def _tests_in_class(definition: ast.ClassDef, file: SourceFile, prefix: str, around: _Around) -> Iterator[FoundTest]:
     lineage = around.sources.lineage(definition, file)
-    whole: dict[str, tuple[ast.stmt, SourceFile]] = {}
-    for one, where in lineage:
-        for each in one.body:
-            if isinstance(each, Function | ast.ClassDef):
-                whole.setdefault(each.name, (each, where))
-    methods = {name: (one, where) for name, (one, where) in whole.items() if isinstance(one, Function)}
-    fixtures = {name: (method, where) for one, where in methods.values() for name, method in _fixtures([one])}
-    marks = [(mark, where) for one, where in lineage for mark in (*one.decorator_list, *_pytestmarks(one.body))]
+    members: dict[str, tuple[ast.stmt, SourceFile]] = {}
+    for owner, owner_file in lineage:
+        for member in owner.body:
+            if isinstance(member, Function | ast.ClassDef):
+                members.setdefault(member.name, (member, owner_file))
+    methods = {
+        name: (method, method_file) for name, (method, method_file) in members.items() if isinstance(method, Function)
+    }
+    fixtures = {
+        name: (fixture, method_file)
+        for method, method_file in methods.values()
+        for name, fixture in _fixtures([method])
+    }
+    marks = [
+        (mark, base_file) for base, base_file in lineage for mark in (*base.decorator_list, *_pytestmarks(base.body))
+    ]
     inside = replace(
         around,
         marks=[*around.marks, *marks],
@@ -234,53 +263,55 @@ def _of_class(definition: ast.ClassDef, file: SourceFile, prefix: str, around: _
             around.scope,
             fixtures={**around.scope.fixtures, **fixtures},
             methods=methods,
-            modules=frozenset[str]().union(*(around.runs.attributes(one, where) for one, where in lineage)),
+            modules=frozenset[str]().union(*(around.runs.attributes(base, base_file) for base, base_file in lineage)),
         ),
-        set_up=[*around.set_up, *(one for name, one in methods.items() if name in _SET_UP_OF_CLASS)],
+        set_up=[*around.set_up, *(method for name, method in methods.items() if name in _CLASS_SET_UP)],
         is_test_case=_is_test_case(definition, file, around.sources),
     )
-    yield from _of_body(list(whole.values()), f"{prefix}::{definition.name}", inside)
+    yield from _tests_in_body(list(members.values()), f"{prefix}::{definition.name}", inside)
 
 
-_SET_UP_OF_MODULE = ("setup_module", "setUpModule")
-_SET_UP_OF_FUNCTION = ("setup_function",)
-_SET_UP_OF_CLASS = ("setUp", "asyncSetUp", "setUpClass", "setup_method", "setup_class")
+_MODULE_SET_UP = ("setup_module", "setUpModule")
+_FUNCTION_SET_UP = ("setup_function",)
+_CLASS_SET_UP = ("setUp", "asyncSetUp", "setUpClass", "setup_method", "setup_class")
 
 
 def _is_collected(definition: ast.ClassDef, file: SourceFile, around: _Around) -> bool:
-    has_constructor = any(isinstance(one, Function) and one.name == "__init__" for one in definition.body)
-    of_settings = around.names.matches(definition.name, around.names.classes) and not has_constructor
-    return of_settings or _is_test_case(definition, file, around.sources)
+    has_constructor = any(
+        isinstance(statement, Function) and statement.name == "__init__" for statement in definition.body
+    )
+    has_name = around.names.matches(definition.name, around.names.classes) and not has_constructor
+    return has_name or _is_test_case(definition, file, around.sources)
 
 
 def _is_test_case(definition: ast.ClassDef, file: SourceFile, sources: Sources) -> bool:
-    """Return whether a class is a `unittest.TestCase`, by the names of its bases: those of the project are followed."""
+    """Return whether a class inherits from ``*TestCase``, directly or through base classes in the project."""
     return any(
-        (where.dotted(base) or "").endswith("TestCase")
-        for one, where in sources.lineage(definition, file)
-        for base in one.bases
+        (base_file.dotted(base) or "").endswith("TestCase")
+        for base_class, base_file in sources.lineage(definition, file)
+        for base in base_class.bases
     )
 
 
-def _used(marks: Iterable[ast.expr]) -> Iterator[str]:
-    """Yield the names of fixtures that ``usefixtures`` takes."""
+def _fixtures_in_use(marks: Iterable[ast.expr]) -> Iterator[str]:
+    """Yield the fixture names in ``usefixtures`` markers."""
     for mark in marks:
         if isinstance(mark, ast.List | ast.Tuple):
-            yield from _used(mark.elts)
+            yield from _fixtures_in_use(mark.elts)
         elif isinstance(mark, ast.Call) and _last_name(mark) == "usefixtures":
-            yield from (str(one.value) for one in mark.args if isinstance(one, ast.Constant))
+            yield from (str(argument.value) for argument in mark.args if isinstance(argument, ast.Constant))
 
 
 def _fixtures(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Function]]:
-    """Yield the fixtures among statements, by the name that tests take them by."""
-    for one in body:
-        decorators = one.decorator_list if isinstance(one, Function) else []
+    """Yield the fixtures among statements, each with its parameter name."""
+    for statement in body:
+        decorators = statement.decorator_list if isinstance(statement, Function) else []
         for decorator in decorators:
-            if isinstance(one, Function) and _last_name(decorator) == "fixture":
-                yield _given_name(decorator) or one.name, one
+            if isinstance(statement, Function) and _last_name(decorator) == "fixture":
+                yield _explicit_name(decorator) or statement.name, statement
 
 
-def _given_name(decorator: ast.expr) -> str | None:
+def _explicit_name(decorator: ast.expr) -> str | None:
     for word in decorator.keywords if isinstance(decorator, ast.Call) else []:
         if word.arg == "name" and isinstance(word.value, ast.Constant):
             return str(word.value.value)
@@ -299,15 +330,15 @@ def _is_autouse(decorator: ast.expr) -> bool:
 
 
 def _is_fixture(function: Function) -> bool:
-    return any(_last_name(one) == "fixture" for one in function.decorator_list)
+    return any(_last_name(decorator) == "fixture" for decorator in function.decorator_list)
 
 
 def _all_fixtures(
-    taken: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
+    fixture_names: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
 ) -> Iterator[list[ast.expr]]:
-    """Yield the decorators of each of these fixtures, and of those that they take."""
+    """Yield the decorators of each named fixture and of all fixtures below."""
     seen: set[str] = set()
-    waiting = list(taken)
+    waiting = list(fixture_names)
     while waiting:
         name = waiting.pop()
         if name in fixtures and name not in seen:
@@ -333,9 +364,11 @@ def _is_marker(decorator: ast.expr) -> bool:
 
 
 def _pytestmarks(body: Sequence[ast.stmt]) -> Iterator[ast.expr]:
-    for one in body:
-        if isinstance(one, ast.Assign) and any(ast.unparse(target) == "pytestmark" for target in one.targets):
-            yield one.value
+    for statement in body:
+        if isinstance(statement, ast.Assign) and any(
+            ast.unparse(target) == "pytestmark" for target in statement.targets
+        ):
+            yield statement.value
 
 
 def _last_name(node: ast.expr) -> str:

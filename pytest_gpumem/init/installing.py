@@ -1,4 +1,4 @@
-"""The requirements of a project that the gate installs: files, extras and lines that pip can install. Pure."""
+"""Select the project's requirements for the gate: files, extras and lines for pip. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REQUIREMENTS_FILES = (
     *(f"requirements/{extra}.txt" for extra in ("base", *_EXTRAS)),
     "tests/requirements.txt",
 )
-"""Files of requirements, by the names that projects give them."""
-_OF_A_RELEASE = ("torch", "torchvision", "torchaudio")
-"""Packages of which a release asks for one release of torch."""
+"""Common names of requirements files."""
+_BOUND_TO_TORCH = ("torch", "torchvision", "torchaudio")
+"""Packages whose releases each require an exact torch version."""
 # fmt: off
 _NO_PACKAGES = frozenset((
     "ci", "bin", "debian", "doc", "docs", "documentation", "manpages", "news", "newsfragments", "changelog", "test",
@@ -31,27 +31,27 @@ _NO_PACKAGES = frozenset((
     "build", "benchmark", "benchmarks", "exercise", "exercises", "htmlcov",
 ))
 # fmt: on
-"""Folders that setuptools takes for no packages of a project (`FlatLayoutPackageFinder.DEFAULT_EXCLUDE`)."""
+"""Folders in which setuptools does not look for packages (`FlatLayoutPackageFinder.DEFAULT_EXCLUDE`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The sources that a project is installed from."""
+    """The files from which a project is installed."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The content of its pyproject.toml."""
+    """The parsed pyproject.toml."""
     setup_cfg: str | None = None
     has_setup_py: bool = False
     folders: Sequence[str] = ()
-    """The folders at its top."""
+    """The folders beside pyproject.toml."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The texts of its files of requirements, by path."""
+    """The text of each requirements file, by path."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """The table ``[project]``."""
-        found = self.settings.get("project")
-        return found if isinstance(found, dict) else {}
+        table = self.settings.get("project")
+        return table if isinstance(table, dict) else {}
 
     @property
     def is_package(self) -> bool:
@@ -68,64 +68,72 @@ class Sources:
 
     @property
     def _is_refused_by_setuptools(self) -> bool:
-        """True if setuptools has to find the packages itself, and there are several in a flat layout."""
+        """True if setuptools would find several packages in a flat layout, which is an error in setuptools."""
         build = _table(self.settings, "build-system")
         if not str(build.get("build-backend", "setuptools")).startswith("setuptools"):
             return False
         own = _table(_table(self.settings, "tool"), "setuptools")
         if not own.keys().isdisjoint({"packages", "py-modules"}) or "src" in self.folders:
             return False
-        names = [one for one in self.folders if one.isidentifier() and not one.startswith("_")]
-        return len([one for one in names if one not in _NO_PACKAGES]) > 1
+        names = [folder for folder in self.folders if folder.isidentifier() and not folder.startswith("_")]
+        return len([name for name in names if name not in _NO_PACKAGES]) > 1
 
 
 def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
-    """Yield the lines that install a project with what its tests need, beside a release of torch.
+    """Yield requirement lines to install a project and its test dependencies beside a torch release.
 
-    Requirements that ask for another release of torch cannot be installed with it: such a line, and those of what belongs to a
-    release of torch, are left out of an extra, which then stands there line by line.
+    pip cannot install an extra if it requires another torch release. Then the extra's lines replace it, without torch,
+    torchvision and torchaudio.
+
+    Args:
+        sources: The project's files.
+        release: The torch release, such as ``"2.13.0"``, or ``None`` if unknown.
+
+    Example:
+        With the extra ``test = ["torch==2.11.0", "numpy"]`` and the release ``"2.13.0"``, a package gets the lines
+        ``-e .`` and ``numpy``. Without the torch pin, the line is ``-e .[test]``.
     """
     for path in REQUIREMENTS_FILES:
         if path in sources.files:
             yield f"-r {path}"
     extras = _table(sources.metadata, "optional-dependencies")
-    extra = next((one for one in _EXTRAS if one in extras), None)
-    of_extra = [str(one) for one in extras[extra]] if extra is not None else []
-    fits = all(_fits(one, release) for one in of_extra)
+    extra = next((name for name in _EXTRAS if name in extras), None)
+    extra_lines = [str(line) for line in extras[extra]] if extra is not None else []
+    fits = all(_fits(line, release) for line in extra_lines)
     if sources.is_package:
         yield f"-e .[{extra}]" if extra is not None and fits else "-e ."
     else:
         dependencies = sources.metadata.get("dependencies")
-        yield from _of_lines(dependencies if isinstance(dependencies, list) else [], release)
+        yield from _without_torch(dependencies if isinstance(dependencies, list) else [], release)
     if not fits or not sources.is_package:
-        yield from _of_lines(of_extra, release)
+        yield from _without_torch(extra_lines, release)
     groups = _table(sources.settings, "dependency-groups")
-    group = next((one for one in _EXTRAS if one in groups), None)
+    group = next((name for name in _EXTRAS if name in groups), None)
     if group is not None and isinstance(groups[group], list):
-        yield from _of_lines([one for one in groups[group] if isinstance(one, str)], release)
+        yield from _without_torch([line for line in groups[group] if isinstance(line, str)], release)
 
 
 def unfit_of(sources: Sources, release: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the requirements of a project that no release of torch fulfils together with this one, each with its place."""
+    """Yield the requirements that exclude this torch release, each after its file's path."""
     dependencies = sources.metadata.get("dependencies")
     if sources.is_package and isinstance(dependencies, list):
-        yield from (("pyproject.toml", str(one)) for one in dependencies if not _fits(str(one), release))
+        yield from (("pyproject.toml", str(line)) for line in dependencies if not _fits(str(line), release))
     for path, text in sources.files.items():
         yield from ((path, line.strip()) for line in text.splitlines() if not _fits(line, release))
 
 
-def _of_lines(lines: Sequence[object], release: str | None) -> Iterator[str]:
-    """Yield these lines, without those of torch, and of what belongs to a release of torch where one of them is of another."""
-    fits = all(_fits(str(one), release) for one in lines)
-    for one in map(str, lines):
-        read = requirement(one)
+def _without_torch(lines: Sequence[object], release: str | None) -> Iterator[str]:
+    """Yield the lines except torch. If a line requires another torch release, also leave out torchvision and torchaudio."""
+    fits = all(_fits(str(line), release) for line in lines)
+    for text in map(str, lines):
+        read = requirement(text)
         name = None if read is None else canonicalize_name(read.name)
-        if name not in (_OF_A_RELEASE[:1] if fits else _OF_A_RELEASE):
-            yield one
+        if name not in (_BOUND_TO_TORCH[:1] if fits else _BOUND_TO_TORCH):
+            yield text
 
 
 def _fits(line: str, release: str | None) -> bool:
-    """Return whether a requirement, if it is of torch, is fulfilled by a release."""
+    """Return False if a requirement names torch and excludes the release, and True otherwise."""
     read = requirement(line)
     if read is None or release is None or canonicalize_name(read.name) != "torch":
         return True
@@ -134,17 +142,17 @@ def _fits(line: str, release: str | None) -> bool:
 
 
 def _table(within: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = within.get(key)
-    return found if isinstance(found, dict) else {}
+    table = within.get(key)
+    return table if isinstance(table, dict) else {}
 
 
 def _dynamic(metadata: Mapping[str, Any]) -> Sequence[object]:
-    found = metadata.get("dynamic")
-    return found if isinstance(found, list) else []
+    fields = metadata.get("dynamic")
+    return fields if isinstance(fields, list) else []
 
 
 def _has_name(setup_cfg: str | None) -> bool:
-    """Return whether a setup.cfg describes a package, and is not only read by other tools."""
+    """Return whether a setup.cfg describes a package, not only settings for other tools."""
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(setup_cfg or "")

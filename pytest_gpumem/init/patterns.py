@@ -1,4 +1,16 @@
-"""As few patterns of node ids as name certain tests and no others. Pure."""
+"""Find a few node id patterns for the tests that run models. No other test matches. Pure functions.
+
+For example, let these four of six tests run models::
+
+    tests/models/test_gpt.py::test_forward
+    tests/models/test_vit.py::test_forward
+    tests/test_train.py::test_step_fp32
+    tests/test_train.py::test_step_bf16
+    tests/test_train.py::test_arguments         (no model)
+    tests/test_cli.py::test_help                (no model)
+
+Two patterns match the four tests: ``tests/models/*`` and ``tests/test_train.py::test_step*``.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +25,34 @@ if TYPE_CHECKING:
 
 
 def patterns_of(tests: Sequence[FoundTest]) -> tuple[str, ...]:
-    """Return patterns, as `matches_test` reads them, of the tests that run models; none of those that do not.
+    """Return patterns for `matches_test` that match all tests with models, and no other test.
 
-    A folder, a file or a class is named whole where all of its tests do, or are measured anyway. Beginnings of names stand for
-    several tests of a file or class.
+    A folder, file or class becomes a single pattern if all its tests run models or are measured already. Otherwise tests in a
+    file or class share a pattern if their names begin alike, such as ``test_step*``.
     """
-    wanted = [one for one in tests if one.runs_model and not one.is_measured]
-    others = [one for one in tests if not one.runs_model and not one.is_measured]
-    found: list[str] = []
-    left = list(wanted)
-    for folder in _folders(wanted):
-        inside = [one for one in left if _is_below(one.file, folder)]
-        if len({one.file for one in inside}) > 1 and not any(_is_below(one.file, folder) for one in others):
-            found.append(f"{folder}/*")
-            left = [one for one in left if one not in inside]
+    model_tests = [test for test in tests if test.runs_model and not test.is_measured]
+    other_tests = [test for test in tests if not test.runs_model and not test.is_measured]
+    patterns: list[str] = []
+    remaining = list(model_tests)
+    for folder in _folders(model_tests):
+        inside = [test for test in remaining if _is_below(test.file, folder)]
+        if len({test.file for test in inside}) > 1 and not any(_is_below(test.file, folder) for test in other_tests):
+            patterns.append(f"{folder}/*")
+            remaining = [test for test in remaining if test not in inside]
     by_file: dict[str, list[FoundTest]] = defaultdict(list)
-    for one in left:
-        by_file[one.file].append(one)
+    for test in remaining:
+        by_file[test.file].append(test)
     for file, inside in by_file.items():
-        if any(one.file == file for one in others):
-            found += _below(file, inside, [one for one in others if one.file == file])
+        if any(test.file == file for test in other_tests):
+            patterns += _patterns_below(file, inside, [test for test in other_tests if test.file == file])
         else:
-            found.append(file)
-    return tuple(sorted(found))
+            patterns.append(file)
+    return tuple(sorted(patterns))
 
 
 def _folders(tests: Sequence[FoundTest]) -> list[str]:
-    """Return the folders that these tests are in or below, the outer ones first; not the root directory."""
-    folders = {folder.as_posix() for one in tests for folder in PurePosixPath(one.file).parents}
+    """Return the folders above the tests, the outermost first, without the root directory."""
+    folders = {folder.as_posix() for test in tests for folder in PurePosixPath(test.file).parents}
     return sorted(folders - {"."}, key=lambda folder: (folder.count("/"), folder))
 
 
@@ -48,51 +60,56 @@ def _is_below(file: str, folder: str) -> bool:
     return file.startswith(f"{folder}/")
 
 
-def _below(prefix: str, tests: Sequence[FoundTest], others: Sequence[FoundTest]) -> Iterator[str]:
-    """Yield patterns of these tests of a file or class: whole classes, then names."""
+def _patterns_below(prefix: str, tests: Sequence[FoundTest], other_tests: Sequence[FoundTest]) -> Iterator[str]:
+    """Yield patterns for some tests in a file or class: first complete classes, then test names."""
     names: dict[str, list[FoundTest]] = defaultdict(list)
-    for one in tests:
-        names[one.nodeid.removeprefix(f"{prefix}::").partition("::")[0]].append(one)
+    for test in tests:
+        names[test.nodeid.removeprefix(f"{prefix}::").partition("::")[0]].append(test)
     plain: list[FoundTest] = []
     for name, inside in names.items():
         path = f"{prefix}::{name}"
         if inside[0].nodeid == path:
             plain += inside
-        elif any(one.nodeid.startswith(f"{path}::") for one in others):
-            yield from _below(path, inside, [one for one in others if one.nodeid.startswith(f"{path}::")])
+        elif any(test.nodeid.startswith(f"{path}::") for test in other_tests):
+            yield from _patterns_below(
+                path, inside, [test for test in other_tests if test.nodeid.startswith(f"{path}::")]
+            )
         else:
             yield path
-    yield from _of_names(plain, [one.nodeid for one in (*others, *tests) if one not in plain])
+    yield from _name_patterns(plain, [test.nodeid for test in (*other_tests, *tests) if test not in plain])
 
 
-def _of_names(tests: list[FoundTest], others: Sequence[str]) -> Iterator[str]:
+def _name_patterns(tests: list[FoundTest], excluded: Sequence[str]) -> Iterator[str]:
     while tests:
         first = tests[0]
-        together = max(
-            (_with_beginning(beginning, tests, others) for beginning in _beginnings(first.nodeid)),
-            key=lambda found: len(found[1]),
+        longest_match = max(
+            (_with_beginning(beginning, tests, excluded) for beginning in _beginnings(first.nodeid)),
+            key=lambda match: len(match[1]),
         )
-        if len(together[1]) > 1:
-            yield f"{together[0]}*"
-            tests = [one for one in tests if one not in together[1]]
+        if len(longest_match[1]) > 1:
+            yield f"{longest_match[0]}*"
+            tests = [test for test in tests if test not in longest_match[1]]
             continue
         if first.has_parameters is not True:
             yield first.nodeid
         if first.has_parameters is not False:
-            # A bracket in a pattern is one.
+            # The bracket is literal in `matches_test`: this matches a parametrized test's items.
             yield f"{first.nodeid}[*"
         tests = tests[1:]
 
 
 def _beginnings(nodeid: str) -> list[str]:
-    """Return the beginnings of a test's node id that end with a word of its name: of ``f::test_a_b`` ``f::test_a``."""
+    """Return a node id's beginnings up to each word, the longest first.
+
+    For example, ``f::test_a_b`` has the beginnings ``f::test_a_b`` and ``f::test_a``.
+    """
     path, _, name = nodeid.rpartition("::")
     words = name.split("_")
     return [f"{path}::{'_'.join(words[:count])}" for count in range(len(words), 1, -1)]
 
 
-def _with_beginning(beginning: str, tests: Sequence[FoundTest], others: Sequence[str]) -> tuple[str, list[FoundTest]]:
-    """Return the tests whose node ids begin so; none where another one does, too."""
-    if any(one.startswith(beginning) for one in others):
+def _with_beginning(beginning: str, tests: Sequence[FoundTest], excluded: Sequence[str]) -> tuple[str, list[FoundTest]]:
+    """Return the tests whose node ids begin this way, or no tests if an excluded node id does."""
+    if any(nodeid.startswith(beginning) for nodeid in excluded):
         return beginning, []
-    return beginning, [one for one in tests if one.nodeid.startswith(beginning)]
+    return beginning, [test for test in tests if test.nodeid.startswith(beginning)]

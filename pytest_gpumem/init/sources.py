@@ -1,4 +1,4 @@
-"""Python source as trees: what each file defines and imports. Nothing is run."""
+"""Parse Python source, and resolve defined and imported names. No code is run."""
 
 from __future__ import annotations
 
@@ -15,52 +15,58 @@ if TYPE_CHECKING:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _MOST_IMPORTS = 8
-"""Modules that a name is followed through: those that import it from each other have no end."""
+"""The most modules through which a name is followed, because modules may import a name from each other in a circle."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the project, by its path from the root directory, with ``/``."""
+    """A parsed file. ``path`` is relative to the root directory, with ``/``."""
 
     path: str
     tree: ast.Module
 
     @cached_property
     def functions(self) -> Mapping[str, Function]:
-        """The functions of the module, by name."""
-        return {one.name: one for one in statements(self.tree.body) if isinstance(one, Function)}
+        """The functions at module level, by name."""
+        return {
+            statement.name: statement for statement in statements(self.tree.body) if isinstance(statement, Function)
+        }
 
     @cached_property
     def classes(self) -> Mapping[str, ast.ClassDef]:
-        """The classes of the module, by name."""
-        return {one.name: one for one in statements(self.tree.body) if isinstance(one, ast.ClassDef)}
+        """The classes at module level, by name."""
+        return {
+            statement.name: statement for statement in statements(self.tree.body) if isinstance(statement, ast.ClassDef)
+        }
 
     @cached_property
     def owners(self) -> Mapping[Function, ast.ClassDef]:
-        """The class that each method is in."""
+        """Each method's class."""
         classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
-        return {one: definition for definition in classes for one in definition.body if isinstance(one, Function)}
+        return {
+            method: definition for definition in classes for method in definition.body if isinstance(method, Function)
+        }
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
-        """The full name of each imported one, those of functions included: ``{"nn": "torch.nn"}``.
+        """The full name behind each imported name, such as ``{"nn": "torch.nn"}``. Imports inside functions count.
 
-        That of a relative import begins with the folder that it is from: ``src.net.model.Net``.
+        A relative import is resolved from its folder: ``from .model import Net`` in ``src/net/a.py`` is ``src.net.model.Net``.
         """
-        found: dict[str, str] = {}
+        full_names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
-                    found[alias.asname or top] = alias.name if alias.asname else top
+                    full_names[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    found[alias.asname or alias.name] = ".".join(filter(None, (self._module_of(node), alias.name)))
-        return found
+                    full_names[alias.asname or alias.name] = ".".join(filter(None, (self._module_of(node), alias.name)))
+        return full_names
 
     @cached_property
     def modules_with_all_names(self) -> Sequence[str]:
-        """The modules of ``from module import *``."""
+        """The modules from which the file imports ``*``."""
         return [
             self._module_of(node)
             for node in ast.walk(self.tree)
@@ -74,7 +80,7 @@ class SourceFile:
         return ".".join(filter(None, (*folders, node.module)))
 
     def dotted(self, node: ast.expr) -> str | None:
-        """Return the full name that an expression is, with imports resolved: ``torch.nn.Linear`` of ``nn.Linear``."""
+        """Return an expression's full name after imports: ``nn.Linear`` is ``torch.nn.Linear``. Calls have no name."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -89,53 +95,59 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a project that can be parsed, and why others cannot, by path."""
+    """A project's parsed files by path, and the errors in other files by path."""
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)
     not_parsed: Mapping[str, str] = field(default_factory=dict)
 
     def conftests_of(self, path: str) -> list[SourceFile]:
-        """Return the conftest.py files whose fixtures a test file has, the nearest first."""
+        """Return the conftest.py files whose fixtures a test file can use, the nearest first."""
         folders = PurePosixPath(path).parents
-        found = (self.files.get((folder / "conftest.py").as_posix()) for folder in folders)
-        return [one for one in found if one is not None]
+        conftests = (self.files.get((folder / "conftest.py").as_posix()) for folder in folders)
+        return [conftest for conftest in conftests if conftest is not None]
 
     def definition(
         self, dotted: str, file: SourceFile, steps: int = _MOST_IMPORTS
     ) -> tuple[Function | ast.ClassDef, SourceFile] | None:
-        """Return the function or class of a full name as it is in ``file``, and the file that it is in.
+        """Return the function or class behind a full name, and its file.
 
-        Names that a module imports from another one are followed, such as those that the ``__init__`` of a package gives on.
+        Args:
+            dotted: The name as ``file`` sees it, from `SourceFile.dotted`.
+            file: The file that uses the name.
+            steps: The most modules to follow, for example through re-exports in a package's ``__init__``.
+
+        Returns:
+            The definition and its file, or ``None`` if the project does not define the name.
         """
         own = file.functions.get(dotted) or file.classes.get(dotted)
         if own is not None or not steps:
             return None if own is None else (own, file)
         module, _, name = dotted.rpartition(".")
-        for one in [module] if module else file.modules_with_all_names:
-            where = self.module(one, file.path)
-            if where is not None:
-                is_own = name in where.functions or name in where.classes
-                found = self.definition(name if is_own else where.imports.get(name, name), where, steps - 1)
-                if found is not None:
-                    return found
+        for module_name in [module] if module else file.modules_with_all_names:
+            source = self.module(module_name, file.path)
+            if source is not None:
+                is_own = name in source.functions or name in source.classes
+                definition = self.definition(name if is_own else source.imports.get(name, name), source, steps - 1)
+                if definition is not None:
+                    return definition
         return None
 
     def lineage(
         self, definition: ast.ClassDef, file: SourceFile, steps: int = _MOST_IMPORTS
     ) -> list[tuple[ast.ClassDef, SourceFile]]:
-        """Return a class and those of the project that it inherits from, the nearest first, each with its file."""
-        found = [(definition, file)]
+        """Return a class and its base classes in the project, each with its file, in depth-first order."""
+        classes = [(definition, file)]
         for base in definition.bases if steps else ():
             inherited = self.definition(file.dotted(base) or "", file)
             if inherited is not None and isinstance(inherited[0], ast.ClassDef) and inherited[0] is not definition:
-                found += self.lineage(inherited[0], inherited[1], steps - 1)
-        return list(dict.fromkeys(found))
+                classes += self.lineage(inherited[0], inherited[1], steps - 1)
+        return list(dict.fromkeys(classes))
 
     def module(self, dotted: str, beside: str) -> SourceFile | None:
-        """Return the file of a module, as it may be imported from the file at ``beside``.
+        """Return a module's file for an import in the file at ``beside``.
 
-        It lies beside that file, in the root directory, in ``src`` or in a folder that is on the path: where several files
-        match, the one with the shortest path.
+        The search begins in the importing file's folder and then in the root directory. After that, a file in any folder may
+        match, because ``src`` or another folder may be on the path. The shortest path wins.
         """
         tail = dotted.replace(".", "/")
         ends = (f"{tail}.py", f"{tail}/__init__.py")
@@ -149,41 +161,41 @@ class Sources:
 
     @cached_property
     def _by_name(self) -> Mapping[str, Sequence[str]]:
-        """The paths of the files of modules, by the last part of a module's name."""
-        found: dict[str, list[str]] = {}
+        """Paths of module files, by the module name's last part."""
+        paths: dict[str, list[str]] = {}
         for path in self.files:
             module = path.removesuffix(".py").removesuffix("/__init__")
-            found.setdefault(module.rpartition("/")[2], []).append(path)
-        return found
+            paths.setdefault(module.rpartition("/")[2], []).append(path)
+        return paths
 
 
 @functools.cache
-def nodes_in(within: ast.AST) -> tuple[ast.AST, ...]:
-    """Return a node and all below it: `ast.walk`, once."""
-    return tuple(ast.walk(within))
+def nodes_in(root: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all nodes below it, like `ast.walk`, from a cache."""
+    return tuple(ast.walk(root))
 
 
 def sources_of(texts: Mapping[str, str]) -> Sources:
-    """Return the files that are Python, by path, and why others are not."""
-    found, not_parsed = {}, {}
+    """Parse files, given as texts by path."""
+    parsed, not_parsed = {}, {}
     for path, text in texts.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes are the project's
-                found[path] = SourceFile(path, ast.parse(text))
+                parsed[path] = SourceFile(path, ast.parse(text))
         except SyntaxError as error:
             not_parsed[path] = f"line {error.lineno}: {error.msg}"
         except (ValueError, RecursionError, MemoryError) as error:
             not_parsed[path] = str(error) or type(error).__name__
-    return Sources(found, not_parsed)
+    return Sources(parsed, not_parsed)
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a body, those behind ``if`` and ``try`` included."""
-    for one in body:
-        yield one
-        if isinstance(one, ast.If | ast.Try | ast.With):
-            yield from statements(one.body)
-            yield from statements(getattr(one, "orelse", []))
-            for handler in getattr(one, "handlers", []):
+    """Yield the statements in a body, also inside ``if``, ``try`` and ``with``."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            yield from statements(statement.body)
+            yield from statements(getattr(statement, "orelse", []))
+            for handler in getattr(statement, "handlers", []):
                 yield from statements(handler.body)
