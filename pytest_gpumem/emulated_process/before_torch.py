@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
 """Variable with the emulated GPU's figures, because a child process may not find the project that defines the GPU."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Variable for each process that `gpumem emulate` runs. The process prints its peaks at its end, or only reasons why they may be
-wrong if the value is `QUIET`."""
+"""Variable for each process that `gpumem emulate` runs. The process prints its peaks at its end. If the value is `QUIET`, it
+prints only reasons why figures may be wrong."""
 QUIET = "quiet"
 USAGE = "GPUMEM_EMULATED_USAGE"
 """Variable with the folder to which each process writes its usage."""

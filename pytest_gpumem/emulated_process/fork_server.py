@@ -1,7 +1,7 @@
 """Server that imports a program's packages once, and forks a process of the program for each emulated GPU.
 
-Example: `gpumem fit` runs ``train.py`` on `h100`, `a100` and `l4`. The server imports torch once (some seconds), and each of the
-three forks starts with torch already imported.
+Example: `gpumem fit` runs ``train.py`` on `h100`, `a100` and `l4`. The server imports torch once, which takes some seconds, and
+each of the three forks starts with torch already imported.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _run(command: tuple[str, ...]) -> NoReturn:
 
 
 def _clear(module: ModuleType | None) -> None:
-    """Release a module's values one by one, as the interpreter does. If all were collected together, files would lose buffers."""
+    """Release a module's values one by one, as the interpreter does. If all were collected together, files could lose data."""
     values = vars(module) if isinstance(module, ModuleType) else {}
     for name in [name for name in values if name != "__builtins__"]:
         values[name] = None

@@ -1,7 +1,11 @@
 """Report the peaks of a program on an emulated GPU at its end, with the lines that allocated. Resets are taken into account.
 
-Example: ``gpumem emulate h100 -- python train.py`` prints ``cuda:0: peak 1.20 GB allocated, 1.33 GB reserved. Live then:`` and
-the 8 lines with the most bytes.
+Example: ``gpumem emulate h100 -- python mlp.py`` prints this for a perceptron with 1,024, 4,096 and 1,024 units and its
+backward pass on 64 samples. At most 8 lines of the program are listed. ::
+
+    gpumem: NVIDIA H100 80GB HBM3 (emulated), cuda:0: peak 135.57 MB allocated, 140.51 MB reserved. Live then:
+        68.18 MB      6 x  no line of the program
+        33.57 MB      4 x  mlp.py:2 <module>
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class RanOut:
     allocated: int
     reserved: int
     line: str
-    """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. Empty if there is no such line."""
+    """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. May be empty."""
     without_tensor: int | None = None
     """Allocated bytes that belong to no tensor in the program, so gradient graphs may keep them.
 

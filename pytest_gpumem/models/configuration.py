@@ -70,7 +70,7 @@ def without_links(value: Any) -> Any:
 
 
 def _named_code(value: object, key: str = "", path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each value that names code or a file, with its dotted path. ``key`` is the last key that decides about values."""
+    """Yield each value that names code or a file, with its dotted path. ``key`` is the innermost key that restricts values."""
     if isinstance(value, dict):
         for name, child in value.items():
             child_path = f"{path}.{name}" if path else name

@@ -358,7 +358,7 @@ def test_auxiliary_classifiers_add_to_the_loss_and_one_that_is_left_out_does_not
 
 
 def test_boxes_lie_in_their_image_and_are_not_empty():
-    boxes = RandomBoxes(200, 16).made()
+    boxes = RandomBoxes(200, 16).make()
     assert boxes.min() >= 0
     assert boxes.max() <= 16
     assert ((boxes[:, 2:] - boxes[:, :2]) >= 1).all()
