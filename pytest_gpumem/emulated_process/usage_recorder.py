@@ -75,7 +75,7 @@ class _Recorder:
 
         os._exit = end_and_leave
 
-    def _out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
+    def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
         self._times += 1
         if self._ran_out is None:
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -84,7 +84,7 @@ class _Recorder:
             if self._backward is not None:
                 with suppress(Exception):
                     without_tensor = self._backward.bytes_without_tensor(device, allocated)
-            self._ran_out = RanOut(_number(device), wanted, allocated, reserved, _programs_line(), without_tensor)
+            self._ran_out = RanOut(_number(device), requested, allocated, reserved, _programs_line(), without_tensor)
             self._write(None)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Compile the stand-ins that the installed torch needs, and cache them."""
+"""Compile the stand-ins for the installed torch, and cache them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
 class _Needed(NamedTuple):
-    """The functions that torch needs from a library, and their version nodes."""
+    """The functions needed from a library, and their version nodes."""
 
     library: Library
     names: set[str]
@@ -45,7 +45,7 @@ class _Needed(NamedTuple):
 
 
 def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
-    """Return the stand-ins for the libraries that torch needs, in loading order.
+    """Return the stand-ins for torch's libraries, in loading order.
 
     They are compiled if they are not in the cache, which takes some seconds.
 
@@ -76,7 +76,7 @@ def _sources() -> dict[str, str]:
 def _key(torch: TorchBuild, beside: Needs) -> str:
     """Return a hash with 16 digits of all inputs of the stand-ins.
 
-    The inputs are torch's libraries (by size and modification time), the functions that other packages need, and the sources.
+    The inputs are torch's libraries (by size and modification time), the functions needed by other packages, and the sources.
     """
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
@@ -158,7 +158,7 @@ def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draf
 def _compile(
     compiler: Sequence[str], torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
 ) -> None:
-    """Compile a library with all version nodes that torch needs, because the loader warns about missing nodes."""
+    """Compile a library with all needed version nodes, because the loader warns about missing nodes."""
     library = needed.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
@@ -177,7 +177,7 @@ def _compile(
 
 
 def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
-    """Compile the program that plans convolutions with the real cuDNN, beside the libraries."""
+    """Compile the program for planning convolutions with the real cuDNN, beside the libraries."""
     program = sources.parent / PLANNER
     command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
     _run_compiler(compiler, command, PLANNER)
@@ -197,7 +197,7 @@ def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str)
 
 
 def _needed(torch: TorchBuild) -> dict[str, _Needed]:
-    """Return the functions that torch needs from NVIDIA's libraries, by soname."""
+    """Return the functions needed from NVIDIA's libraries, by soname."""
     needed: dict[str, _Needed] = {}
     unversioned: set[str] = set()
 

@@ -30,7 +30,7 @@ _UNPLANNED = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Cudnn:
-    """The stand-in for libcudnn, and the real library that the stand-in asks.
+    """The stand-in for libcudnn, and the real library behind it.
 
     Args:
         stand_in: The loaded stand-in. torch must not be loaded yet.
@@ -51,7 +51,7 @@ class Cudnn:
         """The maximum of live bytes plus the estimated workspace at a convolution, by GPU and allocator statistic."""
 
     def convolutions(self) -> int:
-        """Return the number of convolutions that ran in this process, forward and backward."""
+        """Return the number of convolutions run in this process, forward and backward."""
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
@@ -144,5 +144,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Return whether cuBLASLt is in a folder that cuDNN searches. The package uses another folder since CUDA 13."""
+    """Return whether cuBLASLt is in one of cuDNN's search folders. The package uses another folder since CUDA 13."""
     return any((packages / folder / "lib" / f"libcublasLt.so.{cuda}").exists() for folder in ("cublas", f"cu{cuda}"))

@@ -1,4 +1,4 @@
-"""Read the libraries and symbols that an ELF file needs.
+"""Read the libraries and symbols needed by an ELF file.
 
 Only 64-bit little-endian files are read, the format on Linux on x86-64 and arm64. ``readelf`` is not on every machine. Names
 and numbers come from the ELF specification in the System V ABI, and those for versions from the Linux Standard Base.
@@ -28,7 +28,7 @@ _HIDDEN_BIT = 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol that a file needs from another file."""
+    """A symbol needed from another file."""
 
     name: str
     library: str | None
@@ -39,7 +39,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Libraries and symbols that an ELF file needs."""
+    """Libraries and symbols needed by an ELF file."""
 
     libraries: tuple[str, ...]
     """Sonames, in the loader's order."""
@@ -54,7 +54,7 @@ class _Section(NamedTuple):
 
 
 def read_needs(path: Path) -> Needs:
-    """Return the libraries and symbols that the ELF file at ``path`` needs.
+    """Return the libraries and symbols needed by the ELF file at ``path``.
 
     Raises:
         NotElf: The file is not a valid ELF file.

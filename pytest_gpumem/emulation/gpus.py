@@ -41,7 +41,7 @@ MIG = "-mig-"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU with the figures that CUDA reports. The sources of the figures are in ``gpus.toml``."""
+    """A GPU with the figures that CUDA reports. Their sources are in ``gpus.toml``."""
 
     word: str
     name: str
@@ -96,7 +96,7 @@ def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
 
 
 def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
-    """Return a clause that suggests a device: the emulated GPU for ``l4``, otherwise the nearest in ``valid``."""
+    """Return a suggestion as a clause: the emulated GPU for ``l4``, otherwise the nearest in ``valid``."""
     try:
         return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
     except ValueError:
@@ -198,7 +198,7 @@ def _read() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
-    """Return the fields that all GPUs with a compute capability share, by capability."""
+    """Return the fields shared by all GPUs with a compute capability, by capability."""
     limits_by_capability = {}
     for text, limits in _read()["capability"].items():
         if text != "sources":

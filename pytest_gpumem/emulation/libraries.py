@@ -28,7 +28,7 @@ class Library:
     stem: str
     """The soname without its version, for example ``"libcudart"``."""
     symbols: re.Pattern[str]
-    """Pattern for the library's functions, for symbols that torch's tables list without a library."""
+    """Pattern for the library's functions, for symbols without a library in torch's tables."""
     error: int
     """The library's status "not supported", which stubs return."""
     sources: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Library:
     launched: re.Pattern[str] = _NOTHING
     """Functions that only launch kernels. They succeed and are counted."""
     by_name: tuple[str, ...] = ()
-    """Functions that torch looks up by name while it runs. torch 2.6 looks up all of them and asserts that each exists."""
+    """Functions looked up by name while torch runs. torch 2.6 looks up all of them and asserts their existence."""
     quiet: bool = False
     """True if programs normally call the stubs, which then print nothing."""
     why: str = ""
@@ -104,7 +104,7 @@ LIBRARIES = (
 BY_STEM = {library.stem: library for library in LIBRARIES}
 DRIVER = "libcuda.so.1"
 ALWAYS = (DRIVER, "libnvidia-ml.so.1")
-"""Libraries that torch opens by name while it runs, and that its tables do not list."""
+"""Libraries opened by name while torch runs. torch's tables do not list them."""
 
 
 def library_of(soname: str) -> Library | None:
@@ -127,7 +127,7 @@ def stubs(library: Library, names: set[str]) -> str:
 
     Args:
         library: The library.
-        names: The functions that torch needs. Names that are no C identifiers are skipped, because C code cannot call them.
+        names: The functions needed by torch. Names that are no C identifiers are skipped, because C code cannot call them.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",

@@ -148,7 +148,7 @@ def emulation_hint(error: str, option: str = "--gpumem-device=emulated:h100") ->
 
     Args:
         error: The error, for example ``"libcudnn.so.9: cannot open shared object file: No such file or directory"``.
-        option: The option that emulates a GPU.
+        option: The option for emulating a GPU.
 
     Returns:
         ``None`` if the error has another cause, or if a GPU is emulated already or cannot be emulated on this machine.

@@ -1,4 +1,4 @@
-"""Find the functions in NVIDIA's libraries that other installed packages need, for example bitsandbytes.
+"""Find the functions in NVIDIA's libraries needed by other installed packages, for example bitsandbytes.
 
 The stand-ins export these functions as well.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 Needs = dict[str, list[tuple[str, str | None]]]
 """Functions and their version nodes, by soname. Example: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
 _DEPTH = 2
-"""Depth of folders below a package that are searched for libraries."""
+"""Depth of the search for libraries below a package."""
 _NOT_THEIRS = ("torch", "nvidia", "triton")
 
 
 def needed_beside(packages: Path, cache: Path) -> Needs:
-    """Return the functions from NVIDIA's libraries that packages other than torch need.
+    """Return the functions from NVIDIA's libraries needed by packages other than torch.
 
     The result is cached while the same packages are installed, because reading the libraries takes half a second.
 

@@ -36,7 +36,7 @@ class TorchBuild:
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     cudnn_wheel: str
-    """The cuDNN package that torch requires: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
+    """The cuDNN package required by torch: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
     libraries: Path
     """The folder with torch's shared libraries."""
 
@@ -74,7 +74,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
-    """Return the cuDNN release that torch requires and checks, and its package."""
+    """Return the cuDNN release required and checked by torch, and its package."""
     wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
     major, minor, patch = map(int, re.split("[=~]=", wheel)[1].split(".")[:3])
     return (major, minor, patch), wheel
@@ -101,7 +101,7 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that torch.compile needs and that are not set.
+    """Return the missing environment variables for torch.compile.
 
     torch caches which of several kernels is fastest. An emulated GPU cannot measure this, so torch gets a separate cache.
 
@@ -124,7 +124,7 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def needs_of_triton() -> set[str]:
-    """Return the driver functions that the C sources of the installed Triton call.
+    """Return the driver functions called by the installed Triton's C sources.
 
     Triton compiles the sources when it is first used. The result can only be loaded if the driver has all these functions.
     """

@@ -1,4 +1,4 @@
-"""Run backward on an emulated GPU: autograd's operators without the mode that computes values, its Python code with the mode.
+"""Run backward on an emulated GPU: autograd's operators without the mode `HostValues`, and its Python code with the mode.
 
 If any dispatch mode is active, torch's derivatives avoid in-place operators and allocate more (``isTensorSubclassLike`` in
 ATen), so the mode would change the measured peaks. Hooks and autograd functions in Python run within the mode, as the rest of
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.mode import HostValues
 
 _kept: list[ExitStack] = []
-"""The contexts that stay entered until the process ends."""
+"""The contexts that are left at exit."""
 
 
 def away_in_backward(mode: HostValues) -> None:
-    """Run backward without the mode, except for the Python code that it calls."""
+    """Run backward without the mode, except for its Python code."""
 
     @contextmanager
     def away(roots: Sequence[Any]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Complete collectives of emulated ranks: a rank receives the values that it sends.
+"""Complete collectives of emulated ranks: a rank receives its own values.
 
 The NCCL stand-in computes sums, broadcasts and all-gathers. It sends nothing from a single rank to another rank. Example: if a
 rank sends ``[1, 2]`` by ``all_to_all``, it receives ``[1, 2]``.
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     import torch
 
 SENDS_ONLY = frozenset({"send", "barrier", "monitored_barrier_"})
-"""Operators of c10d that do not write to their first argument."""
+"""Operators in c10d that do not write to their first argument."""
 _EXCHANGES = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 _SENT_ONE_BY_ONE = frozenset({"gather_", "scatter_", "recv_", "recv_any_source_", *_EXCHANGES})
 
 
 def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) -> bool:
-    """Write the values that other ranks send to this rank, if they follow from the values that this rank sends.
+    """Write the values from other ranks, if they follow from the values sent by this rank.
 
     Args:
         name: The operator of `torch.distributed`.
-        received: Tensors that the operator writes to.
-        sent: Tensors that the operator reads. All are known.
+        received: Tensors written by the operator.
+        sent: Tensors read by the operator. All are known.
 
     Returns:
         True if ``received`` now has true values.

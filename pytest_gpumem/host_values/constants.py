@@ -5,7 +5,7 @@ searches for, so a text is generated up to its maximum length. Neither assumptio
 a single truth value, and the read is recorded as an assumption. How many elements are true is unknown.
 
 Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` is `Constant(False, "branch")`. Reading
-``torch.isin(ids, end).any().item()`` returns False, and the line is recorded as a branch that an uncomputed value decided. For
+``torch.isin(ids, end).any().item()`` returns False, and the line is recorded as a branch decided by an uncomputed value. For
 an uncomputed ``loss``, ``torch.isfinite(loss)`` is `Constant(True, "kept")`, so its read is only counted.
 """
 
@@ -34,16 +34,16 @@ _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 """Operators that check whether values are finite."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
-"""Operators that keep the constant of their input. Operators in `_EXTREMES` do so if they have a single argument."""
+"""Operators that keep the input's constant. Operators in `_EXTREMES` keep it if they have a single argument."""
 _VALID = frozenset({"all", "_is_all_true"})
-"""Operators that `torch.distributions` uses to refuse invalid values."""
+"""Operators used by `torch.distributions` to refuse invalid values."""
 _ASKING = _OF_FINITE | _VALID | {"isin"}
 _EXTREMES = frozenset({"max", "min"})
 _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that are not decomposed in inference mode, and their names outside of it."""
+"""Operators that inference mode does not decompose, and their names outside it."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
 """Operators that fill a tensor with a value. The value is known even if the tensor is too large to compute."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
@@ -67,7 +67,7 @@ def _doubt(constant: Constant) -> int:
 
 
 def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: object) -> Constant | None:
-    """Return the result of comparing scalar tensors that contain floats from Python, as if Python had compared the floats.
+    """Return the result of comparing scalar tensors with floats from Python, as if Python had compared the floats.
 
     Args:
         operator: Any operator on the host.
@@ -135,7 +135,7 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the constant of a large tensor of integers or booleans that an operator fills, for example a batch's mask."""
+        """Return the constant for a large filled tensor with integers or booleans, for example a batch's mask."""
         value = _FILLED.get(operator.name)
         is_large = len(results) == 1 and is_exact(results[0]) and not is_small(results)
         return Constant(value) if value is not None and is_large else None

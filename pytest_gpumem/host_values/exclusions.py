@@ -1,4 +1,4 @@
-"""Track indices that cannot be chosen among uncomputed scores, because a known mask has set their scores to -inf.
+"""Track indices excluded from a choice among uncomputed scores, because a known mask has set their scores to -inf.
 
 ``generate`` masks the end token until the text has its minimum length. Until then, no score decides whether the text ends.
 Scores without a mask are assumed to be finite.
@@ -29,7 +29,7 @@ _SCALES = frozenset({"div", "mul"})
 _SHARES = frozenset({"softmax", "_softmax"})
 _HAVE_INFINITY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NEUTRAL = {"mul": 1, "add": 0}
-"""Operators on integers, with the operand that does not change the other operand."""
+"""Operators on integers, with their neutral operand."""
 
 
 class _Layout(NamedTuple):
@@ -40,7 +40,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Uncomputed floats with some indices in the last dimension that cannot be chosen."""
+    """Uncomputed floats with some excluded indices in the last dimension."""
 
     excluded: torch.Tensor
     """A boolean for each index: true if the score is -inf (or the probability 0) in every row."""
@@ -51,7 +51,7 @@ class Scores:
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return the values that a chosen index cannot have; ``None`` if every index is excluded."""
+        """Return the excluded values of a chosen index; ``None`` if every index is excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
@@ -61,13 +61,13 @@ class Choices:
     """Integers in a storage. Each is either known or a placeholder for an uncomputed integer."""
 
     excluded: frozenset[int]
-    """Values that neither an uncomputed integer nor its placeholder in memory can have."""
+    """Values excluded for uncomputed integers and for their placeholders in memory."""
     are_new: bool = False
     """True if no placeholders have been written yet."""
 
 
 class Exclusions:
-    """Notes about tensors that exclude some values, by storage address."""
+    """Notes about excluded values and indices, by storage address."""
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
@@ -102,7 +102,7 @@ class Exclusions:
         return exclusion if isinstance(exclusion, Scores) else None
 
     def decide(self, values: object, among: object) -> bool:
-        """Return whether the exclusions show that no uncomputed integer in ``values`` can be in ``among``."""
+        """Return whether no uncomputed integer in ``values`` can be in ``among``, because all of ``among`` is excluded."""
         if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):
             return False
         exclusion = self._of(values)
@@ -135,7 +135,7 @@ class Exclusions:
         if name in _SCALES:
             return scores if isinstance(second, (int, float)) and 0 < second < float("inf") else None
         if name == "multinomial":
-            # A single draw never returns an index with probability 0, and torch refuses a row that contains only zeros.
+            # A single draw never returns an index with probability 0, and torch refuses a row with only zeros.
             return scores.choices() if scores.are_probabilities and second == 1 else None
         if not isinstance(second, int) or second % first.dim() != first.dim() - 1:
             return None
@@ -165,11 +165,11 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return the exclusions of a tensor of scores, or of a number that replaces each score. Probabilities have none."""
+        """Return the exclusions for a tensor of scores, or for a number in place of each score. Probabilities have none."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
-        found = self._of(value) if isinstance(value, torch.Tensor) else None
-        if isinstance(found, Scores):
-            return None if found.are_probabilities else found
+        exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
+        if isinstance(exclusion, Scores):
+            return None if exclusion.are_probabilities else found
         return Scores(everything, nothing) if self._is_masking(value) else Scores(nothing, everything)
 
     def _is_masking(self, value: object) -> bool:
@@ -185,7 +185,7 @@ class Exclusions:
         return bool((on_host(value) == neutral).all())
 
     def _joined(self, tensors: list[torch.Tensor]) -> Choices | None:
-        """Return the values that every unknown tensor among ``tensors`` excludes."""
+        """Return the values excluded by every unknown tensor among ``tensors``."""
         exclusions = [self._of(tensor) for tensor in tensors if self._is_unknown(tensor)]
         choices = [exclusion for exclusion in exclusions if isinstance(exclusion, Choices)]
         if not choices or len(choices) < len(exclusions):

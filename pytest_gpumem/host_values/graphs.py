@@ -1,6 +1,6 @@
-"""Forget the values that a CUDA graph writes, because a replay computes nothing on an emulated GPU.
+"""Forget the values written by a CUDA graph, because a replay computes nothing on an emulated GPU.
 
-The mode that computes values sees operators while they are captured, but not when the graph is replayed.
+The mode `HostValues` sees operators while they are captured, but not when the graph is replayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow_graphs(mode: HostValues) -> None:
-    """Record the storages that each graph writes to during capture, and forget their values at each replay."""
+    """Record the storages written during each capture, and forget their values at each replay."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
     written: WeakKeyDictionary[Any, dict[int, StorageWeakRef]] = WeakKeyDictionary()

@@ -29,11 +29,11 @@ BIGGEST_COPY = 1 << 20
 """The limit for copies in bytes in ``native/memory.c``. A larger copy leaves zeros."""
 
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
-"""Operators that ask for the positions of true elements in a boolean index. `NativeReads.positions` records these reads."""
+"""Operators that ask for the true positions in a boolean index. `NativeReads.positions` records these reads."""
 _READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
 """Operators whose reads `watched_methods` records when they are called."""
 _OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"})
-"""Operators that an encoder uses to remove padding."""
+"""Operators used by encoders to remove padding."""
 _READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
     | {"linalg_matrix_exp"}  # chooses a formula by the norm
@@ -65,7 +65,7 @@ _MADE_OF_NOTHING = frozenset(
 """Operators that use only the shape of their first argument, and not its values."""
 
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments that normalisations write to. Most schemas do not declare it."""
+"""Arguments written by normalisations. Most schemas do not declare it."""
 _WRITES_NO_STATISTICS = ("backward", "functional", "no_training", "no_update")
 _TRAINS = frozenset({"training", "train", "use_input_stats"})
 """Arguments that must be true for a normalisation to write its statistics."""
@@ -83,24 +83,24 @@ class Operator:
     """True if the operator returns existing memory."""
     random: bool
     written: tuple[int, ...]
-    """Positions of the arguments that the operator writes to."""
+    """Positions of the written arguments."""
     written_names: tuple[str, ...]
-    """Names of the keyword-only arguments that the operator writes to."""
+    """Names of the written keyword-only arguments."""
     writes_if: int | None = None
     """Position of the argument that must be true for the operator to write."""
     collective: bool = False
-    """True for operators of torch.distributed. Their schemas do not declare the arguments that they write to."""
+    """True for operators of torch.distributed. Their schemas do not declare the written arguments."""
     overwrites: bool = False
     """True if the values of the first argument do not matter."""
     reads: bool = False
     """True if the host reads values that decide the result or its size."""
     calls_readers: bool = False
-    """True if the kernel calls operators that read."""
+    """True if the kernel calls reading operators."""
     only_tensors: tuple[int, ...] = ()
     """Positions of the arguments that must be tensors and cannot be numbers."""
 
     def read_of(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that the host reads in a call."""
+        """Return the tensors read by the host in a call."""
         if not self.reads or (self.name == "repeat_interleave" and named.get("output_size") is not None):
             return []
         if self.name == "_coalesce":
@@ -178,7 +178,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor itself, or the tensors that a sparse tensor consists of."""
+    """Return the tensor itself, or the parts of a sparse tensor."""
     return [tensor] if has_storage(tensor) else [*sparse_parts(tensor)]
 
 

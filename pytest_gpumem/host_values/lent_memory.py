@@ -1,4 +1,4 @@
-"""Track host memory that tensors share with NumPy or another library, which reads the memory without an operator."""
+"""Track host memory shared with NumPy or another library, which reads the memory without an operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LentMemory:
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Each storage and its arrays. ``None`` instead of arrays means that the storage is lent for its whole life."""
+        """Each storage and its arrays. ``None`` instead of arrays means for the storage's whole life."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
         """Note that another library shares a tensor's memory.

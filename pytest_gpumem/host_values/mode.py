@@ -11,13 +11,13 @@ Example: what a program sees on an emulated H100, line by line. ::
     (x * 2).tolist()            # [2.0, 4.0]: both operands are known and small, so the host computes the product
     loss = torch.randn(4, device="cuda").mean()   # random floats are never drawn, so they and the mean are unknown
     value = loss.item()         # an `UnknownFloat`, 2**-120 = 7.5e-37; the read is counted with its line
-    if value < 3.0: ...         # recorded as a branch that an uncomputed value decided, with the line
+    if value < 3.0: ...         # recorded as a branch decided by an uncomputed value, with the line
     int(value)                  # 0; "an integer is made of a value that an emulated GPU does not compute, at train.py:6"
 
 The last line is a *trouble*, because an integer may become a size. The measurement fails with this sentence.
 
 The notes about tensors are stored by storage address. For example, `torch.ones(4, dtype=torch.int64)` gets the storage at
-``0x5ffffe001600``, and the note ``{0x5ffffe001600: _Known(storage, nbytes=32)}`` says that its 32 bytes are known. A view such
+``0x5ffffe001600``, and the note ``{0x5ffffe001600: _Known(storage, nbytes=32)}`` marks its 32 bytes as known. A view such
 as ``ones[2:]`` begins 16 bytes later but shares the storage, so the same note describes it. A note is valid until its weak
 reference to the storage has expired, because the allocator may reuse an address.
 """
@@ -79,9 +79,9 @@ _NO_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 )
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
-"""Random operators that the host draws, because their integers are used as indices."""
+"""Random operators computed on the host, because their integers are used as indices."""
 _SIZED = frozenset({"arange", "range"})
-"""Operators whose result size depends on the value of a number. The operators that begin with `_RESIZED` do the same."""
+"""Operators whose result size depends on the value of a number. Operators with a prefix from `_RESIZED` do the same."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
     "equal": "tensors are compared",
@@ -94,9 +94,9 @@ _READ = {
     "unique_dim": "unique reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
-"""Clauses for operators that read values. The clause for any other operator contains the operator's name."""
+"""Clauses for reading operators. The clause for any other operator contains the operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
-"""Operators that run on the GPU's memory, after the mode has answered how many elements the result has."""
+"""Operators run on the GPU's memory, after the mode has answered how many elements the result has."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
 """Operators that read a single number."""
 _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
@@ -127,7 +127,7 @@ class _Unknown(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of an operator that makes, changes or reads values."""
+    """A call to an operator that makes, changes or reads values."""
 
     func: Any
     operator: Operator
@@ -158,7 +158,7 @@ class _Call:
         )
 
     def changed(self) -> list[torch.Tensor]:
-        """Return the tensors that the operator writes to."""
+        """Return the tensors written by the operator."""
         operator, args, named = self.operator, self.args, self.named
         if operator.writes_if is not None and not args[operator.writes_if]:
             return []
@@ -168,7 +168,7 @@ class _Call:
 
 
 class _Answer(local):
-    """The number that C++ reads in this thread while a kernel asks for the size of its result."""
+    """The number that C++ reads in this thread while a kernel asks for its result's size."""
 
     number: int | None = None
 
@@ -195,9 +195,9 @@ class HostValues(TorchDispatchMode):
         self._known: dict[int, _Known] = {}
         """GPU storages with known values, by address. A storage without a note is unknown."""
         self.captured: dict[int, StorageWeakRef] | None = None
-        """GPU storages that the current CUDA graph capture writes to, by address. ``None`` outside a capture."""
+        """GPU storages written by the current CUDA graph capture, by address. ``None`` outside a capture."""
         self._unknown: StorageWeakRef | None = None
-        """The storage that was most recently noted as unknown."""
+        """The storage most recently noted as unknown."""
         self._unknown_on_host: dict[int, _Unknown] = {}
         """Host storages with unknown values, by address. A storage without a note is known."""
         self.lent = LentMemory()
@@ -207,7 +207,7 @@ class HostValues(TorchDispatchMode):
         self._has_left = False
         """True once an uncomputed value has been on the host."""
         self.values_read = 0
-        """Number of uncomputed values that the host has read."""
+        """Number of uncomputed values read by the host."""
         self.is_watched = False
         """True while a watched method reads a tensor, because the method records the read itself."""
         self.answer = _Answer()
@@ -266,11 +266,11 @@ class HostValues(TorchDispatchMode):
         is_hosts = not call.on_gpu and (device is None or torch.device(device).type != "cuda")
         if is_hosts and not self._has_left:
             return call.run()
-        known = self._determines(call)
+        has_known_inputs = self._determines(call)
         read = self._read_by(operator, args, named) if operator.reads else []
         if read:
             if operator.name == "_local_scalar_dense":
-                return self._read_number(call, known)
+                return self._read_number(call, has_known_inputs)
             if operator.name in _COUNTED and call.on_gpu:  # `NativeReads.positions` implements `nonzero`
                 return self._coalesce(call) if operator.name == "_coalesce" else call.run()
             runs_on_host = all(map(has_storage, call.tensors)) and not operator.calls_readers
@@ -279,10 +279,10 @@ class HostValues(TorchDispatchMode):
                 repeatable = self._repeatable((args, named))
                 result = func(*on_host(repeatable[0]), **on_host(repeatable[1]))
                 return self._to_gpu(result, call.on_gpu[0].device, routing)
-            known = self._knows(read)  # the result on the host depends only on the tensors that are read
+            has_known_inputs = self._knows(read)  # the result on the host depends only on `read`
         if is_hosts:
-            return self._run_on_host(call, known)
-        return self._communicate(call) if operator.collective else self._run(call, known)
+            return self._run_on_host(call, has_known_inputs)
+        return self._communicate(call) if operator.collective else self._run(call, has_known_inputs)
 
     def _run_functions(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run an operator with function arguments (`torch.cond`) beneath this mode, and the functions within the mode."""
@@ -306,12 +306,12 @@ class HostValues(TorchDispatchMode):
                 self.note_unknown(tensor)
         return result
 
-    def _read_number(self, call: _Call, known: bool) -> Any:
+    def _read_number(self, call: _Call, has_known_inputs: bool) -> Any:
         noted = self.constants.noted_as(call.args[0])
         if noted is not None:
             self.reads.of_float(noted)
         value = call.run()
-        if known or not isinstance(value, float):
+        if has_known_inputs or not isinstance(value, float):
             return value
         self.values_read += 1
         if not self.is_watched:  # C++ or a compiled script reads the value
@@ -319,12 +319,12 @@ class HostValues(TorchDispatchMode):
         return UNKNOWN
 
     def _read_by(self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Record the reads of an operator call, and return the tensors that the host reads."""
+        """Record the reads of an operator call, and return the tensors read by the host."""
         read = operator.read_of(args, named)
         for tensor in read:
             if operator.name in _NUMBERS and self.constants.noted_as(tensor) is not None:
                 continue  # `_read_number` records this read
-            # A single float that is read becomes an `UnknownFloat`, whose uses are recorded later.
+            # A single float becomes an `UnknownFloat`, whose uses are recorded later.
             if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 reader = operator if self._kernel is None else self._kernel
                 self.reads.invalid(_READ.get(reader.name) or f"{reader.name.strip('_')} reads values")
@@ -332,39 +332,41 @@ class HostValues(TorchDispatchMode):
             self._note_routing(self._routing_of(tensor))
         return read
 
-    def _repeatable(self, given: Any) -> Any:
+    def _repeatable(self, argument: Any) -> Any:
         """Return arguments with zeros instead of unknown values, because their memory contains bytes of earlier tensors."""
-        if isinstance(given, torch.Tensor):
-            if not given.is_cuda or not self.is_unknown(given) or (is_exact(given) and is_small((given,))):
-                return given
-            return torch.zeros((), dtype=given.dtype).expand(given.shape)
-        if isinstance(given, dict):
-            return {name: self._repeatable(value) for name, value in given.items()}
-        return type(given)(map(self._repeatable, given)) if type(given) in (list, tuple) else given
+        if isinstance(argument, torch.Tensor):
+            if not argument.is_cuda or not self.is_unknown(argument) or (is_exact(argument) and is_small((argument,))):
+                return argument
+            return torch.zeros((), dtype=argument.dtype).expand(argument.shape)
+        if isinstance(argument, dict):
+            return {name: self._repeatable(value) for name, value in argument.items()}
+        return type(argument)(map(self._repeatable, argument)) if type(argument) in (list, tuple) else argument
 
     def _determines(self, call: _Call) -> bool:
         """Return whether all inputs of an operator are known, so its result can be computed."""
         operator, tensors = call.operator, call.tensors
         inputs = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
-        known = self._knows(inputs)
+        is_determined = self._knows(inputs)
         if not inputs and self._kernel is not None and not self._kernel.calls_readers:
-            known = False  # a sparse kernel makes zeros and writes to them without an operator
+            is_determined = False  # a sparse kernel makes zeros and writes to them without an operator
         if operator.name == "isin":
             # Assume that no token ends a text, even if an assumed routing chose the token.
-            known = (known and self._routing_among(inputs) is None) or self.exclusions.decide(*call.args[:2])
-        if known and self._has_left and operator.name in ("_to_copy", "copy_"):
+            is_determined = (is_determined and self._routing_among(inputs) is None) or self.exclusions.decide(
+                *call.args[:2]
+            )
+        if is_determined and self._has_left and operator.name in ("_to_copy", "copy_"):
             # A host tensor may have come from an untracked source, such as a file.
-            known = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in inputs)
+            is_determined = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in inputs)
         if self._has_left and any(map(is_unknown_number, (*call.args, *call.named.values()))):
-            known = False
+            is_determined = False
             if operator.name in _SIZED or operator.name.startswith(_RESIZED):
                 self.reads.invalid("a size is made of a value")
-        return known
+        return is_determined
 
-    def _run(self, call: _Call, known: bool) -> Any:
+    def _run(self, call: _Call, has_known_inputs: bool) -> Any:
         """Run an operator on the GPU, and again on the host if all inputs are known and small."""
         operator, args = call.operator, call.args
-        if operator.name == "linalg_eig":  # the operator would read the input and report that it is not finite
+        if operator.name == "linalg_eig":  # the operator would read the input and report infinite values
             raise RuntimeError(NO_EIGENVALUES)
         nbytes = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = self._run_kernel(call, "CUDA")
@@ -374,21 +376,21 @@ class HostValues(TorchDispatchMode):
         if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in results):
             return result
         if not results and not operator.written and not operator.written_names:
-            # For an unknown mask, return False: the encoder then takes the path that needs more memory.
-            return result and known if operator.calls_readers else result
+            # For an unknown mask, return False: the encoder then takes the path with more memory.
+            return result and has_known_inputs if operator.calls_readers else result
         changed = call.changed()
         outcome = [tensor for tensor in (*results, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         self._clear_unwritten(results if len(outcome) < len(results) + len(changed) else ())
         # `isin` answers from the excluded tokens and not from the chosen tokens, so its result depends on no routing.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
-        is_filled = known and self._is_filled(operator, outcome)
-        constant = None if is_filled else self._constant_of(call, results, known)
-        excluded = None if known and routing is None else self.exclusions.result(operator, args)
-        chosen = None if known else self._choose(call, results)
-        mask = None if known or self.choosing.routing is None else self.choosing.mask(operator.name, args)
+        is_filled = has_known_inputs and self._is_filled(operator, outcome)
+        constant = None if is_filled else self._constant_of(call, results, has_known_inputs)
+        excluded = None if has_known_inputs and routing is None else self.exclusions.result(operator, args)
+        chosen = None if has_known_inputs else self._choose(call, results)
+        mask = None if has_known_inputs or self.choosing.routing is None else self.choosing.mask(operator.name, args)
         if constant is None:
-            computed = self._compute(call, known, result, outcome, routing)
-            becomes_known = known and (computed or is_filled)
+            computed = self._compute(call, has_known_inputs, result, outcome, routing)
+            becomes_known = has_known_inputs and (computed or is_filled)
         else:
             computed = False
             becomes_known = constant.noted is None and is_small(tensor for tensor in outcome if tensor.is_cuda)
@@ -397,7 +399,7 @@ class HostValues(TorchDispatchMode):
             if not tensor.is_cuda:
                 has_values = all(is_exact(source) and is_small((source,)) for source in call.on_gpu)
                 self._note_routing(routing)
-                self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
+                self._note_copy(tensor, has_known_inputs and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
             is_overwritten = id(tensor) not in ids or covers_its_storage(tensor)
             # If the operator writes only a part of a storage, the rest keeps its values.
@@ -418,13 +420,15 @@ class HostValues(TorchDispatchMode):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
 
-    def _constant_of(self, call: _Call, results: list[torch.Tensor], known: bool) -> Constant | None:
+    def _constant_of(self, call: _Call, results: list[torch.Tensor], has_known_inputs: bool) -> Constant | None:
         return (
-            self.constants.filled(call.operator, results) if known else self.constants.result(call.operator, call.args)
+            self.constants.filled(call.operator, results)
+            if has_known_inputs
+            else self.constants.result(call.operator, call.args)
         )
 
     def _choose(self, call: _Call, results: list[torch.Tensor]) -> torch.Tensor | None:
-        """Write the indices that the assumed routing chooses among uncomputed scores.
+        """Write the indices chosen by the assumed routing among uncomputed scores.
 
         Returns:
             The tensor of indices, or ``None`` if the operator chooses nothing or no routing is assumed.
@@ -443,7 +447,7 @@ class HostValues(TorchDispatchMode):
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator, and dispatch the operators that its kernel calls to the mode if those read values."""
+        """Run an operator. If its kernel may call reading operators, dispatch these to the mode as well."""
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
             if tensor.layout is not torch.strided:
@@ -476,54 +480,56 @@ class HostValues(TorchDispatchMode):
                 result = call.run()
             self._clear_unwritten([result])
             return result
-        known = not self.is_unknown(values) and is_small((indices, values))
-        distinct = coalesced_on_host(indices, values if known else None, sparse.shape)
+        has_known_values = not self.is_unknown(values) and is_small((indices, values))
+        distinct = coalesced_on_host(indices, values if has_known_values else None, sparse.shape)
         with self.answer.of(parts_of(distinct)[0].shape[1]):
             result = call.run()
-        for part, true, is_known in zip(parts_of(result), parts_of(distinct), (True, known), strict=True):
+        for part, true, is_known in zip(parts_of(result), parts_of(distinct), (True, has_known_values), strict=True):
             if is_known:
                 on_the_same_memory(part).copy_(true)
             self._note(part, is_known and part.nbytes <= BIGGEST_COPY)
         return result
 
     @staticmethod
-    def _compute(call: _Call, known: bool, result: Any, outcome: list[torch.Tensor], routing: Routing | None) -> bool:
+    def _compute(
+        call: _Call, has_known_inputs: bool, result: Any, outcome: list[torch.Tensor], routing: Routing | None
+    ) -> bool:
         """Run a GPU operator on the host as well, and return whether its result now has values."""
         operator, results = call.operator, tensors_among((result,))
         if operator.reads or operator.name in _NO_VALUES or (operator.random and operator.name not in _DRAWN):
             return False
-        # Unknown integers are computed as well: a counter must still advance, so loops that wait for it end.
-        if not known and not all(map(is_exact, (*call.tensors, *outcome))):
+        # Unknown integers are computed as well: a counter must still advance, so loops waiting for it end.
+        if not has_known_inputs and not all(map(is_exact, (*call.tensors, *outcome))):
             return False
         on_gpu = (*call.on_gpu, *(tensor for tensor in outcome if tensor.is_cuda))
-        if not is_small(on_gpu, routed=routing is not None and known) or not all(map(has_storage, results)):
+        if not is_small(on_gpu, routed=routing is not None and has_known_inputs) or not all(map(has_storage, results)):
             return False
         if not operator.random:
             return compute(call.func, call.args, call.named, result)
         with drawing_as(call.named, results[0].device) as drawing:
             return compute(call.func, call.args, drawing, result)
 
-    def _run_on_host(self, call: _Call, known: bool) -> Any:
+    def _run_on_host(self, call: _Call, is_determined: bool) -> Any:
         """Run a host operator. Its result is known if all inputs are known."""
         operator, args = call.operator, call.args
         result = self._run_kernel(call, "CPU")
         results = tensors_among((result,))
         changed = call.changed()
         constant, of_floats = None, False
-        if not known:
+        if not is_determined:
             constant = self.constants.result(operator, args)
             of_floats = all(map(self._is_of_floats, call.tensors))
             if of_floats and constant is None:
                 constant = comparison_of_floats(operator, args, result)
         if constant is not None and constant.noted is None:
-            known = True
+            is_determined = True
             for tensor in results:
                 tensor.fill_(constant.value)
         ids = {id(tensor) for tensor in changed}
         for tensor in (*results, *changed):
             if is_ordinary(type(tensor)):
                 is_new = id(tensor) not in ids
-                is_known = known or (is_new and operator.name in _NO_VALUES)
+                is_known = is_determined or (is_new and operator.name in _NO_VALUES)
                 is_overwritten = is_new or covers_its_storage(tensor)
                 self._note_on_host(tensor, is_known, is_overwritten=is_overwritten, of_floats=of_floats)
                 if has_storage(tensor):
@@ -535,12 +541,12 @@ class HostValues(TorchDispatchMode):
         if operator.name == "lift_fresh" and has_storage(args[0]):
             # `torch.tensor` made this tensor from another tensor, which the mode noted, or from host values without a note.
             storage = args[0].untyped_storage()
-            known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
+            is_known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
             if not args[0].is_cuda:
-                if not known:
-                    self._note_on_host(args[0], known, of_floats=not self._made_of_unknown)
+                if not is_known:
+                    self._note_on_host(args[0], is_known, of_floats=not self._made_of_unknown)
             elif self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
-                self._note(args[0], known and storage.nbytes() <= BIGGEST_COPY)
+                self._note(args[0], is_known and storage.nbytes() <= BIGGEST_COPY)
         if args[0].layout is torch.sparse_coo and args[0].is_cuda:  # `transpose` copies the indices
             return self._run_kernel(_Call(func, operator, args, named, [args[0]]), "CUDA")
         return func(*args, **named)
@@ -555,16 +561,16 @@ class HostValues(TorchDispatchMode):
         written_on_gpu = [tensor for tensor in ids.values() if tensor.is_cuda and is_ordinary(type(tensor))]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in written_on_gpu}
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in addresses]
-        known = self._knows(sent or on_gpu) and complete(name, written_on_gpu, sent)
+        is_complete = self._knows(sent or on_gpu) and complete(name, written_on_gpu, sent)
         for tensor in written_on_gpu:
             # The stand-in does not compute sums in half precision.
-            self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
+            self._note(tensor, is_complete and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
     def _note(
         self,
         tensor: torch.Tensor,
-        known: bool,
+        is_known: bool,
         constant: Constant | None = None,
         *,
         has_values: bool = False,
@@ -577,7 +583,7 @@ class HostValues(TorchDispatchMode):
 
         Args:
             tensor: A tensor on the GPU.
-            known: Whether all values of the storage are known.
+            is_known: Whether all values in the storage are known.
             constant: The value of all elements, if they are equal.
             has_values: Whether the host computed the values, even if some inputs were unknown.
             routing: The assumed routing that known values depend on.
@@ -588,11 +594,11 @@ class HostValues(TorchDispatchMode):
         address = storage.data_ptr()
         if self.captured is not None:
             self.captured[address] = StorageWeakRef(storage)
-            known, constant = False, None
+            is_known, constant = False, None
         self.constants.note(storage, constant)
         self.exclusions.forget(address)
         self.choosing.forget(address)
-        if known:
+        if is_known:
             if len(self._known) > _MOST_NOTED:
                 self._known = {at: note for at, note in self._known.items() if not note.storage.expired()}
             self._known[address] = _Known(StorageWeakRef(storage), storage.nbytes(), routing)
@@ -605,22 +611,22 @@ class HostValues(TorchDispatchMode):
                 elif not tensor.is_conj():
                     on_the_same_memory(tensor).zero_()
 
-    def _note_copy(self, tensor: torch.Tensor, known: bool, *, has_values: bool) -> None:
+    def _note_copy(self, tensor: torch.Tensor, is_known: bool, *, has_values: bool) -> None:
         """Note whether a copy on the host is known. Unknown values become `UNKNOWN` or 0, to be equal in every process."""
-        self._has_left = self._has_left or not known
-        self.values_read += not known
-        if not known and not has_values and tensor.nbytes <= BIGGEST_COPY:
+        self._has_left = self._has_left or not is_known
+        self.values_read += not is_known
+        if not is_known and not has_values and tensor.nbytes <= BIGGEST_COPY:
             tensor.fill_(0 if is_exact(tensor) or tensor.is_quantized else UNKNOWN)
-        self._note_on_host(tensor, known, is_overwritten=covers_its_storage(tensor))
+        self._note_on_host(tensor, is_known, is_overwritten=covers_its_storage(tensor))
 
     def _note_on_host(
-        self, tensor: torch.Tensor, known: bool, *, is_overwritten: bool = True, of_floats: bool = False
+        self, tensor: torch.Tensor, is_known: bool, *, is_overwritten: bool = True, of_floats: bool = False
     ) -> None:
         """Note whether a host tensor is known.
 
         Args:
             tensor: A tensor. Tensors on other devices are ignored.
-            known: Whether all values that were written are known.
+            is_known: Whether all written values are known.
             is_overwritten: Whether the whole storage was written. Otherwise unknown values in the rest remain.
             of_floats: Whether all unknown values were computed from single floats in Python.
         """
@@ -628,7 +634,7 @@ class HostValues(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if not known and address:
+        if not is_known and address:
             self._has_left = True
             if self.lent.holds(storage):
                 if is_exact(tensor):
@@ -669,10 +675,10 @@ class HostValues(TorchDispatchMode):
             return any(map(self.is_unknown, parts)) if parts else tensor.is_cuda
         address = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
-            known = self._known.get(address)
-            return known is None or known.storage.expired()
-        unknown = self._unknown_on_host.get(address)
-        return unknown is not None and not unknown.storage.expired()
+            note = self._known.get(address)
+            return note is None or note.storage.expired()
+        note = self._unknown_on_host.get(address)
+        return note is not None and not note.storage.expired()
 
     def _is_uncertain(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's values are unknown or depend on an assumed routing."""
@@ -689,7 +695,7 @@ class HostValues(TorchDispatchMode):
         return next(filter(None, map(self._routing_of, tensors)), None) if self.choosing.made else None
 
     def _note_routing(self, routing: Routing | None) -> None:
-        """Record that the host reads values that depend on an assumed routing, if there is one."""
+        """Record a read by the host, if the values depend on an assumed routing."""
         if routing is not None:
             self.reads.of_routing(routing)
 
@@ -707,7 +713,7 @@ class HostValues(TorchDispatchMode):
         return start is not None
 
     def _known_at(self, address: int) -> int | None:
-        """Return the address of the known GPU storage that contains ``address``."""
+        """Return the start of the known GPU storage that contains ``address``."""
         starts = (
             start
             for start, note in self._known.items()
@@ -716,18 +722,18 @@ class HostValues(TorchDispatchMode):
         return next(starts, None)
 
     def forget_at(self, address: int) -> None:
-        """Note that the GPU storage that contains ``address`` is unknown from now on."""
+        """Mark the GPU storage that contains ``address`` as unknown."""
         start = self._known_at(address)
         if start is not None:
             del self._known[start]
             self.constants.forget(start)
 
     def has_left(self) -> None:
-        """Note that an uncomputed value is on the host, so any host tensor may contain it from now on."""
+        """Note an uncomputed value on the host. Any host tensor may contain it from now on."""
         self._has_left = True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that tensors are unknown, because the mode does not see the writes to them."""
+        """Mark tensors as unknown, because the mode does not see the writes to them."""
         for tensor in tensors:
             if not is_ordinary(type(tensor)):
                 parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
@@ -736,35 +742,35 @@ class HostValues(TorchDispatchMode):
                 self.note_unknown(tensor)
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Note a copy that the mode did not see. The copy is known if the original is known."""
+        """Note a copy made without the mode. The copy is known if the original is known."""
         for part, source in zip(parts_of(copy), parts_of(original), strict=False):
             routing = self._routing_of(source)
-            known = not self.is_unknown(source) and part.untyped_storage().nbytes() <= BIGGEST_COPY
+            is_known = not self.is_unknown(source) and part.untyped_storage().nbytes() <= BIGGEST_COPY
             if part.is_cuda:
-                self._note(part, known, routing=routing)
-            elif not known:
-                self._note_on_host(part, known)
+                self._note(part, is_known, routing=routing)
+            elif not is_known:
+                self._note_on_host(part, is_known)
 
     def note_known(self, tensor: torch.Tensor) -> None:
-        """Note that a GPU tensor has true values although no operator has written them."""
+        """Mark a GPU tensor as known although no operator has written its values."""
         self._note(tensor, tensor.untyped_storage().nbytes() <= BIGGEST_COPY)
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor's values were not computed."""
+        """Mark a tensor as unknown."""
         if tensor.is_cuda:
             self._note(tensor, False)
         else:
             self._note_on_host(tensor, False)
 
     def has_moved(self, old_address: int, storage: torch.UntypedStorage) -> None:
-        """Note that a host storage has moved from ``old_address``, for example to shared memory."""
+        """Move the note about a host storage from ``old_address``, for example if it moved to shared memory."""
         note = self._unknown_on_host.get(old_address)
         if note is not None and not note.storage.expired():
             self._unknown_on_host[storage.data_ptr()] = _Unknown(StorageWeakRef(storage), note.of_floats)
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:
-        """Note that tensors from `torch.tensor` within this context are unknown, if ``of_unknown`` is true."""
+        """Mark tensors from `torch.tensor` within this context as unknown, if ``of_unknown`` is true."""
         outer, self._made_of_unknown = self._made_of_unknown, of_unknown
         try:
             yield

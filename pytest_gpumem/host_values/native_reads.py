@@ -1,4 +1,4 @@
-"""Answer C++ code that reads an emulated GPU's memory, in derivatives and in kernels.
+"""Answer reads of an emulated GPU's memory by C++ code, in derivatives and in kernels.
 
 `NativeReads.positions` computes the positions of nonzero elements, for example for ``x[mask]`` and its derivative, and torch
 allocates their memory. Every other copy to the host calls `NativeReads.asked`. If the bytes were not computed, the read is
@@ -37,7 +37,7 @@ _PASSING_ON = (__file__, private_api.__file__)
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
-"""Operators that copy to the host. The mode records their reads, or notes the host tensors that they write."""
+"""Operators that copy to the host. The mode records their reads, or notes the written host tensors."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
 """The number that C++ reads in operators whose memory does not depend on the number.
 
@@ -50,7 +50,7 @@ _kept: list[object] = []
 
 
 class NativeReads:
-    """Answers for C++ code that reads GPU memory."""
+    """Answers to reads of GPU memory by C++ code."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
@@ -88,7 +88,7 @@ class NativeReads:
         return out.copy_(positions)
 
     def asked(self, to: int, at: int, nbytes: int, is_number: int) -> int:
-        """Answer a copy from GPU memory to the host that C++ makes.
+        """Answer a copy by C++ from GPU memory to the host.
 
         Args:
             to: Host address of the copy's target.
@@ -111,7 +111,7 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the number that C++ reads whatever the operands are; ``None`` if the answer depends on them."""
+        """Return the answer for any operands; ``None`` if it depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
@@ -125,7 +125,7 @@ def answer_native_reads(mode: HostValues) -> None:
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that a kernel is overridden
+        warnings.simplefilter("ignore")  # torch warns about overridden kernels
         for device in ("CPU", "CUDA"):
             operators.impl("nonzero", reads.positions, device)
         operators.impl("nonzero.out", reads.positions_into, "CPU")
@@ -159,7 +159,7 @@ def _is_noted(operator: Operator | None, is_number: int) -> bool:
 
 
 def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
-    """Return the innermost operator that the mode currently runs in this thread, and its operands."""
+    """Return the mode's innermost running operator in this thread, and its operands."""
     for frame in _our_frames():
         if frame.f_code.co_filename != values_mode.__file__:
             break

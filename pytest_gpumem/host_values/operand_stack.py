@@ -31,7 +31,7 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""Cells that an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
+"""Number of cells that an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,13 +47,13 @@ class StackCell:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction, the cells that it takes (the lowest first), and the cells that it puts on the stack."""
+    """An instruction with the cells taken from the stack (the lowest first) and the cells put on it."""
 
     instruction: dis.Instruction
     taken: list[StackCell]
     put: list[StackCell]
     below: list[StackCell] = field(default_factory=list)
-    """The cells that stay on the stack below."""
+    """The cells staying on the stack below."""
 
     def callee(self) -> str | None:
         """Return the last part of the called function's name; ``None`` if the instruction is no call or there is no name."""
@@ -70,7 +70,7 @@ class Step:
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Yield each instruction with its cells, in order.
 
-    A cell is shared by the instruction that puts it and those that take it, so the caller can set its ``kind`` in between.
+    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take it see the kind.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}
@@ -126,7 +126,7 @@ def _rearrange(stack: list[StackCell], instruction: dis.Instruction) -> None:
 
 
 def _effect(instruction: dis.Instruction) -> tuple[int, int]:
-    """Return the number of cells that an instruction takes, and the number that it puts."""
+    """Return the numbers of cells taken and put by an instruction."""
     name = instruction.opname
     if name in _BELOW_ARGUMENTS:
         return (instruction.arg or 0) + _BELOW_ARGUMENTS[name], 1

@@ -1,9 +1,9 @@
-"""Record reads of values that an emulated GPU did not compute, with their use and the user's line.
+"""Record reads of uncomputed values on an emulated GPU, with their use and the user's line.
 
 - If an integer, an order or a size is made from such a value, the read is a *trouble*: memory may depend on the value, so no
   figure is valid. Example: ``int(loss)`` at train.py:9.
 - If a float decides a branch, memory rarely depends on it. Example: ``if loss < best_loss``. The line is recorded.
-- If a value depends on an assumed routing, the first line that reads it is recorded.
+- If a value depends on an assumed routing, the first line with a read is recorded.
 - All other reads are counted by line. Example: ``losses.append(loss.item())``.
 """
 
@@ -62,7 +62,7 @@ class Reads:
         self._routed: dict[str, str] = {}
         self._ignored = 0
         self._in_backward: list[int] = []
-        """The threads that wait for backward."""
+        """The threads waiting for backward."""
 
     def take_trouble(self) -> str | None:
         """Return the first trouble since the last call, as a clause with its line."""
@@ -115,7 +115,7 @@ class Reads:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Attribute reads by autograd's threads, which run no Python line, to the line that entered this context."""
+        """Attribute reads by autograd's threads, which run no Python line, to the line of the caller."""
         self._in_backward.append(threading.get_ident())
         try:
             yield

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHOOSING = frozenset({"topk", "argmax", "max", "sort", "argsort", "multinomial"})
 """Operators that choose among scores. ``max`` chooses only if it has a dimension."""
 MAKE_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_"})
-"""Operators that return zeros even if the result is large, because the stand-in fills the memory."""
+"""Operators that return zeros even for large results, because the stand-in fills the memory."""
 _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", "div", "mul"})
 """Operators for which masked inputs (set to -inf) stay the smallest values of the result."""
 
@@ -35,14 +35,14 @@ class Choosing:
     """The assumed routing of the current step, and the masks on uncomputed scores.
 
     Args:
-        is_unknown: Function that returns whether a tensor's values were not computed.
+        is_unknown: Returns True for a tensor with uncomputed values.
     """
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
         self.routing: Routing | None = None
         self.made = 0
-        """Number of choices so far that the assumed routing made."""
+        """Number of choices made so far by the assumed routing."""
         self._masks: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
 
     @contextmanager
@@ -98,7 +98,7 @@ class Choosing:
         self._masks.pop(address, None)
 
     def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
-        """Write the indices that an operator chooses.
+        """Write the indices chosen by an operator.
 
         Args:
             arguments: The operator's arguments by name, for example ``{"self": scores, "k": 2, "dim": -1}``.
@@ -143,7 +143,7 @@ class Choosing:
 def chosen_of_rows(
     routing: Routing, rows: int, size: int, number: int, step: int, excluded: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the indices that an assumed routing chooses in each row.
+    """Return the indices chosen by an assumed routing in each row.
 
     ``balanced`` starts each row ``step`` indices after the previous row with the same mask. If ``step`` equals ``number``, all
     indices are chosen equally often (the counts differ by at most 1). ``worst`` chooses the first allowed indices in each row.

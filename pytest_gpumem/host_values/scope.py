@@ -1,7 +1,7 @@
-"""Enter the mode that computes values for the whole process, except for the operators of backward.
+"""Enter the mode `HostValues` for the whole process, except for backward's operators.
 
-The thread that imports torch enters the mode (`HostValues`) once and never leaves it. Each thread that Python starts later
-enters it as well, and autograd's threads inherit it. Methods that read a tensor are watched in every thread.
+The importing thread enters the mode once and never leaves it. Each thread started later by Python enters it as well, and
+autograd's threads inherit it. Methods for reading a tensor are watched in every thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def begin() -> HostValues:
     if _mode is None:
         _mode = HostValues()
         _mode.__enter__()
-        # The host computes only small tensors, and threads that share a core take 40 times as long by waiting for each other.
+        # The host computes only small tensors, and threads on the same core take 40 times as long by waiting for each other.
         torch.set_num_threads(1)
         UnknownFloat.reads = _mode.reads
         watch_methods(_mode)
@@ -53,7 +53,7 @@ def current() -> HostValues | None:
 
 
 def _watch_threads(mode: HostValues) -> None:
-    """Enter the mode in each thread that starts from now on."""
+    """Enter the mode in each new thread from now on."""
 
     def within(function: Callable[..., object]) -> Callable[..., None]:
         def run_within(*args: Any, **named: Any) -> None:

@@ -30,7 +30,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
     Args:
         mode: The mode with the notes.
-        is_unknown: Function that returns whether a tensor's values were not computed.
+        is_unknown: Returns True for a tensor with uncomputed values.
     """
 
     def marked(reduce: Callable[..., Any], *, also_known: bool = False) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
 
 def _is_gpus(tensor: torch.Tensor) -> bool:
-    """Return whether `pickle` loads a tensor into GPU memory without an operator that shows its values."""
+    """Return whether `pickle` loads a tensor into GPU memory, which no operator shows."""
     with outside_torch_function():
         return is_ordinary(type(tensor)) and tensor.is_cuda and has_storage(tensor)
 

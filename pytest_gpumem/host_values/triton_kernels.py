@@ -1,7 +1,7 @@
 """Forget the values of tensors to which a Triton kernel may write, because the kernel does not run.
 
 A kernel's written arguments follow from its Triton intermediate representation (TTIR), or from Inductor's argument names. Both
-are found in the Python frames that launch the kernel. Nothing is known about kernels that other libraries launch.
+are found in the Python frames that launch the kernel. Nothing is known about kernels launched by other libraries.
 
 Example: in ``tt.store %4, %7`` the pointer ``%4`` is computed from ``%out_ptr``, so the kernel writes to ``%out_ptr``.
 """
@@ -36,7 +36,7 @@ _kept: list[object] = []
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:
-    """Forget the values of tensors that a launched kernel may write to, for the rest of the process."""
+    """From now on, forget the values of tensors to which a launched kernel may write."""
     written: dict[int, tuple[int, ...]] = {}
 
     def launched(function: int, arguments: Any) -> None:
@@ -71,7 +71,7 @@ def written_by(function: int) -> tuple[int, ...]:
 
 
 def _written_of_inductor(kernel: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments to which a kernel that Inductor launches writes."""
+    """Return the positions of the arguments to which a kernel launched by Inductor writes."""
     constants = set(getattr(kernel, "full_constexprs", ()))
     names = [name for at, name in enumerate(getattr(kernel, "arg_names", ())) if at not in constants]
     return tuple(at for at, name in enumerate(names) if _OF_INDUCTOR in name)
@@ -95,7 +95,7 @@ def written_arguments(ttir: str) -> tuple[int, ...]:
 
 
 def _stored_to(lines: list[str]) -> set[str]:
-    """Return the names of the pointers that are stored to, and of all values they are computed from, except loaded values."""
+    """Return the names of the pointers in stores, and the names of the values that they are computed from, except loads."""
     made_of: dict[str, set[str]] = {}
     stored: list[str] = []
     loops: list[tuple[str, list[str]]] = []
@@ -125,7 +125,7 @@ def _stored_to(lines: list[str]) -> set[str]:
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Note the values that a loop's results and variables can have: the initial values or those that an iteration yields."""
+    """Note the possible values of a loop's results and variables: the initial values and the yielded values."""
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

@@ -1,4 +1,4 @@
-"""Floats that represent values which an emulated GPU did not compute.
+"""Floats that represent the uncomputed values on an emulated GPU.
 
 Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another one, ``f"{loss.item():.1e}"`` is
 ``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.
@@ -26,7 +26,7 @@ Programs do not use this number. If it returns to a tensor, the mode recognises 
 
 
 class UnknownFloat(float):
-    """An uncomputed float that can be stored, formatted and used in arithmetic, and that records uses in `reads`."""
+    """An uncomputed float. Programs can store and format it and compute with it, and it records uses in `reads`."""
 
     __slots__ = ()
     reads: ClassVar[Reads]

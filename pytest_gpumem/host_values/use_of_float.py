@@ -1,6 +1,6 @@
-"""Find the use of a float in the bytecode that follows: a branch, an order or an integer. Pure.
+"""Find the use of a float in the following bytecode: a branch, an order or an integer. Pure.
 
-The search follows a number through its expression, through variables of its function, and to callers that it is returned to.
+The search follows a number through its expression, through variables in its function, and through returns to callers.
 It runs nothing, so a use counts even if this call does not reach it.
 
 Example: in ``best = min(best, float(loss))`` the number is an argument of ``min``, so its use is ``"branch"``. In
@@ -30,7 +30,7 @@ _OF_CALLS: dict[str, Use] = {
 }
 """The use of a float argument, by the name of the function."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
-"""Functions that check whether a float is finite (uncomputed floats are assumed to be), or that ignore its value."""
+"""Functions that check whether a float is finite (uncomputed floats are assumed to be), or ignore its value."""
 _OF_NUMBERS = frozenset(
     {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round", "elapsed_time"}
 )
@@ -49,7 +49,7 @@ NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
-    """Return the use of a comparison that a frame currently makes.
+    """Return the use of the current comparison in a frame.
 
     Returns:
         ``"order"`` in a call such as ``sorted``. Otherwise ``"branch"``, also for ``min`` and ``max`` without a key.
@@ -58,7 +58,7 @@ def use_of_comparison(frame: FrameType | None) -> Use:
 
 
 def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
-    """Return the use of a number or text that a frame currently makes from a tensor.
+    """Return the use of a number or text made from a tensor in a frame.
 
     Args:
         frame: The frame that converts the tensor, for example by ``float(loss)``.
@@ -128,7 +128,7 @@ def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> 
 
 @dataclass(eq=False)
 class _Walk:
-    """Walk over a function's instructions that follows a single number."""
+    """Walk over a function's instructions to follow a single number."""
 
     at: int
     kind: str
@@ -221,7 +221,7 @@ class _Walk:
             _mark(step.put, PART)
 
     def _store(self, step: Step) -> None:
-        """Update the variables that hold followed values."""
+        """Update the variables with followed values."""
         name = step.instruction.argval
         names = name if isinstance(name, tuple) else (name,)
         taken = step.taken[::-1]
@@ -278,7 +278,7 @@ def _keeps_digits(step: Step, callee: str | None) -> bool:
 
 
 def _of_call(instructions: list[dis.Instruction], at: int) -> int:
-    """Return the offset of the call that a frame makes. The frame may be at the call's caches or, in 3.11, at ``PRECALL``."""
+    """Return the offset of a frame's current call. The frame may be at the call's caches or, in 3.11, at ``PRECALL``."""
     index = max((number for number, instruction in enumerate(instructions) if instruction.offset <= at), default=None)
     if index is None:
         return at

@@ -1,4 +1,4 @@
-"""Watch methods and functions that read or copy a tensor on the host without a visible operator.
+"""Watch methods and functions for reading or copying a tensor on the host without a visible operator.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """
@@ -40,7 +40,7 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file
 
 
 def watch_methods(mode: HostValues) -> None:
-    """Replace the methods and functions in torch that read tensors, for the rest of the process.
+    """Replace torch's methods and functions for reading tensors, for the rest of the process.
 
     The replacements record reads even if the mode is not active, for example in backward.
     """
@@ -69,12 +69,12 @@ def watch_methods(mode: HostValues) -> None:
 
 
 def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for a function or method that records reads.
+    """Return a replacement that records the reads by a function or method.
 
     Args:
-        mode: The mode that records the reads.
+        mode: The mode for recording.
         original: The function or method.
-        watching: Function that is called instead, with ``mode`` and ``original`` before the call's own arguments.
+        watching: The function to call instead, with ``mode`` and ``original`` before the call's own arguments.
     """
 
     @never_compiled
@@ -90,7 +90,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
 
 
 def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValues) -> Callable[..., Any]:
-    """Replace a function of a module, or a method of `torch.Tensor`, under the same name, so that pickle finds it."""
+    """Replace a function of a module, or a method of `torch.Tensor`, under the same name, so pickle finds it."""
     function = _watched(mode, getattr(owner, name), watching)
     is_method = owner is torch.Tensor
     function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
@@ -185,7 +185,7 @@ def _read(
         value = original(tensor, *args, **named)
     finally:
         mode.is_watched = outer
-    # A tensor that wraps other tensors has no values, so the call reads the wrapped tensors.
+    # A tensor around other tensors has no values, so the call reads the wrapped tensors.
     is_unknown = _is_unknown(mode, tensor) or (mode.values_read > earlier_reads and not outer)
     with outside_torch_function():
         return on_unknown(mode, unwrapped(tensor), value) if is_unknown else value
@@ -195,7 +195,7 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
     if not is_ordinary(type(tensor)):
         return False
     try:
-        with outside_torch_function():  # a subclass may override the methods that are called here
+        with outside_torch_function():  # a subclass may override the called methods
             return mode.is_unknown(tensor)
     except (RuntimeError, NotImplementedError):  # a tensor in a transformation (`torch.func`) has no storage
         return False
@@ -211,7 +211,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Note a new tensor that uses the memory of a NumPy array or another buffer."""
+    """Note a new tensor on the memory of a NumPy array or another buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
         mode.lent.note(tensor)
@@ -219,7 +219,7 @@ def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Record the reads of a method that calls a function with each element."""
+    """Record the reads by a method that calls a function with each element."""
     unknown = [operand for operand in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, operand)]
     result = original(tensor, *args, **named)
     if unknown:
@@ -335,7 +335,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _make,
     "tensor_split": _split,
 }
-"""Methods that read or copy a tensor, or share its memory, with the functions that replace them."""
+"""Methods for reading or copying a tensor or sharing its memory, with their replacements."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make,
@@ -346,13 +346,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sparse_coo_tensor": _size,
     **{f"sparse_{kind}_tensor": _size for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
-"""Functions in torch that read tensors, with the functions that replace them."""
+"""Functions in torch for reading tensors, with their replacements."""
 
 
 def _broadcast(
     mode: HostValues, original: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Note the copies that `DataParallel` makes of a model without an operator."""
+    """Note `DataParallel`'s copies of a model, which no operator shows."""
     copied = original(tensors, *args, **named)
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
