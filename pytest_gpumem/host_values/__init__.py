@@ -1,1 +1,1 @@
-"""Compute the values of small tensors on an emulated GPU, and record uses of uncomputed values."""
+"""Compute small tensors on an emulated GPU, and record uses of uncomputed values."""

@@ -41,7 +41,7 @@ def away_in_backward(mode: HostValues) -> None:
             return
         nodes = _nodes(roots)
         leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
-        # The mode does not see additions to gradients. Gradients of host leaves may come from unknown values or from the GPU.
+        # The mode does not see additions to gradients. Gradients for host leaves may come from unknown values or from the GPU.
         on_host = [leaf for leaf in leaves if not leaf.is_cuda]
         unknown = (
             len(on_host) < len(leaves) or any("Copy" in node.name() for node in nodes) or not _are_known(mode, roots)
@@ -92,7 +92,7 @@ def _in_mode(
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:
-    """Return all nodes of an autograd graph. Its ``roots`` are tensors, or edges with a node."""
+    """Return all nodes in an autograd graph. Its ``roots`` are tensors, or edges with a node."""
     waiting = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen = set()
     while waiting:

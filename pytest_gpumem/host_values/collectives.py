@@ -1,4 +1,4 @@
-"""Complete collectives of emulated ranks: a rank receives its own values.
+"""Complete collectives between emulated ranks: a rank receives its own values.
 
 The NCCL stand-in computes sums, broadcasts and all-gathers. It sends nothing from a single rank to another rank. Example: if a
 rank sends ``[1, 2]`` by ``all_to_all``, it receives ``[1, 2]``.
@@ -23,7 +23,7 @@ def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) 
     """Write the values from other ranks, if they follow from the values sent by this rank.
 
     Args:
-        name: The operator of `torch.distributed`.
+        name: The operator in `torch.distributed`.
         received: Tensors written by the operator.
         sent: Tensors read by the operator. All are known.
 

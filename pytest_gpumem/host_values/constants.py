@@ -1,4 +1,4 @@
-"""Track tensors with equal elements, all 0 or all 1, although some of their inputs were not computed.
+"""Track tensors with equal elements, all 0 or all 1, although some inputs were not computed.
 
 Two assumptions make such tensors. Uncomputed floats are finite. Uncomputed token ids are not among the ids that `torch.isin`
 searches for, so a text is generated up to its maximum length. Neither assumption is certain. The host may read the result as
@@ -55,7 +55,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The value of all elements of a tensor."""
+    """The value that all elements in a tensor have."""
 
     value: bool
     noted: Use | None = None
@@ -99,7 +99,7 @@ class Constants:
         self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
 
     def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
-        """Note the constant of a whole storage. ``None`` drops the note."""
+        """Note the constant for a whole storage. ``None`` drops the note."""
         if constant is None:
             self._noted.pop(storage.data_ptr(), None)
         else:
@@ -110,12 +110,12 @@ class Constants:
         self._noted.pop(address, None)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:
-        """Return the use to record for a read of a boolean tensor; ``None`` if the tensor is certain or not constant."""
+        """Return the use to record for reading a boolean tensor; ``None`` if the tensor is certain or not constant."""
         constant = self._of_noted(tensor) if tensor.dtype == torch.bool else None
         return None if constant is None else constant.noted
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
-        """Return the constant of an operator's result if some operands are unknown; ``None`` if it is not constant."""
+        """Return the constant for an operator's result if some operands are unknown; ``None`` if it is not constant."""
         name = _BY_SIGN.get(operator.name) or operator.name.removesuffix("_")
         first, second = (*args, None, None)[:2]
         if not isinstance(first, torch.Tensor):
@@ -141,7 +141,7 @@ class Constants:
         return Constant(value) if value is not None and is_large else None
 
     def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
-        """Return the answer to a check of unknown values: floats are finite and valid, and no token id is in ``among``."""
+        """Return the answer to a check on unknown values: floats are finite and valid, and no token id is in ``among``."""
         if name in _VALID:
             return Constant(True) if _validates() else None
         if name in _OF_FINITE:
@@ -160,7 +160,7 @@ class Constants:
         return Constant((name == "eq") == same, "kept") if same or infinite else None
 
     def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
-        """Return the constant of a conjunction or disjunction of two tensors.
+        """Return the constant for a conjunction or disjunction between two tensors.
 
         An operand with the value ``decides`` decides the result: False in a conjunction, True in a disjunction.
         """

@@ -4,7 +4,7 @@
 Scores without a mask are assumed to be finite.
 
 Example: ``scores.masked_fill(mask, -inf)`` with four uncomputed scores and the known mask ``[True, False, False, False]``
-excludes index 0. The result of ``argmax(-1)`` then excludes 0 as well, and its placeholder in memory is 1. Therefore
+excludes index 0. ``argmax(-1)`` then returns an index that is not 0, with the placeholder 1 in memory. Therefore
 ``torch.isin(token, end_tokens)`` is False for the end token 0, whatever the scores are.
 """
 
@@ -47,11 +47,11 @@ class Scores:
     left: torch.Tensor
     """A boolean for each index: true if the score is masked in no row."""
     layout: _Layout | None = None
-    """Sizes and strides of the tensor. Views of the same memory may have another last dimension."""
+    """Sizes and strides of the tensor. Views on the same memory may have another last dimension."""
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return the excluded values of a chosen index; ``None`` if every index is excluded."""
+        """Return the excluded values for a chosen index; ``None`` if every index is excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
@@ -74,11 +74,11 @@ class Exclusions:
         self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
 
     def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
-        """Note which values the result of an operator excludes.
+        """Note which values an operator's result excludes.
 
         Args:
             tensor: The result, which fills its storage.
-            exclusion: The return value of `result`.
+            exclusion: The return value from `result`.
             has_values: Whether the operator was computed from placeholders for unknown integers.
         """
         if isinstance(exclusion, Scores):
@@ -97,12 +97,12 @@ class Exclusions:
         self._noted.pop(address, None)
 
     def scores_of(self, tensor: torch.Tensor) -> Scores | None:
-        """Return the note about a tensor of scores, if there is one."""
+        """Return the note about a score tensor, if there is one."""
         exclusion = self._of(tensor)
         return exclusion if isinstance(exclusion, Scores) else None
 
     def decide(self, values: object, among: object) -> bool:
-        """Return whether no uncomputed integer in ``values`` can be in ``among``, because all of ``among`` is excluded."""
+        """Return whether no uncomputed integer in ``values`` can be in ``among``, because ``values`` excludes them all."""
         if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):
             return False
         exclusion = self._of(values)
@@ -111,7 +111,7 @@ class Exclusions:
         return exclusion.excluded.issuperset(on_host(among).flatten().tolist())
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Scores | Choices | None:
-        """Return which values the result of an operator with unknown operands excludes, if any."""
+        """Return which values an operator's result excludes although some operands are unknown."""
         name = operator.name.removesuffix("_")
         first, second, third = (*args, None, None, None)[:3]
         if name == "cat":
@@ -144,7 +144,7 @@ class Exclusions:
         return scores.choices() if name == "argmax" and bool(scores.left.any()) else None
 
     def _selected(self, mask: object, if_true: object, if_false: object) -> Scores | None:
-        """Return the exclusions of ``torch.where(mask, if_true, if_false)``."""
+        """Return the exclusions for ``torch.where(mask, if_true, if_false)``."""
         values = (if_true, if_false)
         sizes = [value.shape[-1] for value in (mask, *values) if isinstance(value, torch.Tensor) and value.dim()]
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or len({*sizes}) != 1 or not mask.dim():
@@ -165,11 +165,11 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return the exclusions for a tensor of scores, or for a number in place of each score. Probabilities have none."""
+        """Return the exclusions for a score tensor, or for a number that replaces each score. Probabilities have none."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
         exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
         if isinstance(exclusion, Scores):
-            return None if exclusion.are_probabilities else found
+            return None if exclusion.are_probabilities else exclusion
         return Scores(everything, nothing) if self._is_masking(value) else Scores(nothing, everything)
 
     def _is_masking(self, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Run operators of an emulated GPU on the host and on the same memory, if their tensors are small enough."""
+"""Run an emulated GPU's operators on the host and on the same memory, if their tensors are small enough."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST_EXACT = 1 << 20
-"""Limit for operators on integers and booleans: elements of all tensors together."""
+"""Limit for operators on integers and booleans: elements in all tensors together."""
 MOST_FLOATS = 1 << 16
-"""Limit for operators on floats: elements of all tensors together. It bounds the cost of a matrix product on the host."""
+"""Limit for operators on floats: elements in all tensors together. It bounds the time for a matrix product on the host."""
 _MOST_ROUTED = 1 << 26, 1 << 24
 """Limits for integers and for floats if values depend on an assumed routing.
 
@@ -46,7 +46,7 @@ _READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "
 _IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{part}" for part in ("size", "strides", "storage_offsets"))})
 """Operators that return existing memory although their schemas do not declare it."""
 _CALLS_READERS = _OF_MASKS | frozenset({"isin", "segment_reduce", "_padded_dense_to_jagged_forward"})
-"""Operators with a kernel that calls reading operators. The reads decide the result or the memory of the kernel."""
+"""Operators with a kernel that calls reading operators. The reads decide the kernel's result or memory."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -89,7 +89,7 @@ class Operator:
     writes_if: int | None = None
     """Position of the argument that must be true for the operator to write."""
     collective: bool = False
-    """True for operators of torch.distributed. Their schemas do not declare the written arguments."""
+    """True for operators in torch.distributed. Their schemas do not declare the written arguments."""
     overwrites: bool = False
     """True if the values of the first argument do not matter."""
     reads: bool = False
@@ -109,7 +109,7 @@ class Operator:
 
 
 def operator_of(func: Any) -> Operator:
-    """Return the properties of an operator such as ``torch.ops.aten.add.Tensor``, by its schema."""
+    """Return an operator's properties by its schema. Example of an operator: ``torch.ops.aten.add.Tensor``."""
     schema = func._schema  # noqa: SLF001 -- torch documents it among its operators although the name is private
     returned = [result.alias_info for result in schema.returns if result.alias_info is not None]
     written = [
@@ -168,7 +168,7 @@ def is_ordinary(kind: type) -> bool:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether all elements of a tensor are in one storage.
+    """Return whether a tensor's elements are all in the same storage.
 
     Sparse and nested tensors have several storages. The zeros at the start of forward-mode derivatives (`torch.func.jvp`) and
     the wrappers in `torch.func` and `torch.export` have no storage.
@@ -178,12 +178,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor itself, or the parts of a sparse tensor."""
+    """Return the tensor itself, or a sparse tensor's parts."""
     return [tensor] if has_storage(tensor) else [*sparse_parts(tensor)]
 
 
 def sparse_key(tensors: list[torch.Tensor]) -> str | None:
-    """Return the dispatch key of a sparse kernel, such as ``"SparseCUDA"``; ``None`` if no operand is sparse."""
+    """Return the dispatch key for a sparse kernel, such as ``"SparseCUDA"``; ``None`` if no operand is sparse."""
     layouts = {tensor.layout for tensor in tensors if not tensor.is_nested} - {torch.strided}
     if not layouts:
         return None
@@ -250,7 +250,7 @@ def on_host(value: Any) -> Any:
 def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the arguments with which the host draws random numbers.
 
-    The seed is a hash of the GPU generator's state, so equal states draw equal numbers.
+    The seed is a hash from the GPU generator's state, so equal states draw equal numbers.
     """
     generator = named.get("generator") or torch.cuda.default_generators[device.index or 0]
     seed = int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
@@ -279,7 +279,7 @@ def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any
         func: The operator.
         args: Its arguments.
         named: Its keyword arguments.
-        result: The result of the operator on the emulated GPU.
+        result: The operator's result on the emulated GPU.
 
     Returns:
         False if the host cannot run the operator, or returns tensors with other shapes or dtypes.

@@ -1,8 +1,8 @@
-"""Compute the values of small tensors on an emulated GPU, and record reads of all other values.
+"""Compute small tensors on an emulated GPU, and record reads of all other values.
 
-The kernels of an emulated GPU do nothing, but its memory is host memory. If all operands of an operator are known and small,
+An emulated GPU's kernels do nothing, but its memory is host memory. If all operands of an operator are known and small,
 the mode runs the operator a second time, on the host and on the same memory. All other values are *unknown*: the bytes are
-meaningless, and floats are assumed to be finite. Copies and results of unknown values are unknown as well. `HostValues.reads`
+meaningless, and floats are assumed to be finite. Their copies and results are unknown as well. `HostValues.reads`
 records each read by the host.
 
 Example: what a program sees on an emulated H100, line by line. ::
@@ -81,7 +81,7 @@ _NO_VALUES = frozenset(
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
 """Random operators computed on the host, because their integers are used as indices."""
 _SIZED = frozenset({"arange", "range"})
-"""Operators whose result size depends on the value of a number. Operators with a prefix from `_RESIZED` do the same."""
+"""Operators whose result size depends on a number's value. Operators with a prefix from `_RESIZED` do the same."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
     "equal": "tensors are compared",
@@ -144,7 +144,7 @@ class _Call:
         return [tensor for tensor in self.tensors if tensor.is_cuda]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the value of each argument by its name, including default values."""
+        """Return each argument's value by its name, including default values."""
         parameters = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         by_place = dict(zip((parameter.name for parameter in parameters), self.args, strict=False))
         return {parameter.name: parameter.default_value for parameter in parameters} | by_place | self.named
@@ -207,7 +207,7 @@ class HostValues(TorchDispatchMode):
         self._has_left = False
         """True once an uncomputed value has been on the host."""
         self.values_read = 0
-        """Number of uncomputed values read by the host."""
+        """How often the host has read an uncomputed value."""
         self.is_watched = False
         """True while a watched method reads a tensor, because the method records the read itself."""
         self.answer = _Answer()
@@ -239,7 +239,7 @@ class HostValues(TorchDispatchMode):
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
-                # A fake tensor has no memory to compute. The parts of any other subclass are dispatched to this mode again.
+                # A fake tensor has no memory to compute. Parts within any other subclass are dispatched to this mode again.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         if is_higher_order(func):
             return self._run_functions(func, args, named)
@@ -288,7 +288,7 @@ class HostValues(TorchDispatchMode):
         """Run an operator with function arguments (`torch.cond`) beneath this mode, and the functions within the mode."""
 
         def within(argument: Any) -> Any:
-            if isinstance(argument, tuple):  # a mask consists of its sizes, blocks and function
+            if isinstance(argument, tuple):  # a mask contains its sizes, blocks and function
                 return tuple(map(within, argument))
             if not callable(argument):
                 return argument
@@ -319,7 +319,7 @@ class HostValues(TorchDispatchMode):
         return UNKNOWN
 
     def _read_by(self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Record the reads of an operator call, and return the tensors read by the host."""
+        """Record the reads by an operator call, and return the tensors read by the host."""
         read = operator.read_of(args, named)
         for tensor in read:
             if operator.name in _NUMBERS and self.constants.noted_as(tensor) is not None:
@@ -333,7 +333,7 @@ class HostValues(TorchDispatchMode):
         return read
 
     def _repeatable(self, argument: Any) -> Any:
-        """Return arguments with zeros instead of unknown values, because their memory contains bytes of earlier tensors."""
+        """Return arguments with zeros instead of unknown values, because their memory contains bytes from earlier tensors."""
         if isinstance(argument, torch.Tensor):
             if not argument.is_cuda or not self.is_unknown(argument) or (is_exact(argument) and is_small((argument,))):
                 return argument
@@ -402,7 +402,7 @@ class HostValues(TorchDispatchMode):
                 self._note_copy(tensor, has_known_inputs and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
             is_overwritten = id(tensor) not in ids or covers_its_storage(tensor)
-            # If the operator writes only a part of a storage, the rest keeps its values.
+            # If the operator writes a storage only in part, the rest keeps its values.
             is_chosen = tensor is chosen
             is_known = is_chosen or (becomes_known and (is_overwritten or self._knows((tensor,))))
             assumed = (
@@ -431,7 +431,7 @@ class HostValues(TorchDispatchMode):
         """Write the indices chosen by the assumed routing among uncomputed scores.
 
         Returns:
-            The tensor of indices, or ``None`` if the operator chooses nothing or no routing is assumed.
+            The indices, or ``None`` if the operator chooses nothing or no routing is assumed.
         """
         if self.choosing.routing is None or call.operator.name not in CHOOSING or self.captured is not None:
             return None
@@ -462,14 +462,14 @@ class HostValues(TorchDispatchMode):
             self._kernel = outer
 
     def _clear_unwritten(self, results: Iterable[torch.Tensor]) -> None:
-        """Set the unknown indices of new sparse tensors to 0, because on the host random indices would be out of bounds."""
+        """Set unknown indices in new sparse tensors to 0, because on the host random indices would be out of bounds."""
         for tensor in results:
             if tensor.is_cuda and is_ordinary(type(tensor)) and not has_storage(tensor):
                 for part in filter(self.is_unknown, parts_of(tensor)):
                     self._note(part, False)
 
     def _coalesce(self, call: _Call) -> Any:
-        """Run ``coalesce`` with the number of distinct indices, or with the number of all indices if they are unknown.
+        """Run ``coalesce`` with the number of distinct indices, or with the total number if they are unknown.
 
         Example: the indices 0, 2, 2 are known. The kernel reads that two are distinct, and the result contains 0 and 2.
         """
@@ -576,7 +576,7 @@ class HostValues(TorchDispatchMode):
         has_values: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """Note whether the values of a GPU tensor's storage are known.
+        """Note whether the values in a GPU tensor's storage are known.
 
         Unknown integers become 0, so they are equal in every process. If an operator was computed from such integers
         (``has_values``), its result stays.
@@ -584,7 +584,7 @@ class HostValues(TorchDispatchMode):
         Args:
             tensor: A tensor on the GPU.
             is_known: Whether all values in the storage are known.
-            constant: The value of all elements, if they are equal.
+            constant: The elements' value, if they are equal.
             has_values: Whether the host computed the values, even if some inputs were unknown.
             routing: The assumed routing that known values depend on.
         """
@@ -662,7 +662,7 @@ class HostValues(TorchDispatchMode):
         return not any(map(self.is_unknown, tensors))
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
-        """Return whether at least one value of a tensor was not computed."""
+        """Return whether a tensor contains an uncomputed value."""
         if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
             return False
         if type(tensor).__name__ == "FakeTensor":
@@ -700,7 +700,7 @@ class HostValues(TorchDispatchMode):
             self.reads.of_routing(routing)
 
     def _is_of_floats(self, tensor: torch.Tensor) -> bool:
-        """Return whether all unknown values of a tensor, if any, were computed from single floats in Python."""
+        """Return whether all unknown values in a tensor, if any, were computed from single floats in Python."""
         if not self.is_unknown(tensor):
             return True
         return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats

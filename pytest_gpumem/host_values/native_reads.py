@@ -2,7 +2,7 @@
 
 `NativeReads.positions` computes the positions of nonzero elements, for example for ``x[mask]`` and its derivative, and torch
 allocates their memory. Every other copy to the host calls `NativeReads.asked`. If the bytes were not computed, the read is
-recorded with its line, and C++ reads 0. Example: ``torch.sparse.softmax`` reads the number of rows with elements.
+recorded with its line, and C++ reads 0. Example: ``torch.sparse.softmax`` reads how many rows have elements.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _kept: list[object] = []
 
 
 class NativeReads:
-    """Answers to reads of GPU memory by C++ code."""
+    """Answers for C++ code that reads GPU memory."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
 
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the positions of all nonzero elements of ``tensor``, as ``torch.nonzero`` does: ``int64[count, dimensions]``.
+        """Return the positions of all nonzero elements in ``tensor``, as ``torch.nonzero`` does: ``int64[count, dimensions]``.
 
         If the tensor is unknown, the read is recorded, and a GPU tensor has no positions.
         """
@@ -93,7 +93,7 @@ class NativeReads:
         Args:
             to: Host address of the copy's target.
             at: GPU address of the copy's source.
-            nbytes: Size of the copy in bytes.
+            nbytes: The copy's size in bytes.
             is_number: False if the target is a host tensor, for example in ``infos.cpu()``.
 
         Returns:
@@ -150,7 +150,7 @@ def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at:
 
 
 def _is_noted(operator: Operator | None, is_number: int) -> bool:
-    """Return whether the mode already notes a copy, because of its operator or of a watched method."""
+    """Return whether the mode already notes a copy, because of its operator or a watched method."""
     if operator is not None and (operator.name in _NOTED or operator.collective):
         return True
     if operator is None and not is_number:

@@ -1,6 +1,6 @@
 """Simulate the operand stack over a function's bytecode, for Python 3.10 to 3.15. Pure.
 
-A single pass runs nothing. It visits each loop body once, and both sides of each branch. The code needs no column positions,
+A single pass runs nothing. It visits each loop body once, and each branch on both sides. The code needs no column positions,
 because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
 
 Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another one, and then ``BINARY_OP``
@@ -22,7 +22,7 @@ _TAKES_ALL = ("STORE_", "POP_", "DELETE_", "RETURN_VALUE", "RAISE", "LIST_", "SE
 LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
 """Prefixes of instructions after which the following instruction does not run."""
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
-"""Number of operands of a call beside its arguments: the callee, a method's object or NULL, and names of arguments."""
+"""Number of operands that a call takes beside its arguments: the callee, a method's object or NULL, and argument names."""
 
 _FIXED = {
     **dict.fromkeys(
@@ -31,7 +31,7 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""Number of cells that an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
+"""How many cells an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +126,7 @@ def _rearrange(stack: list[StackCell], instruction: dis.Instruction) -> None:
 
 
 def _effect(instruction: dis.Instruction) -> tuple[int, int]:
-    """Return the numbers of cells taken and put by an instruction."""
+    """Return how many cells an instruction takes and puts."""
     name = instruction.opname
     if name in _BELOW_ARGUMENTS:
         return (instruction.arg or 0) + _BELOW_ARGUMENTS[name], 1
@@ -147,7 +147,7 @@ def _works(name: str) -> bool:
 
 
 def _put(instruction: dis.Instruction, count: int) -> list[StackCell]:
-    """Return new cells for an instruction's results. The cells of a load have its name."""
+    """Return new cells for an instruction's results. A load's cells have its name."""
     put = [StackCell() for _ in range(count)]
     if instruction.opname == "BUILD_SLICE":
         put[0].constant = slice(None)  # only its type matters, as for a constant slice
@@ -159,7 +159,7 @@ def _put(instruction: dis.Instruction, count: int) -> list[StackCell]:
         for cell, name in zip(put, instruction.argval[-count:], strict=True):
             cell.name = name
     elif isinstance(instruction.argval, str):
-        # LOAD_GLOBAL may put NULL first, in place of a method's object.
+        # LOAD_GLOBAL may put NULL first, instead of a method's object.
         named = put[-1] if instruction.opname == "LOAD_GLOBAL" and instruction.argrepr.startswith("NULL") else put[0]
         named.name = instruction.argval
     return put

@@ -47,11 +47,11 @@ _MENDS = {
 """Advice about a read, by its clause."""
 
 Use = Literal["kept", "branch", "order", "integer"]
-"""The use of a float. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
+"""How a float is used. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
 
 
 class Reads:
-    """Record of the host's reads of uncomputed values."""
+    """Record of reads by the host, for uncomputed values."""
 
     def __init__(self) -> None:
         self.first_trouble: str | None = None
@@ -115,7 +115,7 @@ class Reads:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Attribute reads by autograd's threads, which run no Python line, to the line of the caller."""
+        """Attribute reads by autograd's threads, which run no Python line, to the caller's line."""
         self._in_backward.append(threading.get_ident())
         try:
             yield
@@ -145,7 +145,7 @@ def _of_no_memory() -> bool:
     """Return whether the current read cannot change memory.
 
     Such reads happen when weights are initialised (some weights are drawn again if they are out of range), when a library
-    checks values to warn, and when pytest shows the values of a failed assertion.
+    checks values to warn, and when pytest shows values in a failed assertion.
     """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)

@@ -28,11 +28,11 @@ CHOOSING = frozenset({"topk", "argmax", "max", "sort", "argsort", "multinomial"}
 MAKE_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_"})
 """Operators that return zeros even for large results, because the stand-in fills the memory."""
 _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", "div", "mul"})
-"""Operators for which masked inputs (set to -inf) stay the smallest values of the result."""
+"""Operators for which masked inputs (set to -inf) stay the smallest values in the result."""
 
 
 class Choosing:
-    """The assumed routing of the current step, and the masks on uncomputed scores.
+    """The assumed routing for the current step, and the masks on uncomputed scores.
 
     Args:
         is_unknown: Returns True for a tensor with uncomputed values.
@@ -58,7 +58,7 @@ class Choosing:
     def mask(self, name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
         """Return a boolean for each score in an operator's result: true if a known mask removes it.
 
-        A score is removed if the operator fills it with a number of at most 0. Routers fill logits with -inf, and
+        A score is removed if the operator fills it with 0 or a negative number. Routers fill logits with -inf, and
         probabilities with 0.
 
         Args:
@@ -88,13 +88,13 @@ class Choosing:
         return removed if earlier_mask is None or earlier_mask.shape != removed.shape else removed | earlier_mask
 
     def note_mask(self, result: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the mask of an operator's result, which `mask` returned."""
+        """Note the mask on an operator's result, which `mask` returned."""
         self._masks = {address: note for address, note in self._masks.items() if not note[0].expired()}
         storage = result.untyped_storage()
         self._masks[storage.data_ptr()] = StorageWeakRef(storage), mask
 
     def forget(self, address: int) -> None:
-        """Drop the mask of the storage at an address."""
+        """Drop the mask on the storage at an address."""
         self._masks.pop(address, None)
 
     def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
@@ -157,7 +157,7 @@ def chosen_of_rows(
         rows: Number of rows.
         size: Number of scores in a row.
         number: Number of choices in a row.
-        step: Offset between the choices of two rows.
+        step: Offset between the choices in two rows.
         excluded: ``bool[rows, size]``: true for an index that is chosen only if too few other indices are allowed.
 
     Returns:

@@ -48,7 +48,7 @@ def begin() -> HostValues:
 
 
 def current() -> HostValues | None:
-    """Return the mode of this process; ``None`` if no GPU is emulated."""
+    """Return this process's mode; ``None`` if no GPU is emulated."""
     return _mode
 
 

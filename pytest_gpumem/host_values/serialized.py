@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.mode import HostValues
 
 MARK = "_gpumem_not_computed"
-"""The attribute of a pickled tensor. Without an emulated GPU, the loaded tensor only has an additional attribute."""
+"""The attribute on a pickled tensor. Without an emulated GPU, the loaded tensor only has an additional attribute."""
 
 
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:

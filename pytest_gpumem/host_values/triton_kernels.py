@@ -27,7 +27,7 @@ _INITIAL = re.compile(r"(%[\w$.-]+) = (%[\w$.#-]+)")
 _WRITES = re.compile(r"^tt\.(\w*store|atomic_\w+|descriptor_(reduce|scatter)|call|elementwise_inline_asm)\b")
 _COMPILED_BY = ("triton.", "torch._inductor.")
 _OF_INDUCTOR = "out_ptr"
-"""Part of the argument names to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
+"""Part in the argument names to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
 
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
@@ -56,10 +56,10 @@ def forget_what_kernels_write(mode: HostValues) -> None:
 
 
 def written_by(function: int) -> tuple[int, ...]:
-    """Return the positions of the arguments to which a kernel writes. The kernel is being launched in this thread.
+    """Return the arguments' positions to which a kernel writes. The kernel is being launched in this thread.
 
     Args:
-        function: The driver's handle of the kernel.
+        function: The driver's handle for the kernel.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         for value in list(frame.f_locals.values()):
@@ -81,7 +81,7 @@ def written_arguments(ttir: str) -> tuple[int, ...]:
     """Return the positions of the pointer arguments to which, or at an offset from which, a kernel writes.
 
     Args:
-        ttir: Triton's intermediate representation of the kernel, as text.
+        ttir: The kernel's intermediate representation in Triton, as text.
     """
     lines = [line.strip() for line in ttir.splitlines()]
     starts = [at for at, line in enumerate(lines) if line.startswith("tt.func public")]

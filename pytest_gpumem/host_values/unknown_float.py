@@ -33,7 +33,7 @@ class UnknownFloat(float):
     """The record of all uses."""
 
     def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is new in Python 3.11
-        # Python's modules create instances of the class of their arguments, for example `statistics.mean`.
+        # Python's modules create instances of their arguments' class, for example `statistics.mean`.
         return float.__new__(cls, UNKNOWN)
 
     def __bool__(self) -> bool:

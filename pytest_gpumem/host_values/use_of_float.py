@@ -1,9 +1,9 @@
-"""Find the use of a float in the following bytecode: a branch, an order or an integer. Pure.
+"""Find how the following bytecode uses a float: a branch, an order or an integer. Pure.
 
 The search follows a number through its expression, through variables in its function, and through returns to callers.
 It runs nothing, so a use counts even if this call does not reach it.
 
-Example: in ``best = min(best, float(loss))`` the number is an argument of ``min``, so its use is ``"branch"``. In
+Example: in ``best = min(best, float(loss))`` the number is an argument for ``min``, so its use is ``"branch"``. In
 ``range(int(float(loss)))`` the use is ``"integer"``, and in ``print(f"{float(loss):.3f}")`` it is ``"kept"``.
 """
 
@@ -28,7 +28,7 @@ _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
-"""The use of a float argument, by the name of the function."""
+"""The use of a float argument, by the function's name."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
 """Functions that check whether a float is finite (uncomputed floats are assumed to be), or ignore its value."""
 _OF_NUMBERS = frozenset(
@@ -43,13 +43,13 @@ _MOST_CALLERS = 4
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
 """Kinds of stack cells.
 
-``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list of such numbers, and ``TEXT`` is its text.
+``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is its text.
 ``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
 """
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
-    """Return the use of the current comparison in a frame.
+    """Return how a frame uses its current comparison.
 
     Returns:
         ``"order"`` in a call such as ``sorted``. Otherwise ``"branch"``, also for ``min`` and ``max`` without a key.
@@ -58,14 +58,14 @@ def use_of_comparison(frame: FrameType | None) -> Use:
 
 
 def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
-    """Return the use of a number or text made from a tensor in a frame.
+    """Return how a frame uses a number or text that it makes from a tensor.
 
     Args:
         frame: The frame that converts the tensor, for example by ``float(loss)``.
-        kind: The result of the conversion, `NUMBER` or `TEXT`.
+        kind: The conversion's result, `NUMBER` or `TEXT`.
 
     Returns:
-        The strongest use in the code of the frame and its callers.
+        The strongest use in the code of this frame and its callers.
     """
     use: Use = "kept"
     for number in range(_MOST_CALLERS):
@@ -75,7 +75,7 @@ def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
         use = _stronger(use, frame_use)
         if returned is None:
             break
-        # The result of a lambda may be a sort key.
+        # A lambda's result may be a sort key.
         use = _stronger(use, "branch") if frame.f_code.co_name == "<lambda>" else use
         frame, kind = frame.f_back, returned
     return use
@@ -102,12 +102,12 @@ def _of_comparison(code: CodeType, at: int) -> Use:
 
 @lru_cache(maxsize=1024)
 def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> tuple[Use, str | None]:
-    """Return the use of a value in a function, and the kind as which the function returns it.
+    """Return how a function uses a value, and the kind as which it returns the value.
 
     Args:
         code: The function's code.
         at: Offset of the instruction that makes the value.
-        kind: Kind of the value.
+        kind: The value's kind.
         is_returned: True if the instruction calls a function that returns the value. False if it calls a conversion such as
             ``float``, which may return something else.
     """
@@ -116,7 +116,7 @@ def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> 
     walk = _Walk(at, kind, is_returned)
     for step in steps(instructions):
         walk.take(step)
-    # Walk again through the enclosing loop, because its variables may hold the value at the start of the next iteration.
+    # Walk again through the enclosing loop, because its variables may hold the value when the next iteration starts.
     backward = [
         jump.argval for jump in instructions if jump.offset > at and "JUMP" in jump.opname and jump.argval is not None
     ]
@@ -188,7 +188,7 @@ class _Walk:
             self._use(step, name, kinds)
 
     def _use(self, step: Step, name: str, kinds: list[str]) -> None:
-        """Record the use of followed values by an instruction, and follow its result."""
+        """Record how an instruction uses followed values, and follow its result."""
         if name.startswith("CALL"):
             self._call(step, kinds)
         elif name in ("COMPARE_OP", "CONTAINS_OP"):

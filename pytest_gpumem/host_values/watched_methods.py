@@ -63,7 +63,7 @@ def watch_methods(mode: HostValues) -> None:
         (comm, "broadcast_coalesced", _broadcast),
         (comm, "reduce_add", _add),
         (plateau, "step", _step),
-        (torch.cuda.Event, "elapsed_time", _elapse),  # the method of `torch.Event` cannot be replaced
+        (torch.cuda.Event, "elapsed_time", _elapse),  # the method in `torch.Event` cannot be replaced
     ):
         setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
@@ -90,7 +90,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
 
 
 def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValues) -> Callable[..., Any]:
-    """Replace a function of a module, or a method of `torch.Tensor`, under the same name, so pickle finds it."""
+    """Replace a module's function, or a method in `torch.Tensor`, under the same name, so pickle finds it."""
     function = _watched(mode, getattr(owner, name), watching)
     is_method = owner is torch.Tensor
     function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
@@ -99,7 +99,7 @@ def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValu
 
 
 def _number(value: Any) -> Any:
-    """Return an element, or nested lists of elements, with an `UnknownFloat` for each float."""
+    """Return an element, or nested lists with elements, with an `UnknownFloat` for each float."""
     if isinstance(value, list):
         return [_number(element) for element in value]
     return UnknownFloat() if isinstance(value, float) else value
@@ -242,7 +242,7 @@ def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _format(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Return a tensor's text, and record a read of an integer, or of a float whose text becomes a number again."""
+    """Return a tensor's text, and record a read if the tensor has integers, or if the text becomes a number again."""
     with mode.reads.ignored():
         text = original(tensor, *args, **named)
     if tensor.dim() == 0 and _is_unknown(mode, tensor):
@@ -269,7 +269,7 @@ def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
 
 
 def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``tensor_split``, and record its read of unknown indices in a host tensor."""
+    """Call ``tensor_split``, and record its read if it has unknown indices in a host tensor."""
     if any(_is_unknown(mode, indices) for indices in (*args[1:], *named.values())):
         mode.reads.invalid("tensor_split reads values")
     return original(*args, **named)
@@ -367,7 +367,7 @@ def _broadcast(
 def _add(
     mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Note the sum of tensors on several GPUs, which the NCCL stand-in computes."""
+    """Note the sum over several GPUs, which the NCCL stand-in computes."""
     total = original(inputs, *args, **named)
     if total.dtype != torch.float16:  # the stand-in does not compute half precision
         mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))

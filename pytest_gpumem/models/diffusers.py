@@ -32,7 +32,7 @@ _NUMBERS_OF_SIZE = 6
 
 @dataclass(frozen=True)
 class _BatchShape:
-    """A model's configuration, and a batch's number of samples and their side."""
+    """A model's configuration, and the samples in a batch and their side."""
 
     config: Any
     samples: int
@@ -55,7 +55,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
     Args:
         name: ``diffusers:CLASS``, ``diffusers:ORG/NAME/FOLDER``, or ``diffusers:`` with a path.
-        size: Samples, and the side of the network's input: latents for a denoiser, pixels for an autoencoder.
+        size: Samples, and the input's side: latents for a denoiser, pixels for an autoencoder.
         task: The model's task.
 
     Raises:
@@ -97,7 +97,7 @@ def _mean_squared_error(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _configuration(name: ModelName) -> dict[str, Any]:
-    """Return the settings of a configuration, including its class."""
+    """Return the settings in a configuration, including its class."""
     path = name.path
     if path.is_dir():
         path = path / "config.json"
@@ -153,7 +153,7 @@ class _UnknownInput(Exception):
 
 
 _Batch = tuple[dict[str, Any], RandomTensor]
-"""Arguments of forward, with the sample first, and the target."""
+"""Arguments for forward, with the sample first, and the target."""
 
 
 def _output(sizes: _BatchShape) -> RandomTensor:
@@ -213,7 +213,7 @@ def _sd3(sizes: _BatchShape) -> _Batch:
 
 def _flux(sizes: _BatchShape) -> _Batch:
     config, texts = sizes.config, 512
-    # A token is a square of 2 x 2 latents.
+    # A token is a square with 2 x 2 latents.
     tokens = (sizes.side // 2) ** 2
     arguments = {
         "hidden_states": sizes.tensor(tokens, config.in_channels),
@@ -248,4 +248,4 @@ _INPUTS: dict[str, Callable[[_BatchShape], _Batch]] = {
 }
 """Functions that describe a model's inputs, by class."""
 _SIDES = {"FluxTransformer2DModel": 128}
-"""Side in latents for classes without a side in the configuration. Flux has 128 latents for an image of 1,024 pixels."""
+"""Side in latents for classes without a side in the configuration. Flux has 128 latents for 1,024 pixels."""

@@ -25,7 +25,7 @@ def cross_entropy(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def main_argument(model: torch.nn.Module) -> str:
-    """Return the name of a model's argument for images."""
+    """Return the name with which a model takes its images."""
     return next(iter(inspect.signature(model.forward).parameters))
 
 
@@ -34,7 +34,7 @@ def check_side(name: ModelName, side: int, least: int) -> None:
 
     Args:
         name: The model's name, for the message.
-        side: The side of the batch's images, in pixels.
+        side: The side of images in the batch, in pixels.
         least: The smallest side that the model accepts.
     """
     if side < least:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize
 
 TARGET = "target"
-"""The batch's key for the target of a loss that the model does not compute itself. It is not an argument of forward."""
+"""The batch's key for the target, if the model does not compute the loss itself. It is not an argument for forward."""
 
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """A tensor of random integers below a limit, or of floats without a limit.
+    """A tensor with random integers below a limit, or with floats if there is no limit.
 
     Example: ``RandomTensor((4, 4096), 50257)`` describes token ids, ``int64[4, 4096]`` with values from 0 to 50256.
     """
@@ -50,12 +50,12 @@ class RandomBoxes:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments for a model's forward by name, and the size of the batch.
+    """Arguments for a model's forward by name, and the batch size.
 
     Attributes:
-        size: Samples, and the length or side of each.
-        arguments: Descriptions of tensors, also within dicts and lists. Other values are passed unchanged.
-        shape: The shape of a sample, if the size does not describe it: ``"3x224x224"``.
+        size: Samples, and their length or side.
+        arguments: Descriptions for tensors, also within dicts and lists. Other values are passed unchanged.
+        shape: A sample's shape, if the size does not describe it: ``"3x224x224"``.
     """
 
     size: BatchSize

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def library_of(name: ModelName, word: str) -> Any:
-    """Return the module of a library.
+    """Return a library's module.
 
     Args:
         name: The model that needs the library, for messages.

@@ -1,4 +1,4 @@
-"""Parse the settings of LoRA, such as ``r=8,alpha=16``. Pure."""
+"""Parse LoRA settings such as ``r=8,alpha=16``. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_gpumem.step_config.config import in_an_id
 from pytest_gpumem.units import nearest, whole_number
 
 ALL_LINEAR = "all-linear"
-"""PEFT's word for all linear layers of a transformers model except the output layer."""
+"""PEFT's word for all linear layers in a transformers model except the output layer."""
 DTYPE_OF_ADAPTERS = (
     "bf16 and fp16 have adapters in that dtype, too; PEFT makes them in float32, and keeps a float32 input of each then"
 )
@@ -27,7 +27,7 @@ class Lora:
     alpha: int | None = None
     """``None`` means PEFT's default."""
     targets: tuple[str, ...] = ()
-    """Names of the modules that get adapters. If empty, PEFT chooses the modules for the kind of model."""
+    """Names of the modules that get adapters. If empty, PEFT chooses modules by the model's kind."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for ``LoraConfig`` that differ from its defaults."""

@@ -20,7 +20,7 @@ class ModelName:
 
     @property
     def path(self) -> Path:
-        """The name as the path of a folder or file, which exists only if the name is not a name on the hub."""
+        """The name as a path. If nothing exists there, the name is one on the hub."""
         return self.base / Path(self.name).expanduser()
 
     @property
@@ -30,7 +30,7 @@ class ModelName:
 
     @property
     def is_tiny(self) -> bool:
-        """True if the model gets only two layers, and the first of each further kind."""
+        """True if the model gets only two layers, and the first layer for each further kind."""
         return self.source == "hf-tiny"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The number of samples, and their length: tokens in a sequence, or the side of an image or latent."""
+    """Number of samples, and their length: tokens in a sequence, or the side for images and latents."""
 
     samples: int
     length: int | None = None

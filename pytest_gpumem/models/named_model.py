@@ -56,7 +56,7 @@ class NamedModel:
 
     @property
     def title(self) -> str:
-        """The model's name, class and task, and the size of the batch."""
+        """The model's name, class and task, and the batch size."""
         return f"{self.name}: {self.class_name}, random weights; {self.task}, batch {self.inputs}"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def with_adapters(model: NamedModel, lora: Lora) -> NamedModel:
     """Return the model with adapters, whose weights are the only trained weights.
 
-    Without targets in ``lora``, PEFT's own targets for this kind of model are used, or all linear layers of a transformers
+    Without targets in ``lora``, PEFT's own targets for this kind of model are used, or all linear layers in a transformers
     model. Example: for ``hf:meta-llama/Llama-3.2-1B`` PEFT's targets are ``q_proj`` and ``v_proj``.
 
     Args:
@@ -46,7 +46,7 @@ def with_adapters(model: NamedModel, lora: Lora) -> NamedModel:
 
     def make() -> torch.nn.Module:
         plain = model.make()
-        # PEFT reads deprecated attributes of transformers models, which print warnings.
+        # PEFT reads deprecated attributes in transformers models, which print warnings.
         with quietly():
             adapted: torch.nn.Module = peft.get_peft_model(plain, peft.LoraConfig(**lora.arguments()))
         return adapted
@@ -56,7 +56,7 @@ def with_adapters(model: NamedModel, lora: Lora) -> NamedModel:
 
 
 def _usual_linear_layers(model: torch.nn.Module) -> list[str]:
-    """Return the two most frequent names of a model's linear layers."""
+    """Return the two most frequent names among a model's linear layers."""
     import torch
 
     names = Counter(

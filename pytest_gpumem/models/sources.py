@@ -1,4 +1,4 @@
-"""Table of sources for models by name: the word before the colon, and the module that builds the model.
+"""Sources for models by name: the word before the colon, and the module that builds the model.
 
 Example: ``timm:resnet50`` is built by ``pytest_gpumem.models.timm``.
 """
@@ -25,9 +25,9 @@ class Source:
     file: str
     """The module in this package. Its ``model_of`` has the same arguments as `named_model`. It is imported when needed."""
     written: str
-    """The form of a model's name, as a clause with ``{source}``."""
+    """The form for a model's name, as a clause with ``{source}``."""
     generates: bool = False
-    """True if some of the library's models generate tokens."""
+    """True if some models in the library generate tokens."""
 
 
 _OF_TRANSFORMERS = Source(
@@ -74,7 +74,7 @@ def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedMod
 
     Args:
         name: The model's name with its source.
-        size: The size of the batch. ``None`` means a sample with the usual length.
+        size: The batch size. ``None`` means a sample with the usual length.
         task: The model's task. For training, the model needs a loss.
 
     Raises:

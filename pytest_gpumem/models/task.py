@@ -1,4 +1,4 @@
-"""The task of a model in the measured step: training, inference or token generation."""
+"""A model's task in the measured step: training, inference or token generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["training", "inference", "generation"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of a model in a step."""
+    """A model's task in a step."""
 
     trains: bool = True
     """True for a training step, which needs a loss. False for an inference step."""
@@ -27,7 +27,7 @@ class Task:
 
     @property
     def kind(self) -> Kind:
-        """The name of the step."""
+        """The step's name."""
         if self.trains:
             return "training"
         return "inference" if self.new_tokens is None else "generation"
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskWords:
-    """The words that ask for a task in the user's form: options of a command, or keys of a table."""
+    """The words with which a user asks for a task: a command's options, or a table's keys."""
 
     trains: str
     infers: str

@@ -22,7 +22,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
     Args:
         name: The model's name, for example ``timm:vit_base_patch16_224``.
-        size: Samples, and the side of images. ``None`` means a sample with the usual side.
+        size: Samples, and the images' side. ``None`` means a sample with the usual side.
         task: The model's task.
 
     Raises:

@@ -30,7 +30,7 @@ _SIZED: dict[str, Callable[[int], object]] = {
     "input_size": lambda side: (side, side),
     "spatial_size": lambda side: (side, side),
 }
-"""Arguments of classes with a fixed image size, and their value for a side."""
+"""Arguments for classes with a fixed image size, and their value for a side."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
@@ -38,7 +38,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
     Args:
         name: The model's name, for example ``torchvision:resnet50``.
-        size: Samples, and the side of images. ``None`` means a sample with the usual side.
+        size: Samples, and the images' side. ``None`` means a sample with the usual side.
         task: The model's task.
 
     Raises:
@@ -79,7 +79,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _side(weights: Any) -> int:
-    """Return the side of images for published weights, in pixels."""
+    """Return the image side for published weights, in pixels."""
     settings: Mapping[str, Any] = weights.transforms.keywords
     side = settings.get("crop_size", settings.get("resize_size"))
     return int(side[0] if isinstance(side, (tuple, list)) else side)

@@ -27,11 +27,11 @@ CONFIG = "config.json"
 _OF_TIMM = "pretrained_cfg"
 """The key by which transformers recognises a configuration in timm's form, which has no ``model_type``."""
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
-"""Kinds of models in transformers. If a configuration names no class, the first kind with a class for it is used."""
+"""Model kinds in transformers. If a configuration names no class, the first kind with a class for it is used."""
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _FEWEST = 2
 _DENSE_FIRST = "first_k_dense_replace"
-"""Key for the number of layers before the first layer with experts."""
+"""Key for how many layers precede the first layer with experts."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
@@ -78,7 +78,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _resize(config: Any, side: int) -> None:
-    """Set the side of images in a configuration, so the model gets a position for each patch."""
+    """Set the image side in a configuration, so the model gets a position for each patch."""
     vision = vision_part(config)
     vision.image_size = [side, side] if isinstance(getattr(vision, "image_size", None), (list, tuple)) else side
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 TOKENS, FEATURES = "input_ids", "input_features"
 PIXELS, _SAMPLES = "pixel_values", "input_values"
 MOST_TOKENS = 2048
-"""Default length of a sequence in tokens, if the model has at least as many positions."""
+"""Default sequence length in tokens, if the model has at least as many positions."""
 _AUDIO = 160_000
-"""Default length of a recording in audio samples: ten seconds at 16 kHz."""
+"""Default recording length in audio samples: ten seconds at 16 kHz."""
 _LABELS_OF_AUDIO = 32
-"""Labels for a recording, about three for each second of speech."""
+"""Labels for a recording, about three for each spoken second."""
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 _AS_LONG = ("CausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _BEHIND_PADDING = {
@@ -38,7 +38,7 @@ _BEHIND_PADDING = {
     ),
     *("ibert", "luke", "xmod", "esm"),
 }
-"""Kinds of models that number positions from the padding token's id + 1, so fewer positions are usable than configured."""
+"""Model kinds that number positions from the padding token's id + 1, so fewer positions are usable than configured."""
 
 
 def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: bool) -> Inputs:
@@ -46,7 +46,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
 
     Args:
         model_class: A transformers model class.
-        config: The model's configuration, which also determines the side of images.
+        config: The model's configuration, which also determines the image side.
         size: Samples and their length. ``None`` means a sample with the usual length.
         trains: Whether the model must return a loss.
 
@@ -81,7 +81,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
             f"{model_class.__name__} takes {', '.join(beside_texts)} beside texts, in parts that follow none; {WRITE}"
         )
     if "return_loss" in parameters and PIXELS in parameters:
-        # The model compares pairs of texts and images, as CLIP does.
+        # The model compares texts with images, as CLIP does.
         tensors[PIXELS] = _images(config, samples, WRITE)
         constants["return_loss"] = trains
     elif trains:
@@ -93,13 +93,13 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
 
 
 def _text(config: Any) -> Any:
-    """Return the part of a configuration for texts."""
+    """Return a configuration's part for texts."""
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config() if get_text_config is not None else config
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions for tokens; ``None`` if a model accepts any number."""
+    """Return how many positions a model has; ``None`` if a model accepts any number."""
     text = _text(config)
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:  # some configurations use -1 for any number
@@ -120,7 +120,7 @@ def _within(model_class: Any, length: int | None, positions: int | None) -> int:
 
 
 def vision_part(config: Any) -> Any:
-    """Return the part of a configuration for images."""
+    """Return a configuration's part for images."""
     return getattr(config, "vision_config", config)
 
 

@@ -16,7 +16,7 @@ from pytest_gpumem.units import counted
 
 
 def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens: int) -> Inputs:
-    """Return the arguments of the model's ``generate``.
+    """Return the arguments for the model's ``generate``.
 
     Args:
         model_class: A transformers model class that generates tokens.
