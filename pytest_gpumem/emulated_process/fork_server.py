@@ -172,7 +172,7 @@ def _why_not() -> str | None:
     if emulation is None:
         return "torch was not imported"
     if emulation.was_told():
-        return "an import asks what the GPU is"
+        return "an import asks for the GPU's properties"
     return "an import starts threads" if threading.active_count() > 1 else None
 
 

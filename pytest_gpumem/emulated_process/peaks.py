@@ -157,7 +157,7 @@ def _print(peaks: KeptPeaks, backend: str) -> None:
         for device, allocated in sorted(peaks.allocated.items()):
             if allocated:
                 peak = _peak(device, allocated, peaks.reserved[device])
-                _say(f"{peak}. What was live then is not known: the allocator ({backend}) keeps no history")
+                _say(f"{peak}. The live tensors at the peak are unknown: the allocator ({backend}) keeps no history")
 
 
 def _tell_with_lines(peaks: KeptPeaks) -> None:

@@ -20,8 +20,8 @@ _OLDEST = (9, 8)
 
 
 WHY_RECURRENT = (
-    "what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, and their workspaces as less than there "
-    "(0 on GPUs that are not Hopper's), since cuDNN tells both on a GPU only"
+    "the bytes that recurrent layers keep for backward are those of an H100 with cuDNN 9.19, and their workspaces are taken as "
+    "smaller than on an H100 (as 0 on GPUs other than Hopper's), because cuDNN reports both only on a GPU"
 )
 """The reason why peaks may be too low with recurrent layers, as a clause."""
 

@@ -173,8 +173,8 @@ def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
     own_names = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
     return (
         f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, valid_words)} There are "
-        f"{', '.join(_table())}{own_names}, each with x2 and so on for several, MIG slices like {_MIG_EXAMPLE}, and "
-        "sizes: 24GB is an H100 with so much memory"
+        f"{', '.join(_table())}{own_names}, each with a count such as x2, MIG slices like {_MIG_EXAMPLE}, and "
+        "sizes: 24GB is an H100 with 24 GB"
     )
 
 

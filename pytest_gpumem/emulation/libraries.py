@@ -46,7 +46,7 @@ class Library:
 _INSTEAD = (
     "measure this on a GPU or on the CPU (--gpumem-device=cpu), or skip it where the variable GPUMEM_EMULATED is set"
 )
-_NEEDS_A_GPU = f"how much memory {{}} take is known to the real library alone, which needs a GPU for it; {_INSTEAD}"
+_NEEDS_A_GPU = f"only the real library knows how much memory {{}} take, and it needs a GPU for this; {_INSTEAD}"
 LIBRARIES = (
     Library(
         "libcudart",

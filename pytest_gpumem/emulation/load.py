@@ -103,15 +103,13 @@ def load(gpu: Gpu) -> Emulation:
     current = current_emulation()
     if current is not None:
         if current.gpu != gpu:
-            raise EmulationError(
-                f"this process emulates {current.gpu.word} already, and cannot emulate {gpu.word} as well"
-            )
+            raise EmulationError(f"this process already emulates {current.gpu.word}, so it cannot emulate {gpu.word}")
         return current
     _refuse_other_machines()
     if "torch" in sys.modules:
         raise EmulationError(
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
-            f"(within functions, or in a conftest.py), or start the whole with "
+            f"(within functions, or in a conftest.py), or start the program with "
             f"`{command_name()} emulate {gpu.word} -- python -m pytest`"
         )
     libraries = prepare()

@@ -675,10 +675,10 @@ class HostValues(TorchDispatchMode):
             return any(map(self.is_unknown, parts)) if parts else tensor.is_cuda
         address = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
-            note = self._known.get(address)
-            return note is None or note.storage.expired()
-        note = self._unknown_on_host.get(address)
-        return note is not None and not note.storage.expired()
+            known = self._known.get(address)
+            return known is None or known.storage.expired()
+        unknown = self._unknown_on_host.get(address)
+        return unknown is not None and not unknown.storage.expired()
 
     def _is_uncertain(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's values are unknown or depend on an assumed routing."""

@@ -67,7 +67,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     config = SimpleNamespace(**(_defaults(model_class) | settings))
     describe = _INPUTS.get(model_class.__name__)
     if describe is None:
-        raise ModelError(f"{name}: it is not known here what {model_class.__name__} takes; {WRITE}")
+        raise ModelError(f"{name}: the inputs of {model_class.__name__} are not known here; {WRITE}")
     side = size.length if size is not None and size.length is not None else getattr(config, "sample_size", None)
     side = side if side is not None else _SIDES.get(model_class.__name__)
     if not isinstance(side, int):
@@ -76,7 +76,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     try:
         arguments, target = describe(_BatchShape(config, samples, side))
     except _UnknownInput as unknown:
-        raise ModelError(f"{name}: it is not known here what it takes for {unknown}; {WRITE}") from None
+        raise ModelError(f"{name}: its inputs for {unknown} are not known here; {WRITE}") from None
     shape = by_sides(next(iter(arguments.values())).shape[1:])
     if task.trains:
         arguments[TARGET] = target

@@ -12,7 +12,8 @@ from pytest_gpumem.units import nearest, whole_number
 ALL_LINEAR = "all-linear"
 """PEFT's word for all linear layers in a transformers model except the output layer."""
 DTYPE_OF_ADAPTERS = (
-    "bf16 and fp16 have adapters in that dtype, too; PEFT makes them in float32, and keeps a float32 input of each then"
+    "with bf16 and fp16 the adapters have this dtype as well; PEFT makes them in float32, and then keeps a float32 input "
+    "for each"
 )
 """A note beside figures, because most programs keep PEFT's float32 adapters."""
 _KEYS = ["r", "alpha", "targets"]
@@ -61,7 +62,7 @@ def lora(text: str) -> Lora:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise ModelError(f"{part.strip()!r} is no setting of LoRA: {_EXAMPLE}")
+            raise ModelError(f"{part.strip()!r} is not a LoRA setting: {_EXAMPLE}")
         if key not in _KEYS:
             raise ModelError(f"LoRA has no setting {key!r} here; {nearest(key, _KEYS)}")
         if key in settings:

@@ -76,7 +76,7 @@ def task_of(trains: bool | None, new_tokens: object, adapters: Lora | None, word
     infers = words.generate if new_tokens is not None else words.infers if trains is False else None
     if adapters is not None and infers is not None:
         raise ModelError(
-            f"{words.lora} trains adapters, and inference with merged ones is that of the plain model: "
+            f"{words.lora} trains adapters, and inference with merged adapters is the same as with the plain model: "
             f"leave {words.lora} or {infers} out"
         )
     if new_tokens is None:

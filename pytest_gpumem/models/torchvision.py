@@ -59,7 +59,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     if kind == "detection":
         return _detection(name, size, task.trains, make, model, len(weights.meta["categories"]))
     if kind in ("quantization", "optical_flow"):
-        raise ModelError(f"{name}: it is not known here how models for {kind.replace('_', ' ')} are trained; {WRITE}")
+        raise ModelError(f"{name}: the training of models for {kind.replace('_', ' ')} is not known here; {WRITE}")
     side = _side(weights) if size is None or size.length is None else size.length
     check_side(name, side, _least(weights.meta))
     sized = _SIZED.keys() & inspect.signature(type(model).__init__).parameters.keys()
@@ -95,7 +95,7 @@ def _detection(
 ) -> NamedModel:
     """Return a detection model, which in training also takes the objects in the images, and returns its losses."""
     if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
-        raise ModelError(f"{name} takes more than boxes of what is in its images; {WRITE}; or measure inference")
+        raise ModelError(f"{name} needs more than boxes for the objects in its images; {WRITE}; or measure inference")
     resized: Any = model.transform
     side = (resized.fixed_size or resized.min_size)[-1] if size is None or size.length is None else size.length
     samples = 1 if size is None else size.samples

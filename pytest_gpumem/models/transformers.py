@@ -66,7 +66,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         else:
             inputs = prompt_of(model_class, config, size, task.new_tokens)
     except AttributeError as error:
-        raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
+        raise ModelError(f"{name}: its configuration lacks a setting that a batch needs: {error}") from None
 
     def make() -> torch.nn.Module:
         model: torch.nn.Module = model_class(copy.deepcopy(config))

@@ -74,11 +74,12 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         # For images, the configuration determines the side.
         length, shape = None, by_sides(tensors[PIXELS].shape[1:])
     else:
-        raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
+        raise ModelError(f"{model_class.__name__} takes {main}, an input that is not known here; {WRITE}")
     beside_texts = sorted({PIXELS, FEATURES, _SAMPLES} & parameters.keys() - tensors.keys()) if main == TOKENS else []
     if beside_texts and "return_loss" not in parameters:
         raise ModelError(
-            f"{model_class.__name__} takes {', '.join(beside_texts)} beside texts, in parts that follow none; {WRITE}"
+            f"{model_class.__name__} takes {', '.join(beside_texts)} in addition to texts, and their number per text is not "
+            f"known here; {WRITE}"
         )
     if "return_loss" in parameters and PIXELS in parameters:
         # The model compares texts with images, as CLIP does.
@@ -154,4 +155,4 @@ def _labels(
         return labels | (
             {"next_sentence_label": RandomTensor((samples,), 2)} if "next_sentence_label" in parameters else {}
         )
-    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure inference")
+    raise ModelError(f"the labels of {name} are not known here; {WRITE}; or measure inference")

@@ -30,7 +30,7 @@ def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens:
     """
     name, main, size = model_class.__name__, model_class.main_input_name, size or BatchSize(1)
     if main not in (TOKENS, FEATURES):
-        raise ModelError(f"{name} takes {main}, which is no prompt of tokens; {WRITE}")
+        raise ModelError(f"{name} takes {main}, which is not a prompt of tokens; {WRITE}")
     if main == FEATURES:
         if size.length is not None:
             raise ModelError(f"sounds of {name} have its own length: write {size.samples} for the batch")
