@@ -394,7 +394,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
             None,
-            "what labels BertForMultipleChoice takes",
+            "the labels of BertForMultipleChoice are not known here",
         ),
         ({"model_type": "segformer", "architectures": ["SegformerDecodeHead"]}, None, "SegformerDecodeHead"),
         (
