@@ -184,7 +184,7 @@ def test_of_torchvision_classes_pixels_and_frames_are_labelled_and_detection_is_
     assert told["frames"][0].endswith("VideoResNet, random weights; training, batch 2 of 3x16x112x112")
     assert told["boxes"][1] == {"images": [[3, 300, 300]] * 2, "targets": [{"boxes": [7, 4], "labels": [7]}] * 2}
     assert "needs more than boxes for the objects in its images; write a function" in told["masks"][0]
-    assert "not known here how models for optical flow are trained; write a function" in told["pairs"][0]
+    assert "the training of models for optical flow is not known here; write a function" in told["pairs"][0]
     assert told["unknown"][0].startswith(
         "torchvision:resnet5: torchvision has no such model; did you mean 'resnet50' or "
     )
