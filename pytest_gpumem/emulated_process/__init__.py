@@ -1,1 +1,1 @@
-"""A process on an emulated GPU: its start, and what it used when it ends."""
+"""Start processes on an emulated GPU, and record their memory usage."""

@@ -1,6 +1,6 @@
-"""Import hook that loads the stand-ins before torch, and enters the mode for values of small tensors after it.
+"""Import hook that loads the stand-ins before torch, and afterwards enters the mode that computes small values.
 
-Imports nothing of this package until torch is imported: it is run at the start of every Python (``startup``).
+The module runs at the start of every Python process (``startup``), so it imports nothing from this package before torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
-"""Variable with the figures of the emulated GPU, which may be of a project that a process knows nothing of."""
+"""Variable with the emulated GPU's figures, because a child process may not find the project that defines the GPU."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Set for each process of a program that `gpumem emulate` runs. It prints its peaks when it ends, or with `QUIET` only what is
-wrong with them."""
+"""Variable for each process that `gpumem emulate` runs. The process prints its peaks at its end. If the value is `QUIET`, it
+prints only reasons why figures may be wrong."""
 QUIET = "quiet"
 USAGE = "GPUMEM_EMULATED_USAGE"
-"""The folder to which each process writes its usage, if it does."""
+"""Variable with the folder to which each process writes its usage."""
 STEPS = "GPUMEM_EMULATED_STEPS"
-"""With `USAGE`: the number of an optimizer's steps after which a process ends, if it does."""
+"""Variable with the number of optimizer steps after which a process ends. It needs `USAGE`."""
 _MOST_SECONDS = 10.0
-"""Seconds that the end of a process waits for autograd's threads: as many as torch itself waits."""
+"""Seconds to wait for autograd's threads at exit. torch itself waits for the same time."""
 
 
 class _BeforeTorch(MetaPathFinder):
-    """First of all finders, which is called when torch is about to be imported."""
+    """Finder before all other finders, which notices when torch is about to be imported."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -60,7 +60,7 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                # The first that is registered is the last that is called.
+                # Exit functions run in reverse order, so this function runs last.
                 atexit.register(_wait_for_autograd)
                 from pytest_gpumem.host_values import scope
 
@@ -72,21 +72,21 @@ class _BeforeTorch(MetaPathFinder):
 
 
 def install(word: str) -> None:
-    """Emulate the GPU that ``word`` names (``"emulated:h100"``) as soon as torch is imported. Twice does nothing more."""
-    # By its name: a process that was started within such a session has it from a module of another name.
+    """Emulate a GPU such as ``"emulated:h100"`` as soon as torch is imported. A second call has no effect."""
+    # Compare names of classes, because `sitecustomize` loads this file as a module with another name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
 
 
 def gpu_told() -> Mapping[str, Gpu]:
-    """Return by its name the GPU of a project's own that the process which started this one has told of; none otherwise."""
+    """Return the project's own GPU that the parent process described, by its name; empty if there is none."""
     from pytest_gpumem.emulation.gpus import from_description
 
     return from_description(os.environ.get(DESCRIPTION))
 
 
 def record_if_told_to() -> None:
-    """Record peaks or usage of this process where the environment says so. torch has been imported."""
+    """Record peaks or usage of this process if a variable asks for it. torch must be imported."""
     if printed := os.environ.get(PEAKS):
         from pytest_gpumem.emulated_process.peaks import print_at_exit
 
@@ -99,27 +99,32 @@ def record_if_told_to() -> None:
 
 
 def _wait_for_autograd() -> None:
-    """Wait until autograd's threads have let go of what they ran.
+    """Wait until autograd's threads have released the nodes that they ran.
 
-    ``backward`` returns before, and what a thread lets go of may be Python's. Where no kernel takes time, the interpreter may
-    be ending by then: it ends a thread that asks for its lock, and C++ aborts the process, as this leaves a destructor.
+    ``backward`` returns earlier, and a thread may still release Python objects. On an emulated GPU no kernel takes time, so the
+    interpreter may already be ending. It then ends each thread that asks for the interpreter's lock. If the thread is in a C++
+    destructor at this moment, C++ aborts the process.
     """
-    until = time.monotonic() + _MOST_SECONDS
-    before, now = None, _threads_of_autograd()
-    while now and not (now == before and all(asleep for asleep, _ in now.values())) and time.monotonic() < until:
-        time.sleep(0.002)  # without the interpreter's lock: a thread that waits for it wakes up
-        before, now = now, _threads_of_autograd()
+    deadline = time.monotonic() + _MOST_SECONDS
+    previous, current = None, _threads_of_autograd()
+    while (
+        current
+        and not (current == previous and all(is_asleep for is_asleep, _ in current.values()))
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.002)  # releases the interpreter's lock, so a waiting thread wakes up
+        previous, current = current, _threads_of_autograd()
 
 
 def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
-    """Return, for each thread of autograd by its id, whether it sleeps, and how often it has gone to sleep."""
-    found = {}
+    """Return whether each autograd thread sleeps, and how often it has gone to sleep, by thread id."""
+    states = {}
     for thread in Path("/proc/self/task").glob("*"):
         try:
             # A thread's name may be any bytes.
             if (thread / "comm").read_bytes().startswith(b"pt_autograd"):
                 status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
-                found[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
+                states[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
         except OSError:
-            continue  # it has ended
-    return found
+            continue  # the thread has ended
+    return states

@@ -1,4 +1,8 @@
-"""Server that forks a program's process for each emulated GPU, from one in which the packages that it imports are loaded."""
+"""Server that imports a program's packages once, and forks a process of the program for each emulated GPU.
+
+Example: `gpumem fit` runs ``train.py`` on `h100`, `a100` and `l4`. The server imports torch once, which takes some seconds, and
+each of the three forks starts with torch already imported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Set while packages are imported: torch asks NVML whether there is a GPU, then, and not CUDA, which no fork could use."""
+"""Set while packages are imported, so torch asks NVML for GPUs. A fork could not use CUDA after its parent has used it."""
 CODE = """
 import sys
 if not getattr(sys.flags, "safe_path", False):
@@ -38,44 +42,47 @@ if not getattr(sys.flags, "safe_path", False):
 from pytest_gpumem.emulated_process.fork_server import serve
 serve([int(descriptor) for descriptor in sys.argv[2:]])
 """
-"""Code that a Python is started with to be the server: arguments are the program's folder and descriptors of connections."""
+"""The server's Python code (for ``python -c``). Its arguments are the program's folder and the connections' descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command of Python's."""
+    """A Python command."""
 
     command: tuple[str, ...]
     """``("/usr/bin/python", "train.py", "--batch", "8")`` or ``("python", "-m", "train")``."""
     imported: tuple[str, ...]
-    """The modules to import before it is forked."""
+    """The modules to import before the first fork."""
 
     @property
     def folder(self) -> str:
-        """The first of the folders in which it looks for modules."""
+        """The first folder in which the program searches for modules."""
         return str(Path.cwd() if self.command[1] == "-m" else Path(self.command[1]).resolve().parent)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A process of the program that is asked for."""
+    """A request for a process of the program."""
 
     gpu: Gpu
     environment: dict[str, str]
-    """Variables beside the server's own."""
+    """Environment variables in addition to the server's own."""
     output: str
-    """The file that standard output is added to."""
+    """The file to which standard output is appended."""
     errors: str
+    """The file to which standard error is appended."""
 
 
 def serve(descriptors: Sequence[int]) -> None:
-    """Import a program's packages, and fork its process as often as is asked; in each of them, be the program.
+    """Import a program's packages, and fork a process of the program for each request.
 
-    To the `Program` that it is sent the server answers with the reason why it cannot fork, as a clause, or ``None``; to each
-    `Fork` with the process's id, then with its exit status, which is negative where a signal ended it.
+    The server answers a `Program` with ``None``, or with the reason why it cannot fork, as a clause. It answers each `Fork`
+    with the process's id, and later with its exit status, which is negative if a signal ended the process.
+
+    In a forked process, this function runs the program and does not return.
 
     Args:
-        descriptors: Those of connections, each served by a process of its own once packages are imported: the first by this.
+        descriptors: File descriptors of connections. This process serves the first, and forks a server for each other one.
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     connection = connections[0]
@@ -83,31 +90,35 @@ def serve(descriptors: Sequence[int]) -> None:
     _import(program.imported)
     connection.send(_why_not())
     connection, servers = _share(connections)
-    asked = _wait_for_work(connection)
-    if asked is None:
+    request = _wait_for_work(connection)
+    if request is None:
         for server in servers:
             os.waitpid(server, 0)
         os._exit(0)
     connection.close()
-    _begin(asked)
+    _begin(request)
     _run(program.command)
 
 
 def _import(modules: Sequence[str]) -> None:
-    given = os.environ.get(BY_NVML)
+    previous = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
     for name in modules:
-        # The program may have changed something before that, and imports it by itself then.
+        # The import may need something that the program sets up first. Then the program imports the module itself.
         with suppress(Exception):
             importlib.import_module(name)
-    if given is None:
+    if previous is None:
         del os.environ[BY_NVML]
     else:
-        os.environ[BY_NVML] = given
+        os.environ[BY_NVML] = previous
 
 
 def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
-    """Fork a server for each connection but the first; return the connection of this one, and the servers that it forked."""
+    """Fork a server for each connection except the first.
+
+    Returns:
+        The connection of the current process, and the ids of the servers that it forked.
+    """
     own = connections[0]
     servers: list[int] = []
     for other in connections[1:]:
@@ -118,35 +129,39 @@ def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
         servers.append(server)
     for other in connections:
         if other is not own:
-            other.close()  # whoever holds it would hide that its server has ended
+            other.close()  # an open copy would hide the end of the connection's server
     return own, servers
 
 
 def _wait_for_work(connection: Connection) -> Fork | None:
-    """Fork a process for each run that is asked for, and return that in it; ``None`` here, when nothing more will be."""
+    """Fork a process for each request.
+
+    Returns:
+        The request in a forked process; ``None`` in the server, after the connection was closed.
+    """
     while True:
         try:
-            asked: Fork = connection.recv()
+            request: Fork = connection.recv()
         except EOFError:
             return None
         process = _forked()
         if not process:
-            return asked
+            return request
         connection.send(process)
         connection.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
 def _forked() -> int:
-    """Fork this process, and return the other one's id; 0 in that. It leads a process group, with what it starts itself."""
+    """Fork this process, and return the child's id, or 0 in the child. The child leads a new process group."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python's, of threads: those of libraries (OpenBLAS) stop before a fork.
+        # Python warns about threads, but the threads of libraries such as OpenBLAS stop before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
         end_with_parent()
-    # In both: neither can go on before it is so. The other may have ended, or be another program by now.
+    # Both processes set the group, so neither continues without it. The child may have ended, or run another program already.
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, 0)
     return process
@@ -157,37 +172,37 @@ def _why_not() -> str | None:
     if emulation is None:
         return "torch was not imported"
     if emulation.was_told():
-        return "an import asks what the GPU is"
+        return "an import asks for the GPU's properties"
     return "an import starts threads" if threading.active_count() > 1 else None
 
 
-def _begin(asked: Fork) -> None:
-    """Be as if all that was imported were imported only now, on the GPU that is asked for."""
-    for number, path in ((1, asked.output), (2, asked.errors)):
+def _begin(request: Fork) -> None:
+    """Set up the forked process for the requested GPU, as if it had imported all modules itself."""
+    for number, path in ((1, request.output), (2, request.errors)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    os.environ.update(asked.environment)
-    become(asked.gpu)
+    os.environ.update(request.environment)
+    become(request.gpu)
     record_if_told_to()
     importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # Python's own generator is seeded anew in each fork
+        numpy.random.seed()  # Python seeds its own generator in each fork
 
 
 def _run(command: tuple[str, ...]) -> NoReturn:
-    """Run the program as ``__main__``, and end as the interpreter does."""
-    leave, loaded, files = os._exit, set(sys.modules), _open_files()  # the recorder replaces the first
+    """Run the program as ``__main__``, and end the process as the interpreter does."""
+    leave, loaded, files = os._exit, set(sys.modules), _open_files()  # the usage recorder replaces `os._exit`
     sys.orig_argv = list(command)
-    given = vars(sys.modules["__main__"])
+    server_main = vars(sys.modules["__main__"])
     sys.modules["__main__"] = ModuleType("__main__")
     vars(sys.modules["__main__"]).update(
-        {"__builtins__": builtins}, **{name: {} for name in given if name == "__annotations__"}
+        {"__builtins__": builtins}, **{name: {} for name in server_main if name == "__annotations__"}
     )
     status = _status_of(_run_module if command[1] == "-m" else _run_file, command)
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 -- the interpreter's own way
     atexit._run_exitfuncs()  # noqa: SLF001 -- likewise
-    # To end all objects, as the interpreter does, would take longer than most runs: only files are written to their end.
+    # The interpreter destroys all objects at exit, which would take longer than most runs. Here only open files are flushed.
     if _open_files() - files:
         for name in ["__main__", *(name for name in sys.modules if name not in loaded)]:
             _clear(sys.modules.pop(name, None))
@@ -202,7 +217,7 @@ def _run(command: tuple[str, ...]) -> NoReturn:
 
 
 def _clear(module: ModuleType | None) -> None:
-    """Let go of a module's values one by one, as the interpreter does: collected together, a file would lose its buffer."""
+    """Release a module's values one by one, as the interpreter does. If all were collected together, files could lose data."""
     values = vars(module) if isinstance(module, ModuleType) else {}
     for name in [name for name in values if name != "__builtins__"]:
         values[name] = None
@@ -228,7 +243,7 @@ def _run_file(command: tuple[str, ...]) -> None:
 
 
 def _status_of(run: Callable[[tuple[str, ...]], None], command: tuple[str, ...]) -> int:
-    """Run ``run`` and return the exit status, negative for Ctrl-C. An error is shown without the frames here."""
+    """Call ``run`` and return the exit status, negative for Ctrl-C. Errors are printed without the frames of this module."""
     try:
         run(command)
     except SystemExit as end:
@@ -237,10 +252,10 @@ def _status_of(run: Callable[[tuple[str, ...]], None], command: tuple[str, ...])
         print(end.code, file=sys.stderr)  # noqa: T201 -- as the interpreter does
         return 1
     except BaseException as error:  # noqa: BLE001
-        own = 2
-        shown = error.__traceback__
-        while shown is not None and own:
-            shown, own = shown.tb_next, own - 1
-        sys.excepthook(type(error), error.with_traceback(shown), shown)
+        own_frames = 2
+        traceback = error.__traceback__
+        while traceback is not None and own_frames:
+            traceback, own_frames = traceback.tb_next, own_frames - 1
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

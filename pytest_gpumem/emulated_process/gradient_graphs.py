@@ -1,4 +1,4 @@
-"""Memory that graphs of gradients can keep in a program that never runs a backward: inference without ``torch.no_grad()``."""
+"""Find memory that gradient graphs may keep in a program without a backward pass: inference without ``torch.no_grad()``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BackwardWatch:
-    """Notes for the rest of the process whether autograd's engine ran."""
+    """Records whether autograd's engine has run in this process."""
 
     def __init__(self) -> None:
         self._may_have_run = not engine_run_is_seen()
@@ -32,24 +32,25 @@ class BackwardWatch:
         return nullcontext()
 
     def bytes_without_tensor(self, device: int, allocated: int) -> int | None:
-        """Return how many allocated bytes no tensor of the program holds, if graphs of gradients are what can hold them.
+        """Return the allocated bytes that belong to no tensor in the program, if gradient graphs may keep them.
 
-        A tensor that only a graph saved has no Python object, or no object of Python refers to that. Workspaces count as well.
+        If only a graph saves a tensor, the tensor has no Python object, or nothing refers to the object. Workspaces are
+        included.
 
         Args:
-            device: The number of the device.
-            allocated: The bytes that are allocated on the device.
+            device: Index of the device.
+            allocated: Allocated bytes on the device.
 
         Returns:
-            ``None`` if a backward ran, if the program has an optimizer and so may train, if gradients are not recorded in this
-            thread, or if no tensor on the device has a graph.
+            ``None`` if a backward pass has run, if the program has an optimizer (it may train), if this thread records no
+            gradients, or if no tensor on the device has a graph.
         """
         if self._may_have_run or not torch.is_grad_enabled() or alive(torch.optim.Optimizer):
             return None
         objects = gc.get_objects()
         referred = {*map(id, gc.get_referents(*objects)), *map(id, _locals())}
         with outside_torch_function():
-            # By the class's own methods: a subclass may have code of its own for these.
+            # Call the methods of `torch.Tensor` itself, because a subclass may override them.
             tensors = [
                 value
                 for value in objects
@@ -65,7 +66,7 @@ class BackwardWatch:
 
 
 def _locals() -> Iterator[object]:
-    """Yield the local variables of all threads: the collector does not go through a frame that runs."""
+    """Yield the local variables of all threads, because the garbage collector does not visit running frames."""
     for thread in sys._current_frames().values():  # noqa: SLF001 -- the interpreter's, documented
         for frame, _ in walk_stack(thread):
             if frame.f_globals is not globals():

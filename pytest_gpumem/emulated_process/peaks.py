@@ -1,4 +1,12 @@
-"""Peaks of a program on an emulated GPU, whether or not it resets them, and their report at its end with lines of code."""
+"""Report the peaks of a program on an emulated GPU at its end, with the lines that allocated. Resets are taken into account.
+
+Example: ``gpumem emulate h100 -- python mlp.py`` prints this for a perceptron with 1,024, 4,096 and 1,024 units and its
+backward pass on 64 samples. At most 8 lines of the program are listed. ::
+
+    gpumem: NVIDIA H100 80GB HBM3 (emulated), cuda:0: peak 135.57 MB allocated, 140.51 MB reserved. Live then:
+        68.18 MB      6 x  no line of the program
+        33.57 MB      4 x  mlp.py:2 <module>
+"""
 
 from __future__ import annotations
 
@@ -25,25 +33,25 @@ if TYPE_CHECKING:
 
 
 def keeps_statistics() -> bool:
-    """Return whether the process's allocator keeps statistics: one that the program gave to torch has none."""
+    """Return whether the process's allocator keeps statistics. An allocator that the program gave to torch keeps none."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
 class KeptPeaks:
-    """Peaks in bytes, by device. They stay empty where the allocator keeps no statistics."""
+    """Peaks in bytes, by device. They are empty if the allocator keeps no statistics."""
 
     def __init__(self) -> None:
         self.allocated: Counter[int] = Counter()
         self.reserved: Counter[int] = Counter()
-        # Entered for good, and left while torch is still there.
+        # The context is entered once, and left at exit while torch is still loaded.
         self._entered = ExitStack()
 
     def begin(self) -> None:
-        """Take the peaks before each reset from now on."""
+        """From now on, read the peaks before each reset."""
         self._entered.enter_context(before_each_reset(self.take, "cuda"))
 
     def take(self) -> None:
-        """Take the peaks since the last reset."""
+        """Read the peaks since the last reset."""
         if not keeps_statistics():
             return
         for device in range(torch.cuda.device_count()):
@@ -58,7 +66,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """Live bytes at the peak: in all, and blocks and bytes by the line that made them."""
+    """Live bytes at the peak: the total, and the blocks and bytes by the line that allocated them."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -69,16 +77,16 @@ def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
     """Return the live bytes at the peak of an allocator's history.
 
     Args:
-        trace: Its entries, as in the snapshots of PyTorch: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
+        trace: The history's entries, as in PyTorch's snapshots: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
             ``frames``.
-        torchs: torch's folder: the line of a block is the nearest outside of it.
+        torchs: torch's folder. A block's line is the nearest line outside this folder.
     """
     totals = [total for total, _ in _replayed(trace)]
     peak = max(range(len(totals)), key=totals.__getitem__, default=0)
-    most, kept = next(islice(_replayed(trace), peak, None), (0, {}))
+    most, live = next(islice(_replayed(trace), peak, None), (0, {}))
     by_line: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
-    for entry in kept.values():
+    for entry in live.values():
         line = line_of(entry.get("frames", ()), torchs)
         by_line[line] += int(entry["size"])
         blocks[line] += 1
@@ -86,7 +94,7 @@ def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
 
 
 def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[int, Mapping[str, Any]]]]:
-    """Yield the live bytes after each entry of a history, and by address the entries that made them."""
+    """Yield the live bytes after each entry in a history, and the entries of live blocks by address."""
     live: dict[int, Mapping[str, Any]] = {}
     total = 0
     for entry in trace:
@@ -99,7 +107,7 @@ def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping
 
 
 def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
-    """Return the nearest line of the program, as ``file:line function``."""
+    """Return the nearest line in the program, as ``file:line function``."""
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith((torchs, _OURS, "<")):
@@ -108,10 +116,10 @@ def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
 
 
 def print_at_exit(*, is_quiet: bool) -> None:
-    """Print the peaks when the process ends, and why they may be wrong.
+    """Print the peaks when the process ends, and reasons why they may be wrong.
 
     Args:
-        is_quiet: Print only why the figures that the program prints itself may be wrong, and record no history.
+        is_quiet: Print only the reasons, and record no history.
     """
     when_cuda_begins(partial(_begin, is_quiet))
 
@@ -124,7 +132,9 @@ def _begin(is_quiet: bool) -> None:
         backend = torch.cuda.memory.get_allocator_backend()
         if backend == "native":
             start_cuda_history()
-        atexit.register(_print, peaks, backend)  # before what was registered earlier
+        atexit.register(
+            _print, peaks, backend
+        )  # exit functions run in reverse order, so this runs before `_print_doubts`
 
 
 def _print_doubts(peaks: KeptPeaks) -> None:
@@ -147,7 +157,7 @@ def _print(peaks: KeptPeaks, backend: str) -> None:
         for device, allocated in sorted(peaks.allocated.items()):
             if allocated:
                 peak = _peak(device, allocated, peaks.reserved[device])
-                _say(f"{peak}. What was live then is not known: the allocator ({backend}) keeps no history")
+                _say(f"{peak}. The live tensors at the peak are unknown: the allocator ({backend}) keeps no history")
 
 
 def _tell_with_lines(peaks: KeptPeaks) -> None:
@@ -156,7 +166,7 @@ def _tell_with_lines(peaks: KeptPeaks) -> None:
         peak = at_peak(trace, torchs)
         if not peak.nbytes:
             continue
-        # Blocks are rounded up in statistics only.
+        # Statistics round block sizes up, and the history does not.
         allocated = max(peak.nbytes, peaks.allocated[device])
         report = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))

@@ -1,4 +1,4 @@
-"""Emulation of a GPU in this process and in those that it starts."""
+"""Emulate a GPU in this process and its child processes."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 STARTUP = Path(__file__).with_name("startup")
-"""A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
+"""A folder for ``PYTHONPATH``. Its ``sitecustomize`` loads the stand-ins before torch is imported."""
 
 
 def emulate(gpu: Gpu) -> Emulation:
-    """Set up an emulated GPU for this process, and those that it starts, before torch is imported.
+    """Emulate a GPU in this process and its child processes. torch must not be imported yet.
 
     Raises:
-        EmulationError: It cannot be done here, or is too late.
+        EmulationError: No GPU can be emulated on this machine, torch is imported, or the process emulates another GPU.
     """
     emulation = load(gpu)
     os.environ.update(environment_for(gpu, os.environ))
     if str(STARTUP) not in sys.path:
-        # torch gives the processes in which it compiles this path, and not the variable.
+        # torch passes `sys.path` to its compile workers, and not the variable.
         sys.path.insert(0, str(STARTUP))
     return emulation
 
 
 def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for processes that are to find an emulated GPU, to be added to ``environment``."""
+    """Return the variables with which a child process emulates a GPU.
+
+    Args:
+        gpu: The GPU.
+        environment: The child's other variables, which may include ``PYTHONPATH``.
+    """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path and path != str(STARTUP)]
+    other_paths = [path for path in paths if path and path != str(STARTUP)]
     return {
         EMULATED: gpu.device,
         DESCRIPTION: described(gpu),
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), *others]),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *other_paths]),
     }

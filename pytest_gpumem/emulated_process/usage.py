@@ -1,4 +1,4 @@
-"""Usage of emulated GPUs by a program's processes. Each writes its own to a folder, which the process that started it reads."""
+"""GPU memory usage of a program's processes. Each process writes a file to a folder, and the parent process reads them."""
 
 from __future__ import annotations
 
@@ -16,102 +16,110 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """The peaks of PyTorch's allocator on one device over a process's life, in bytes."""
+    """The peaks of PyTorch's allocator on a device during the life of a process, in bytes."""
 
     device: int
-    """Its number among all that are emulated, whatever ``CUDA_VISIBLE_DEVICES`` says."""
+    """Index among all emulated devices, independent of ``CUDA_VISIBLE_DEVICES``."""
     allocated: int
     reserved: int
     retries: int
-    """Allocations that succeeded or failed only after cached memory had been given back."""
+    """Number of allocations that were tried again after the allocator had released cached memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanOut:
-    """The first time that a process ran out of memory."""
+    """The state when a process first ran out of memory. Figures are in bytes."""
 
     device: int
     wanted: int
-    """Bytes that could not be allocated."""
+    """Size of the failed allocation."""
     allocated: int
     reserved: int
     line: str
-    """The program's line that allocated, or called ``backward()``: ``/path/train.py:12 step``. Empty where there is none."""
+    """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. May be empty."""
     without_tensor: int | None = None
-    """Allocated bytes that no tensor of the program holds, if graphs of gradients can hold them: no backward had run, and the
-    program had no optimizer. ``None`` otherwise."""
+    """Allocated bytes that belong to no tensor in the program, so gradient graphs may keep them.
+
+    ``None`` if a backward pass had run or the program had an optimizer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """Usage of emulated GPUs by one process."""
+    """GPU memory usage of a process."""
 
     began: int
-    """The time of its first use of CUDA, in ns of the machine's monotonic clock."""
+    """Time of the first use of CUDA, in ns on the machine's monotonic clock."""
     ended: int | None
-    """``None`` where it was killed before it could write it: then all else is as it was when it was last written."""
+    """Time of the process's end. ``None`` if it was killed; then all figures are from the last file that it wrote."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
     expandable: bool = False
-    """True if the allocator's segments were expandable."""
+    """True if the allocator used expandable segments."""
     unknown: str | None = None
-    """The first read of a value that is not computed and may have changed what came after, with its line."""
+    """The first read of an uncomputed value that may have changed the program's memory, with its line."""
     without_statistics: bool = False
-    """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
+    """True if the program set its own allocator, which keeps no statistics, so its memory is unknown."""
     lacking: str | None = None
-    """The reason why its peaks may be too low, as a clause, where they lack what cuDNN takes on a GPU."""
+    """The reason why peaks may be too low, as a clause, if cuDNN's memory is not fully known."""
     no_kernels: str | None = None
-    """The clause that torch has no kernels for the GPU, and for which it has; ``None`` where it has."""
+    """A clause from `no_kernels`, if torch has no kernels for the GPU."""
     imported: tuple[str, ...] = ()
-    """Modules of installed packages, in the order of their imports: those from before CUDA was used, and all of torch's."""
+    """Modules from installed packages in import order: all that were imported before CUDA was used, and all from torch."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
-    """Write ``usage`` into ``folder``, in place of an earlier one of this name."""
+    """Write a usage file into ``folder``. An earlier file with the same name is replaced."""
     write_whole(folder / f"{name}.json", json.dumps(asdict(usage)))
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
     """Return the usages in ``folder``, in the order in which the processes began to use CUDA."""
-    found = []
+    usages = []
     for path in folder.glob("*.json"):
         plain = json.loads(path.read_text(encoding="utf-8"))
         devices = tuple(DeviceUsage(**device) for device in plain["devices"])
         ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
         imported = tuple(plain["imported"])
-        found.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out, "imported": imported}))
-    return tuple(sorted(found, key=lambda usage: usage.began))
+        usages.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out, "imported": imported}))
+    return tuple(sorted(usages, key=lambda usage: usage.began))
 
 
 def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
-    """Return a clause where a release of torch has no kernels for a GPU.
+    """Return a clause if a release of torch has no kernels for a GPU; otherwise ``None``.
 
-    Those compiled for ``sm_86`` run on GPUs of the same major version from 8.6 on; ``compute_90`` is compiled by the driver,
-    for any from 9.0 on (CUDA C++ Programming Guide, "Application Compatibility").
+    Kernels for ``sm_86`` run on GPUs with the same major version from 8.6 on. The driver compiles ``compute_90`` for any GPU
+    from 9.0 on (CUDA C++ Programming Guide, "Application Compatibility").
+
+    Example:
+        ``no_kernels("2.9.0", ["sm_80", "sm_90"], (12, 0))`` returns ``"torch 2.9.0 has kernels for compute capability 8.0,
+        9.0, and none for 12.0"``.
 
     Args:
-        torch: The release.
-        architectures: What `torch.cuda.get_arch_list` returns.
+        torch: The torch release.
+        architectures: Return value of `torch.cuda.get_arch_list`.
         capability: The GPU's compute capability.
     """
-    theirs = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one) for one in architectures]
-    built = [(one[1], (int(one[2]), int(one[3]))) for one in theirs if one]
+    matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", architecture) for architecture in architectures]
+    built = [(match[1], (int(match[2]), int(match[3]))) for match in matches if match]
     if not built or any(
         version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built
     ):
         return None
     major, minor = capability
-    known = ", ".join(f"{one[0]}.{one[1]}" for one in sorted({version for _, version in built}))
-    return f"torch {torch} has kernels for compute capability {known}, and none for {major}.{minor}"
+    built_for = ", ".join(f"{version[0]}.{version[1]}" for version in sorted({version for _, version in built}))
+    return f"torch {torch} has kernels for compute capability {built_for}, and none for {major}.{minor}"
 
 
 def among_all(device: int, visible: str | None) -> int:
-    """Return the number among all devices of the one that a process calls ``device``.
+    """Return the index among all devices for a device index in a process.
+
+    Example: with ``CUDA_VISIBLE_DEVICES=2,3``, device 0 in the process is device 2 among all.
 
     Args:
-        device: Its number in the process.
-        visible: The process's ``CUDA_VISIBLE_DEVICES``. Devices that are named otherwise than by number are taken as they come.
+        device: Index of the device in the process.
+        visible: The process's ``CUDA_VISIBLE_DEVICES``. If it contains names instead of numbers, ``device`` is returned.
     """
     numbers = [number.strip() for number in (visible or "").split(",")]
     return int(numbers[device]) if device < len(numbers) and numbers[device].isdigit() else device

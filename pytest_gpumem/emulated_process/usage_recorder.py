@@ -1,4 +1,4 @@
-"""Recorder of a process's usage of an emulated GPU, which is written when it ends or first runs out of memory."""
+"""Record a process's GPU memory usage, and write it at exit and when the process first runs out of memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdl
 
 
 def record_usage(folder: Path, steps: int | None = None) -> None:
-    """Record from the moment that this process first uses CUDA.
+    """Record the usage of this process from its first use of CUDA.
 
     Args:
-        folder: Where a file is left.
-        steps: End the process, with status 0, when one of its optimizers has made so many steps and begins another.
+        folder: The folder for the usage file.
+        steps: Number of steps after which the process ends with status 0, when an optimizer begins the next step.
     """
     recorder = _Recorder(folder)
     when_cuda_begins(recorder.begin)
@@ -75,20 +75,20 @@ class _Recorder:
 
         os._exit = end_and_leave
 
-    def _out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
+    def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
         self._times += 1
         if self._ran_out is None:
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
             without_tensor = None
-            # The allocator is about to raise, and an object of the program may refuse to be looked at.
+            # The allocator is about to raise, and an object in the program may raise while it is inspected.
             if self._backward is not None:
                 with suppress(Exception):
                     without_tensor = self._backward.bytes_without_tensor(device, allocated)
-            self._ran_out = RanOut(_number(device), wanted, allocated, reserved, _programs_line(), without_tensor)
+            self._ran_out = RanOut(_number(device), requested, allocated, reserved, _programs_line(), without_tensor)
             self._write(None)
 
     def _end(self) -> None:
-        # A process that was forked has this from its parent.
+        # A forked process inherits this exit function from its parent.
         if self._process == os.getpid():
             self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
             self._write(time.monotonic_ns())
@@ -124,9 +124,9 @@ def _number(device: int) -> int:
 
 
 def _installed() -> list[str]:
-    """Return the modules that are imported, to their end, from a folder of installed packages, whichever environment's."""
+    """Return the names of completely imported modules from installed packages, in any environment."""
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())}
-    begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # as importlib notes it
+    begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # set by importlib
     return [
         name
         for name, spec in specs.items()
@@ -136,7 +136,7 @@ def _installed() -> list[str]:
 
 
 def _programs_line() -> str:
-    """Return the program's line that this thread is at, or that of the main thread (autograd's threads have none)."""
+    """Return the program's current line in this thread, or in the main thread if this is a thread of autograd."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- the interpreter's, documented
     threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
     for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
@@ -148,17 +148,17 @@ def _programs_line() -> str:
 
 
 def _end_after(steps: int) -> None:
-    """End this process when an optimizer has made so many steps and begins another."""
+    """End this process when an optimizer has made this many steps and begins the next step."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    made: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+    step_counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
-    def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if made.get(optimizer, 0) == steps:
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if step_counts.get(optimizer, 0) == steps:
             sys.stdout.flush()
             sys.stderr.flush()
-            # An exception might be caught, and what is done at the end (saving, evaluating) is not asked for.
+            # The program could catch an exception, and would then save or evaluate at its end.
             os._exit(0)
-        made[optimizer] = made.get(optimizer, 0) + 1
+        step_counts[optimizer] = step_counts.get(optimizer, 0) + 1
 
-    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_pre_hook(before_step)

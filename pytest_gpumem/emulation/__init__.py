@@ -1,1 +1,1 @@
-"""A GPU's memory without a GPU: the CUDA build of torch over stand-ins for the libraries that talk to the driver."""
+"""Emulate a GPU's memory: run the CUDA build of torch with stand-ins for the libraries above NVIDIA's driver."""

@@ -1,4 +1,4 @@
-"""Compile the stand-ins that the installed torch needs, once, and keep them."""
+"""Compile the stand-ins for the installed torch, and cache them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 FIRST = "libcudart"
-"""Loaded before the others, which link to it: it has the GPU."""
+"""The library to load first. It contains the emulated GPU, and the other libraries link to it."""
 LINKED = "libcuda.so"
-"""The driver's name for a linker, for older releases of Triton."""
+"""The driver's file name for a linker, for older releases of Triton."""
 PLANNER = "cudnn_planner"
 """The program in which the real cuDNN plans convolutions."""
 _C = ("-std=gnu11", "-O2", "-w")
@@ -37,7 +37,7 @@ _FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
 class _Needed(NamedTuple):
-    """The functions that torch takes from one library, and the version nodes that it takes them from."""
+    """The functions needed from a library, and their version nodes."""
 
     library: Library
     names: set[str]
@@ -45,12 +45,12 @@ class _Needed(NamedTuple):
 
 
 def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
-    """Return the shared libraries that stand in for those that ``torch`` needs, in the order to load them.
+    """Return the stand-ins for torch's libraries, in loading order.
 
-    They are compiled if they are not in the cache (some seconds).
+    They are compiled if they are not in the cache, which takes some seconds.
 
     Raises:
-        EmulationError: They cannot be compiled or kept.
+        EmulationError: The stand-ins cannot be compiled or cached.
     """
     try:
         cache = cache_root() / "emulation"
@@ -62,8 +62,8 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
         check_own(folder)
     except CacheRefused as error:
         raise EmulationError(f"the emulated GPU's libraries cannot be kept: {error}") from None
-    there = (path for path in folder.glob("*.so*") if not path.is_symlink())
-    return tuple(sorted(there, key=lambda path: (not path.name.startswith(FIRST), path.name)))
+    libraries = (path for path in folder.glob("*.so*") if not path.is_symlink())
+    return tuple(sorted(libraries, key=lambda path: (not path.name.startswith(FIRST), path.name)))
 
 
 def _sources() -> dict[str, str]:
@@ -74,9 +74,9 @@ def _sources() -> dict[str, str]:
 
 
 def _key(torch: TorchBuild, beside: Needs) -> str:
-    """Return a hash of what the stand-ins are made of, in 16 digits.
+    """Return a hash with 16 digits of all inputs of the stand-ins.
 
-    Torch's libraries by size and time, what others need ``beside`` it, and our sources.
+    The inputs are torch's libraries (by size and modification time), the functions needed by other packages, and the sources.
     """
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
@@ -89,7 +89,7 @@ def _key(torch: TorchBuild, beside: Needs) -> str:
 
 
 def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
-    """Compile into a folder of our own beside ``folder``, and put it there whole: another session may do the same."""
+    """Compile into a temporary folder and rename it to ``folder``, because another session may compile at the same time."""
     compiler = _compiler()
     try:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
@@ -103,16 +103,16 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
         try:
             draft.rename(folder)
         except OSError as error:
-            if not folder.is_dir():  # else another session was faster, and its libraries are the same
+            if not folder.is_dir():  # otherwise another session was faster and compiled the same libraries
                 raise EmulationError(f"the emulated GPU's libraries cannot be put into {folder}: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def _compiler() -> tuple[str, ...]:
-    """Return the C compiler with its first arguments: the words in ``CC``, as for make, else an installed compiler.
+    """Return the C compiler with its first arguments: the words in ``CC``, or an installed compiler.
 
-    ``CC="ccache gcc -m64"`` is ``("ccache", "gcc", "-m64")``.
+    Example: ``CC="ccache gcc -m64"`` returns ``("ccache", "gcc", "-m64")``.
 
     Raises:
         EmulationError: ``CC`` has an open quote, or no compiler is installed.
@@ -137,7 +137,7 @@ def _compiler() -> tuple[str, ...]:
 
 def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
     needed = _needed(torch)
-    for soname in needed.keys() & beside.keys():  # libraries of another CUDA are not for this torch
+    for soname in needed.keys() & beside.keys():  # torch does not load libraries from another CUDA release
         needed[soname].names.update(name for name, _ in beside[soname])
         needed[soname].versions.update(version for _, version in beside[soname] if version is not None)
     sources = draft / "source"
@@ -158,7 +158,7 @@ def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draf
 def _compile(
     compiler: Sequence[str], torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
 ) -> None:
-    """Compile one library; the loader warns where a version node is missing that torch asks for."""
+    """Compile a library with all needed version nodes, because the loader warns about missing nodes."""
     library = needed.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
@@ -177,7 +177,7 @@ def _compile(
 
 
 def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
-    """Compile the program that plans convolutions with the real cuDNN, beside the libraries."""
+    """Compile the program for planning convolutions with the real cuDNN, beside the libraries."""
     program = sources.parent / PLANNER
     command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
     _run_compiler(compiler, command, PLANNER)
@@ -186,18 +186,18 @@ def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
 def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str) -> None:
     name = shlex.join(compiler)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
+        process = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
     except OSError as error:
         missing = "" if shutil.which(compiler[0]) else f"; install {compiler[0]}, or set CC to another compiler"
         raise EmulationError(f"the C compiler {name} cannot be run: {error.strerror}{missing}") from None
-    if done.returncode != 0:
+    if process.returncode != 0:
         raise EmulationError(
-            f"the C compiler {name} failed on the emulated GPU's {product}:\n{done.stderr.strip()[-2000:]}"
+            f"the C compiler {name} failed on the emulated GPU's {product}:\n{process.stderr.strip()[-2000:]}"
         )
 
 
 def _needed(torch: TorchBuild) -> dict[str, _Needed]:
-    """Return the functions that torch takes from each of NVIDIA's libraries, by soname."""
+    """Return the functions needed from NVIDIA's libraries, by soname."""
     needed: dict[str, _Needed] = {}
     unversioned: set[str] = set()
 
@@ -217,10 +217,10 @@ def _needed(torch: TorchBuild) -> dict[str, _Needed]:
         for symbol in needs.symbols:
             if symbol.library is None:
                 unversioned.add(symbol.name)
-            elif (of := needed_of(symbol.library)) is not None:
-                of.names.add(symbol.name)
-                of.versions.update(() if symbol.version is None else (symbol.version,))
+            elif (library_needs := needed_of(symbol.library)) is not None:
+                library_needs.names.add(symbol.name)
+                library_needs.versions.update(() if symbol.version is None else (symbol.version,))
     needed[DRIVER].names.update(needs_of_triton())
-    for of in needed.values():
-        of.names.update(name for name in unversioned if of.library.symbols.match(name))
+    for library_needs in needed.values():
+        library_needs.names.update(name for name in unversioned if library_needs.library.symbols.match(name))
     return needed

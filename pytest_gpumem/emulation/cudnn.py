@@ -1,4 +1,4 @@
-"""cuDNN on an emulated GPU. The real one plans convolutions where it is installed, and needs no GPU."""
+"""Plan convolutions on an emulated GPU with the real cuDNN, if it is installed. Planning needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 _OLDEST = (9, 8)
-"""The first release that plans for a GPU that is only described to it."""
+"""The oldest release that can plan for a GPU from its description."""
 
 
 WHY_RECURRENT = (
-    "what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, and their workspaces as less than there "
-    "(0 on GPUs that are not Hopper's), since cuDNN tells both on a GPU only"
+    "the bytes that recurrent layers keep for backward are those of an H100 with cuDNN 9.19, and their workspaces are taken as "
+    "smaller than on an H100 (as 0 on GPUs other than Hopper's), because cuDNN reports both only on a GPU"
 )
-"""The reason why peaks with recurrent layers may be too low, as a clause."""
+"""The reason why peaks may be too low with recurrent layers, as a clause."""
 
 
 _UNPLANNED = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Cudnn:
-    """The stand-in of libcudnn, and the real library that it asks.
+    """The stand-in for libcudnn, and the real library behind it.
 
     Args:
-        stand_in: It has been loaded, and torch has not.
-        torch: The torch that will be.
+        stand_in: The loaded stand-in. torch must not be loaded yet.
+        torch: The installed torch.
     """
 
     def __init__(self, stand_in: ctypes.CDLL, torch: TorchBuild) -> None:
@@ -46,33 +46,33 @@ class Cudnn:
         self._unplanned = _UNPLANNED(self._take_unplanned)
         stand_in.gpumem_tell_unplanned(self._unplanned)
         self._most = 0
-        """The largest estimate of a workspace that nobody has planned."""
+        """The largest estimate for a workspace without a plan, in bytes."""
         self._reaching: dict[int, dict[str, int]] = {}
-        """The most live bytes at a convolution with the estimate of its workspace, by GPU and statistic of the allocator."""
+        """The maximum of live bytes plus the estimated workspace at a convolution, by GPU and allocator statistic."""
 
     def convolutions(self) -> int:
-        """Return how many convolutions were run in this process, backward ones included."""
+        """Return the number of convolutions run in this process, forward and backward."""
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
-        """Return the release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Loads it if that has not been done."""
+        """Return the cuDNN release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Load cuDNN if necessary."""
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def reaching(self, gpu: int, statistic: str) -> int:
-        """Return the most bytes that may have been live since `forget_reaching`, with workspaces that nobody has planned.
+        """Return the maximum of live bytes since `forget_reaching`, including estimated workspaces without a plan.
 
         Args:
-            gpu: The index of the GPU.
-            statistic: What the allocator's statistic counts: ``"requested_bytes"`` or ``"allocated_bytes"``.
+            gpu: Index of the GPU.
+            statistic: The allocator's statistic, ``"requested_bytes"`` or ``"allocated_bytes"``.
 
         Returns:
-            0 if no convolution ran without a plan.
+            Bytes; 0 if every convolution had a plan.
         """
         return self._reaching.get(gpu, {}).get(statistic, 0)
 
     def forget_reaching(self, gpu: int) -> None:
-        """Forget what `reaching` returns for a GPU."""
+        """Reset `reaching` for a GPU."""
         self._reaching.pop(gpu, None)
 
     def _take_unplanned(self, most: int) -> None:
@@ -86,22 +86,25 @@ class Cudnn:
                 reaching[statistic] = max(reaching.get(statistic, 0), live["all"]["current"] + most)
 
     def recurrent(self) -> int:
-        """Return how many passes of recurrent layers were run in this process, backward ones included."""
+        """Return the number of passes through recurrent layers in this process, forward and backward."""
         return int(self._stand_in.gpumem_recurrent())
 
     def lacking(self, peaks: Mapping[int, int] | None = None) -> str | None:
-        """Return why peaks of this process may be too low, as a clause; ``None`` if all that ran in it is known.
+        """Return why peaks of this process may be too low, as a clause; ``None`` if they are not.
 
         Args:
-            peaks: The process's peak of allocated bytes by GPU, if it is known.
+            peaks: The process's peak of allocated bytes by GPU, if known.
         """
         return "; ".join(filter(None, (self.lacking_of_convolutions(peaks), self.lacking_of_recurrent()))) or None
 
     def lacking_of_convolutions(self, peaks: Mapping[int, int] | None = None) -> str | None:
-        """Return what peaks lack of convolutions; ``None`` if it is nothing, or cuDNN plans them.
+        """Return why peaks may be too low because of convolutions, as a clause; ``None`` if they are not.
 
-        A workspace is freed after its convolution. So a peak lacks at most what one convolution reaches above it. For example,
-        100 MB live and a workspace of 50 MB change no peak of 180 MB.
+        A workspace is freed after its convolution, so only the highest convolution can exceed the peak. For example, 100 MB
+        live and a workspace of 50 MB do not change a peak of 180 MB.
+
+        Args:
+            peaks: The process's peak of allocated bytes by GPU, if known.
         """
         missing = self._most
         if peaks is not None:
@@ -109,7 +112,7 @@ class Cudnn:
         return f"{self.why_zero()}; a peak lacks at most {format_bytes(missing)}" if missing > 0 else None
 
     def lacking_of_recurrent(self) -> str | None:
-        """Return what peaks may lack of recurrent layers; ``None`` if none ran."""
+        """Return why peaks may be too low because of recurrent layers, as a clause; ``None`` if no such layer ran."""
         if not self.recurrent():
             return None
         most = ctypes.c_int64()
@@ -117,7 +120,7 @@ class Cudnn:
         return f"{WHY_RECURRENT}; the largest is {format_bytes(most.value)}"
 
     def why_zero(self) -> str:
-        """Return why convolutions' workspaces are taken as 0 without cuDNN, and what to do, as a clause."""
+        """Return why workspaces of convolutions are taken as 0, and the remedy, as a clause."""
         if self._torch.cudnn < _OLDEST:
             release, oldest = (".".join(map(str, version)) for version in (self._torch.cudnn, _OLDEST))
             why = f"torch {self._torch.version} has cuDNN {release}, and only {oldest} and newer plan without a GPU"
@@ -129,9 +132,9 @@ class Cudnn:
 
 
 def installed_cudnn(torch: TorchBuild) -> Path | None:
-    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or in another folder of the path.
+    """Return the cuDNN that torch would load from NVIDIA's packages, beside torch or in another folder of ``sys.path``.
 
-    cuDNN ends the process where it does not find cuBLASLt, which its package requires: without that there is none.
+    cuDNN ends the process if it does not find cuBLASLt. Therefore the function returns ``None`` if cuBLASLt is missing.
     """
     for folder in (torch.libraries.parents[1], *map(Path, sys.path)):
         library = folder / "nvidia" / "cudnn" / "lib" / f"libcudnn.so.{torch.cudnn[0]}"
@@ -141,5 +144,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Look for cuBLASLt where cuDNN does: the package has changed its folder with CUDA 13."""
+    """Return whether cuBLASLt is in one of cuDNN's search folders. The package uses another folder since CUDA 13."""
     return any((packages / folder / "lib" / f"libcublasLt.so.{cuda}").exists() for folder in ("cublas", f"cu{cuda}"))

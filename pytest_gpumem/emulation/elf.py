@@ -1,7 +1,10 @@
-"""Tables of an ELF file: the libraries that it needs, and their symbols.
+"""Read the libraries and symbols needed by an ELF file.
 
-64-bit little-endian files, which those of Linux on x86-64 and arm64 are. Read by hand: ``readelf`` is not on every machine.
-Names and numbers are those of the System V ABI's ELF specification and, for versions, of the Linux Standard Base.
+Only 64-bit little-endian files are read, the format on Linux on x86-64 and arm64. ``readelf`` is not on every machine. Names
+and numbers come from the ELF specification in the System V ABI, and those for versions from the Linux Standard Base.
+
+Example: ``libtorch_cuda.so`` needs the library ``libcudart.so.13``, and from it the symbol ``cudaMalloc`` with the version node
+``libcudart.so.13``.
 """
 
 from __future__ import annotations
@@ -25,21 +28,21 @@ _HIDDEN_BIT = 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol that a file takes from another one."""
+    """A symbol needed from another file."""
 
     name: str
     library: str | None
-    """The soname that it has to come from; ``None`` where the symbol has no version."""
+    """Soname of the library that must define the symbol; ``None`` if the symbol has no version."""
     version: str | None
-    """The version node that it has to have there."""
+    """Version node that the symbol must have in the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Libraries and symbols that an ELF file needs."""
+    """Libraries and symbols needed by an ELF file."""
 
     libraries: tuple[str, ...]
-    """Sonames, in the order in which the loader takes them."""
+    """Sonames, in the loader's order."""
     symbols: tuple[Symbol, ...]
 
 
@@ -51,10 +54,10 @@ class _Section(NamedTuple):
 
 
 def read_needs(path: Path) -> Needs:
-    """Return what the ELF file at ``path`` takes from other libraries.
+    """Return the libraries and symbols needed by the ELF file at ``path``.
 
     Raises:
-        NotElf: The file cannot be read as one.
+        NotElf: The file is not a valid ELF file.
         OSError: The file cannot be opened.
     """
     with path.open("rb") as file:
@@ -104,10 +107,10 @@ def _sections(data: mmap.mmap) -> list[_Section]:
 def _versions(
     data: mmap.mmap, sections: list[_Section], needed: _Section | None
 ) -> dict[int, tuple[str | None, str | None]]:
-    """Return the library and the version node of each version number."""
-    found: dict[int, tuple[str | None, str | None]] = {}
+    """Return the library and the version node for each version number."""
+    versions: dict[int, tuple[str | None, str | None]] = {}
     if needed is None:
-        return found
+        return versions
     names = sections[needed.link]
     at = needed.offset
     while True:
@@ -115,10 +118,10 @@ def _versions(
         entry = at + first
         for _ in range(count):
             _, _, number, name, after = struct.unpack_from("<IHHII", data, entry)
-            found[number] = (_text(data, names, file), _text(data, names, name))
+            versions[number] = (_text(data, names, file), _text(data, names, name))
             entry += after
         if not following:
-            return found
+            return versions
         at += following
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class EmulationError(Exception):
-    """A GPU cannot be emulated here; the message is a sentence with the reason and a remedy."""
+    """A GPU cannot be emulated on this machine. The message is a sentence with the reason and a remedy."""
 
 
 class NotElf(ValueError):
-    """The file is no 64-bit little-endian ELF file, or is cut short."""
+    """The file is not a 64-bit little-endian ELF file, or it is truncated."""

@@ -1,14 +1,14 @@
-"""The GPUs that can be emulated, and the words for them.
+"""The GPUs that can be emulated, and their names.
 
 ``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
 [emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
 
 | Word | GPU |
 |---|---|
-| `h100` | a [card of the table](#cards) |
-| `h100x8`, `24GBx2` | several of a card in one process, at most 64 |
+| `h100` | a [card from the table](#cards) |
+| `h100x8`, `24GBx2` | several cards in a process, at most 64 |
 | `24GB`, `80GiB` | an H100 with this size of memory |
-| `h100-80gb-mig-1g.10gb` | a [MIG slice](#mig-slices). A process sees one slice, so there is no `x2` |
+| `h100-80gb-mig-1g.10gb` | a [MIG slice](#mig-slices). A process sees a single slice, so there is no `x2` |
 | `our-l40s` | a [card of your own](#cards-of-your-own) |
 """
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 DEFAULT = "h100"
 EVERY = "all"
-"""Stands for every GPU of the table, where a command takes several."""
+"""The word for every GPU in the table, in commands that take several GPUs."""
 MOST_DEVICES = 64
 """The limit in ``native/emulated.h``."""
 MIG = "-mig-"
-"""Stands between a card and the profile of a slice of it."""
+"""Text between a card and a MIG profile in a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA describes it; the sources of its numbers are in ``gpus.toml``."""
+    """A GPU with the figures that CUDA reports. Their sources are in ``gpus.toml``."""
 
     word: str
     name: str
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def device(self) -> str:
-        """The word of the device: ``"emulated:h100x8"``."""
+        """The device name: ``"emulated:h100x8"``."""
         return f"{EMULATED}{self.word}" + (f"x{self.count}" if self.count > 1 else "")
 
 
@@ -70,21 +70,21 @@ NONE_OF_ONES_OWN: Mapping[str, Gpu] = MappingProxyType({})
 
 
 def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
-    """Return the GPU that ``emulated:`` and a word names.
+    """Return the GPU for a word.
 
     Args:
-        word: ``"emulated:h100"``, with ``x8`` for eight of them; a size for an H100 with so much memory.
-        own: GPUs by name beside those of the table.
+        word: ``"emulated:h100"`` or ``"h100"``, ``"h100x8"`` for eight GPUs, or ``"24GB"`` for an H100 with 24 GB.
+        own: The project's GPUs by name, in addition to the table.
 
     Raises:
-        ValueError: There is no such GPU. The message is a sentence that names the nearest.
+        ValueError: There is no GPU with this name. The message is a sentence with the nearest name.
     """
     text = word.removeprefix(EMULATED).lower()
-    gpu = _one(text, own)
+    gpu = _named(text, own)
     if gpu is not None:
         return gpu
     several = re.fullmatch(r"(.+?)x([0-9]+)", text)
-    gpu = _one(several[1], own) if several else None
+    gpu = _named(several[1], own) if several else None
     if several is None or gpu is None:
         raise ValueError(_unknown(word, several[1] if several and MIG in text else text, own))
     count = int(several[2])
@@ -96,7 +96,7 @@ def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
 
 
 def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
-    """Return a clause that names the device nearest to a word: of ``l4`` the emulated one, else one of ``valid``."""
+    """Return a suggestion as a clause: the emulated GPU for ``l4``, otherwise the nearest in ``valid``."""
     try:
         return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
     except ValueError:
@@ -104,74 +104,77 @@ def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str
 
 
 def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
-    """Return all GPUs of the table, in its order, without slices; then one's own."""
+    """Return all GPUs in the table without slices, in the table's order, and then the project's own GPUs."""
     return (*_table().values(), *own.values())
 
 
 def known_slices() -> tuple[Gpu, ...]:
-    """Return all MIG slices of the cards of the table, in its order."""
+    """Return all MIG slices, in the table's order."""
     return tuple(part for word in _table() for part in _slices_of(word))
 
 
 def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
-    """Return all words for GPUs of the table, then one's own; neither slices nor sizes."""
+    """Return all words for GPUs in the table and the project's own GPUs, without slices and sizes."""
     return (*_table(), *_aliases(), *own)
 
 
 def known_capabilities() -> tuple[tuple[int, int], ...]:
-    """Return the compute capabilities of which the limits are known."""
+    """Return the compute capabilities with known limits."""
     return tuple(_limits())
 
 
 def of_capability(capability: tuple[int, int]) -> Gpu:
-    """Return the table's first GPU of a compute capability that is known; else the default one with its limits."""
-    first = next((one for one in _table().values() if one.capability == capability), None)
+    """Return the table's first GPU with a known compute capability, or the default GPU with the capability's limits."""
+    first = next((gpu for gpu in _table().values() if gpu.capability == capability), None)
     return first or with_capability(_table()[DEFAULT], capability)
 
 
 def with_capability(gpu: Gpu, capability: tuple[int, int]) -> Gpu:
-    """Return the GPU with the limits of a compute capability that is known."""
+    """Return the GPU with a known compute capability and its limits."""
     limits: dict[str, Any] = dict(_limits()[capability])
     return replace(gpu, capability=capability, **limits)
 
 
 def described(gpu: Gpu) -> str:
-    """Return a GPU as text, for the processes that this one starts: they need not find where it is defined."""
+    """Return a GPU as text for child processes, so they need not find the project that defines the GPU."""
     return json.dumps(asdict(replace(gpu, count=1)))
 
 
 def from_description(text: str | None) -> Mapping[str, Gpu]:
-    """Return the GPU that `described` wrote, by its name; nothing for one that its word says, and for another text."""
+    """Return the GPU that `described` wrote, by its name.
+
+    The mapping is empty if the GPU's word is valid without a project, or if the text has another form.
+    """
     try:
         plain = json.loads(text or "")
         gpu = Gpu(**{**plain, "capability": tuple(plain["capability"])})
     except (ValueError, TypeError, KeyError):
         return NONE_OF_ONES_OWN
-    return {gpu.word: gpu} if _one(gpu.word, NONE_OF_ONES_OWN) is None else NONE_OF_ONES_OWN
+    return {gpu.word: gpu} if _named(gpu.word, NONE_OF_ONES_OWN) is None else NONE_OF_ONES_OWN
 
 
-def _one(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
-    """Return the GPU, or the slice of one, that is called ``name``."""
+def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
+    """Return the GPU or slice with a name."""
     return _table().get(_aliases().get(name, name)) or _slices().get(name) or own.get(name) or _with_memory(name)
 
 
 def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
     """Return the message for a word that names no GPU."""
     card, is_slice, profile = name.partition(MIG)
-    profiles = [one.partition(MIG)[2] for one in _slices() if one.startswith(f"{card}{MIG}")]
+    profiles = [slice_word.partition(MIG)[2] for slice_word in _slices() if slice_word.startswith(f"{card}{MIG}")]
     if profiles:
         title = _table()[_aliases().get(card, card)].title
         return f"{word!r}: {title} has no MIG profile {profile!r}; {nearest(profile, profiles)}"
     if is_slice:
         return f"{word!r} is no MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
-    # In the form that was typed: `gpumem emulate l4`, --gpumem-device=emulated:l4.
+    # Suggest words with the prefix that was typed: `gpumem emulate l4`, --gpumem-device=emulated:l4.
     prefix = EMULATED if word.startswith(EMULATED) else ""
-    known = [prefix + one for one in known_words(own)]
-    theirs = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
+    valid_words = [prefix + valid_word for valid_word in known_words(own)]
+    own_names = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
     return (
-        f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, known)} There are "
-        f"{', '.join(_table())}{theirs}, each with x2 and so on for several, MIG slices like {_MIG_EXAMPLE}, and "
-        "sizes: 24GB is an H100 with so much memory"
+        f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, valid_words)} There are "
+        f"{', '.join(_table())}{own_names}, each with a count such as x2, MIG slices like {_MIG_EXAMPLE}, and "
+        "sizes: 24GB is an H100 with 24 GB"
     )
 
 
@@ -189,19 +192,19 @@ def _with_memory(size: str) -> Gpu | None:
 
 @cache
 def _read() -> Mapping[str, Mapping[str, Any]]:
-    found: dict[str, Any] = read_toml((files(__package__) / "gpus.toml").read_text(encoding="utf-8"))
-    return found
+    tables: dict[str, Any] = read_toml((files(__package__) / "gpus.toml").read_text(encoding="utf-8"))
+    return tables
 
 
 @cache
 def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
-    """Return by compute capability the fields that are alike for its GPUs."""
-    found = {}
+    """Return the fields shared by all GPUs with a compute capability, by capability."""
+    limits_by_capability = {}
     for text, limits in _read()["capability"].items():
         if text != "sources":
             major, minor = map(int, text.split("."))
-            found[major, minor] = limits
-    return found
+            limits_by_capability[major, minor] = limits
+    return limits_by_capability
 
 
 @cache
@@ -216,14 +219,14 @@ def _table() -> Mapping[str, Gpu]:
 
 @cache
 def _aliases() -> Mapping[str, str]:
-    """Return the further words for GPUs of the table, and the words that they stand for."""
+    """Return the main word of a GPU in the table, by each of its other words."""
     return {also: word for word, entry in _read()["gpu"].items() for also in entry.get("also", ())}
 
 
 @cache
 def _slices() -> Mapping[str, Gpu]:
-    """Return the MIG slices by each of the words for them."""
-    return {name: one for word in _read()["gpu"] for one in _slices_of(word) for name in _words_of(word, one)}
+    """Return the MIG slices by each of their words."""
+    return {name: part for word in _read()["gpu"] for part in _slices_of(word) for name in _words_of(word, part)}
 
 
 def _slices_of(word: str) -> Iterator[Gpu]:
@@ -242,9 +245,9 @@ def _slices_of(word: str) -> Iterator[Gpu]:
         )
 
 
-def _words_of(word: str, one: Gpu) -> Iterable[str]:
-    profile = one.word.partition(MIG)[2]
-    return dict.fromkeys((one.word, f"{word}{MIG}{profile}"))
+def _words_of(word: str, part: Gpu) -> Iterable[str]:
+    profile = part.word.partition(MIG)[2]
+    return dict.fromkeys((part.word, f"{word}{MIG}{profile}"))
 
 
 def _divided() -> list[str]:

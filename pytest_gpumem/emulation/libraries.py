@@ -1,4 +1,8 @@
-"""Libraries above NVIDIA's driver and their stand-ins: the sources of each, and the status of its stubs."""
+"""NVIDIA's libraries above the driver, with the sources of their stand-ins and the status codes of their stubs.
+
+Example: ``libcufft`` has no sources, so each of its functions is a stub. If torch calls the stub of ``cufftPlan1d``, torch
+raises an error with the function's name and the reason in `Library.why`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NOTHING = re.compile(r"(?!)")
-# Names are read from the files of packages, and become C code, a linker's script and paths.
+# Names from package files become C code, linker scripts and paths, so they must match these patterns.
 _SONAME = re.compile(r"([A-Za-z0-9_-]+)\.so(\.[0-9]+)*")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -19,29 +23,30 @@ _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 @dataclass(frozen=True)
 class Library:
-    """One of NVIDIA's libraries, by its soname without version, and how it is stood in for."""
+    """A library by NVIDIA, and how it is emulated."""
 
     stem: str
+    """The soname without its version, for example ``"libcudart"``."""
     symbols: re.Pattern[str]
-    """The names that belong to it, for symbols without a library in torch's tables."""
+    """Pattern for the library's functions, for symbols without a library in torch's tables."""
     error: int
-    """Its status "not supported", which stubs return."""
+    """The library's status "not supported", which stubs return."""
     sources: tuple[str, ...] = ()
     """Files in ``native``."""
     launched: re.Pattern[str] = _NOTHING
-    """Functions that only launch kernels: they succeed, and are counted."""
+    """Functions that only launch kernels. They succeed and are counted."""
     by_name: tuple[str, ...] = ()
-    """Functions that are asked for while torch runs, all at once, by which torch 2.6 asserts that each is there."""
+    """Functions looked up by name while torch runs. torch 2.6 looks up all of them and asserts their existence."""
     quiet: bool = False
-    """True if its stubs are called normally, and print nothing."""
+    """True if programs normally call the stubs, which then print nothing."""
     why: str = ""
-    """Reason for having no stubs and what to do, for the error of a call from torch; empty where torch goes on without them."""
+    """The reason and remedy in the error when torch calls a stub. Empty if torch continues without the function."""
 
 
 _INSTEAD = (
     "measure this on a GPU or on the CPU (--gpumem-device=cpu), or skip it where the variable GPUMEM_EMULATED is set"
 )
-_NEEDS_A_GPU = f"how much memory {{}} take is known to the real library alone, which needs a GPU for it; {_INSTEAD}"
+_NEEDS_A_GPU = f"only the real library knows how much memory {{}} take, and it needs a GPU for this; {_INSTEAD}"
 LIBRARIES = (
     Library(
         "libcudart",
@@ -99,27 +104,30 @@ LIBRARIES = (
 BY_STEM = {library.stem: library for library in LIBRARIES}
 DRIVER = "libcuda.so.1"
 ALWAYS = (DRIVER, "libnvidia-ml.so.1")
-"""Opened by name while torch runs, and not in its tables."""
+"""Libraries opened by name while torch runs. torch's tables do not list them."""
 
 
 def library_of(soname: str) -> Library | None:
-    """Return the library with this soname (``"libcudart.so.13"``); ``None`` if it is not NVIDIA's, or no soname."""
+    """Return NVIDIA's library with a soname such as ``"libcudart.so.13"``; ``None`` for any other text."""
     match = _SONAME.fullmatch(soname)
     return None if match is None else BY_STEM.get(match[1])
 
 
 def version_script(nodes: Iterable[str]) -> str:
-    """Return the linker's script that exports everything, under each of the version nodes. Other texts are left out."""
+    """Return a linker script that exports all functions under each version node. Invalid node names are skipped."""
     names = sorted(filter(_VERSION_NODE.fullmatch, nodes))
     return "".join(f"{name} {{ global: *; }};\n" for name in names) or "{ global: *; };\n"
 
 
 def stubs(library: Library, names: set[str]) -> str:
-    """Return C code of a weak stub for each of ``names``: a function in the sources takes its place.
+    """Return C code with a weak stub for each function. A function with the same name in the sources replaces the stub.
 
-    A name that is no identifier of C is left out: code in C cannot call it.
+    A stub for a function that only launches a kernel succeeds. Any other stub names its function and fails, because success
+    would leave the outputs unset.
 
-    A stub that does more than launch a kernel says its name and fails: success would leave its outputs unset.
+    Args:
+        library: The library.
+        names: The functions needed by torch. Names that are no C identifiers are skipped, because C code cannot call them.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",
@@ -137,7 +145,7 @@ def stubs(library: Library, names: set[str]) -> str:
             lines.append(f"WEAK int {name}(void) {{ return {library.error}; }}")
         else:
             says = f'gpumem_lacks("{library.stem}", "{name}")'
-            # Destructors must not throw.
+            # The error would be thrown as a C++ exception, and destructors must not throw.
             if library.why and "Destroy" not in name:
                 says = f'gpumem_refuses("{library.stem}", "{name}", WHY, __builtin_return_address(0))'
             lines.append(f"WEAK int {name}(void) {{ {says}; return {library.error}; }}")

@@ -1,4 +1,4 @@
-"""Loading of the stand-ins into this process, before torch."""
+"""Load the stand-ins into this process before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pytest_gpumem.emulation.libraries import DRIVER, library_of
 from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
 CONTEXT_BYTES = 520 * 2**20
-"""Bytes that a CUDA context takes from a GPU outside of any allocator: about what nvidia-smi shows for torch on an H100."""
+"""Bytes that a CUDA context takes outside the allocator, about the figure from nvidia-smi for torch on an H100."""
 _NOT_LOADED = "cannot open shared object file"
-"""Words of the system's error for a library that is not there."""
+"""Text in the system's error for a missing library."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 _NUMBERS = tuple(field.name for field in fields(Gpu))[4:-2]
-"""The fields of `Gpu` behind its capability, but for its memory and count: ``int`` in ``native/emulated.h``, in this order."""
+"""The integer fields of `Gpu` from ``multiprocessors`` to ``memory_khz``, in the order of ``native/emulated.h``."""
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 
 
 class _Configuration(ctypes.Structure):
-    """``Gpu`` of ``native/emulated.h``."""
+    """The struct ``Gpu`` in ``native/emulated.h``."""
 
     _fields_ = (
         ("name", ctypes.c_char * 256),
@@ -43,25 +43,25 @@ class _Configuration(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Emulation:
-    """The emulated GPU of this process."""
+    """The emulated GPU in this process."""
 
     gpu: Gpu
     runtime: ctypes.CDLL
-    """The stand-in of libcudart, which counts launches."""
+    """The stand-in for libcudart, which counts kernel launches."""
     cudnn: Cudnn
 
     def launches(self) -> dict[str, int]:
-        """Return the kernels that were launched since `forget_launches`, by their mangled name or the library's function."""
-        found: dict[str, int] = {}
+        """Return the number of launches since `forget_launches`, by the kernel's mangled name or the library's function."""
+        counts: dict[str, int] = {}
 
         def enter(name: bytes, times: int) -> None:
-            found[name.decode()] = found.get(name.decode(), 0) + times
+            counts[name.decode()] = counts.get(name.decode(), 0) + times
 
         self.runtime.gpumem_tell_launches(_TELL(enter))
-        return found
+        return counts
 
     def was_told(self) -> bool:
-        """Return whether anything in this process has asked what the GPU is, beside how many of them there are."""
+        """Return whether code in this process has asked for the GPU's properties. The number of GPUs does not count."""
         return bool(self.runtime.gpumem_has_told())
 
     def forget_launches(self) -> None:
@@ -70,42 +70,46 @@ class Emulation:
 
 
 _loaded: list[Emulation] = []
-"""At most one: what is loaded stays for as long as the process."""
+"""At most a single emulation, because loaded libraries stay until the process ends."""
 
 
 def current_emulation() -> Emulation | None:
-    """Return the GPU that is emulated in this process; ``None`` where none is."""
+    """Return the emulated GPU in this process; ``None`` if no GPU is emulated."""
     return _loaded[0] if _loaded else None
 
 
 def prepare() -> tuple[Path, ...]:
-    """Return the stand-ins to load, in their order, compiled if they are not there.
+    """Return the stand-ins in loading order. They are compiled if necessary.
 
     Raises:
-        EmulationError: There can be no emulated GPU here.
+        EmulationError: No GPU can be emulated on this machine.
     """
     _refuse_other_machines()
     return stand_ins(installed_torch())
 
 
 def load(gpu: Gpu) -> Emulation:
-    """Load the stand-ins into this process, which has not imported torch yet.
+    """Load the stand-ins into this process. torch must not be imported yet.
+
+    Args:
+        gpu: The GPU to emulate.
+
+    Returns:
+        The emulation, which may exist already.
 
     Raises:
-        EmulationError: It cannot be done here, or is too late.
+        EmulationError: No GPU can be emulated on this machine, torch is imported, or the process emulates another GPU.
     """
-    there = current_emulation()
-    if there is not None:
-        if there.gpu != gpu:
-            raise EmulationError(
-                f"this process emulates {there.gpu.word} already, and cannot emulate {gpu.word} as well"
-            )
-        return there
+    current = current_emulation()
+    if current is not None:
+        if current.gpu != gpu:
+            raise EmulationError(f"this process already emulates {current.gpu.word}, so it cannot emulate {gpu.word}")
+        return current
     _refuse_other_machines()
     if "torch" in sys.modules:
         raise EmulationError(
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
-            f"(within functions, or in a conftest.py), or start the whole with "
+            f"(within functions, or in a conftest.py), or start the program with "
             f"`{command_name()} emulate {gpu.word} -- python -m pytest`"
         )
     libraries = prepare()
@@ -120,10 +124,10 @@ def load(gpu: Gpu) -> Emulation:
 
 
 def become(gpu: Gpu) -> None:
-    """Emulate another GPU in this process, which emulates one and has not begun to use it.
+    """Emulate another GPU in this process. The process must emulate a GPU already, and must not have used it.
 
     Args:
-        gpu: The GPU, with any amount of memory.
+        gpu: The new GPU, with any amount of memory.
     """
     _loaded[0].runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
     _loaded[0] = replace(_loaded[0], gpu=gpu)
@@ -132,20 +136,20 @@ def become(gpu: Gpu) -> None:
 def _configuration(gpu: Gpu) -> _Configuration:
     same = {name: getattr(gpu, name) for name in (*_NUMBERS, "total_bytes", "count")}
     major, minor = gpu.capability
-    # Programs search the name for "H100".
+    # Programs search for "H100" in the name, so it stays in the emulated GPU's name.
     name = f"{gpu.name} (emulated)".encode()
     return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
 
 
 def emulation_hint(error: str, option: str = "--gpumem-device=emulated:h100") -> str | None:
-    """Return a sentence on how to import torch, if its import failed because NVIDIA's libraries are not installed.
+    """Return a sentence on how to import torch, if the import failed because an NVIDIA library is not installed.
 
     Args:
         error: The error, for example ``"libcudnn.so.9: cannot open shared object file: No such file or directory"``.
-        option: The option that emulates a GPU.
+        option: The option for emulating a GPU.
 
     Returns:
-        ``None`` for another error, and if a GPU is emulated already or cannot be emulated here.
+        ``None`` if the error has another cause, or if a GPU is emulated already or cannot be emulated on this machine.
     """
     sonames = re.findall(rf"([\w.-]+): {_NOT_LOADED}", error)
     lacking = next((name for name in sonames if library_of(name) is not None), None)
@@ -175,7 +179,7 @@ def _refuse_other_machines() -> None:
 
 
 def _who_imported_torch() -> str:
-    """Return the module that imported torch: of those that have it, the first that was loaded after torch was."""
+    """Return the module that probably imported torch: the first module loaded after torch with torch as an attribute."""
     torch = sys.modules["torch"]
     names = list(sys.modules)
     for name in names[names.index("torch") + 1 :]:

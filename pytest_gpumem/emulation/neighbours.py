@@ -1,4 +1,7 @@
-"""Functions of NVIDIA's libraries that packages installed beside torch take, bitsandbytes say: the stand-ins have them, too."""
+"""Find the functions in NVIDIA's libraries needed by other installed packages, for example bitsandbytes.
+
+The stand-ins export these functions as well.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +21,39 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Needs = dict[str, list[tuple[str, str | None]]]
-"""Functions with the version nodes that they are taken from, by soname."""
+"""Functions and their version nodes, by soname. Example: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
 _DEPTH = 2
-"""Folders below a package in which its libraries are looked for."""
+"""Depth of the search for libraries below a package."""
 _NOT_THEIRS = ("torch", "nvidia", "triton")
 
 
 def needed_beside(packages: Path, cache: Path) -> Needs:
-    """Return the functions that libraries in ``packages`` need of NVIDIA's, beside torch's own libraries.
+    """Return the functions from NVIDIA's libraries needed by packages other than torch.
 
-    What was found is kept in ``cache`` for as long as the same packages are installed: reading libraries takes half a second.
+    The result is cached while the same packages are installed, because reading the libraries takes half a second.
+
+    Args:
+        packages: The folder of installed packages.
+        cache: The folder for the cached result.
     """
     installed = sorted(path.name for path in packages.glob("*.dist-info"))
-    known = cache / f"beside-{hashlib.sha256(repr((str(packages), installed)).encode()).hexdigest()[:16]}.json"
-    # A file with something else in it is written anew.
+    cached = cache / f"beside-{hashlib.sha256(repr((str(packages), installed)).encode()).hexdigest()[:16]}.json"
+    # A file with invalid content is replaced.
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        plain = json.loads(known.read_text(encoding="utf-8"))
+        plain = json.loads(cached.read_text(encoding="utf-8"))
         return {
             soname: [(str(name), None if version is None else str(version)) for name, version in needed]
             for soname, needed in plain.items()
         }
-    found = _read(packages)
+    needs = _read(packages)
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        write_whole(known, json.dumps(found))
-    return found
+        write_whole(cached, json.dumps(needs))
+    return needs
 
 
 def _read(packages: Path) -> Needs:
-    found: dict[str, set[tuple[str, str | None]]] = {}
+    needs: dict[str, set[tuple[str, str | None]]] = {}
     for package in sorted(packages.iterdir()):
         if package.name in _NOT_THEIRS or package.name.endswith(".dist-info") or not package.is_dir():
             continue
@@ -54,8 +61,8 @@ def _read(packages: Path) -> Needs:
             with suppress(NotElf, OSError):
                 for symbol in read_needs(path).symbols:
                     if symbol.library is not None and library_of(symbol.library) is not None:
-                        found.setdefault(symbol.library, set()).add((symbol.name, symbol.version))
-    return {soname: sorted(needed, key=repr) for soname, needed in sorted(found.items())}
+                        needs.setdefault(symbol.library, set()).add((symbol.name, symbol.version))
+    return {soname: sorted(needed, key=repr) for soname, needed in sorted(needs.items())}
 
 
 def _libraries_in(folder: Path, depth: int) -> Iterator[Path]:

@@ -1,4 +1,7 @@
-"""The installed torch: its build, read from files as it must not be imported yet, and the requirements of torch.compile."""
+"""Describe the installed torch and the requirements of torch.compile.
+
+The build is read from files, because torch must not be imported before the stand-ins are loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 OLDEST = (2, 6)
-"""The first release of torch that is emulated (CUDA 12.4)."""
+"""The oldest torch release that can be emulated (CUDA 12.4)."""
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
@@ -33,16 +36,16 @@ class TorchBuild:
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     cudnn_wheel: str
-    """The package that has cuDNN, as torch requires it: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
+    """The cuDNN package required by torch: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
     libraries: Path
-    """The folder of its shared libraries."""
+    """The folder with torch's shared libraries."""
 
 
 def installed_torch() -> TorchBuild:
     """Return the torch that an import would find.
 
     Raises:
-        EmulationError: There is none, or it is too old, or has no CUDA.
+        EmulationError: torch is not installed, is too old, or is built without CUDA.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -71,25 +74,25 @@ def installed_torch() -> TorchBuild:
 
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
-    """Return the release of cuDNN that torch requires and checks for, and its package."""
+    """Return the cuDNN release required and checked by torch, and its package."""
     wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
     major, minor, patch = map(int, re.split("[=~]=", wheel)[1].split(".")[:3])
     return (major, minor, patch), wheel
 
 
 def requirement(name: str) -> str | None:
-    """Return the release of a package that torch requires, as ``"triton==3.6.0"`` or ``"triton~=3.9.0"``.
+    """Return torch's requirement for a package, for example ``"triton==3.6.0"`` or ``"triton~=3.9.0"``.
 
     Args:
         name: The beginning of the package's name.
     """
     try:
-        required = requires("torch") or []
+        requirements = requires("torch") or []
     except PackageNotFoundError:
         return None
-    # torch 2.6 has the version in parentheses.
-    found = (re.match(rf"({re.escape(name)}\d*) ?\(?([=~]=[\w.+]+)", one) for one in required)
-    return next((f"{one[1]}{one[2]}" for one in found if one), None)
+    # torch 2.6 writes the version in parentheses.
+    matches = (re.match(rf"({re.escape(name)}\d*) ?\(?([=~]=[\w.+]+)", text) for text in requirements)
+    return next((f"{match[1]}{match[2]}" for match in matches if match), None)
 
 
 def _found(pattern: str, text: str) -> str | None:
@@ -98,17 +101,16 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torch.compile needs, without those that are there.
+    """Return the missing environment variables for torch.compile.
 
-    Which of several kernels is fastest is not known on an emulated GPU, and torch keeps what it found: so it keeps it apart
-    from what is found on a real one.
+    torch caches which of several kernels is fastest. An emulated GPU cannot measure this, so torch gets a separate cache.
 
     Args:
-        driver: The stand-in of ``libcuda.so.1``. Triton links to it, and would look for it among the system's libraries.
-        environment: What is there; it is left alone.
+        driver: The stand-in for ``libcuda.so.1``. Triton links to it, and would search for it among the system's libraries.
+        environment: The current variables, which stay unchanged.
 
     Raises:
-        EmulationError: Others could put compiled kernels into the cache, which torch loads.
+        EmulationError: Other users can write compiled kernels, which torch would load, into the cache.
     """
     variables = {"TRITON_LIBCUDA_PATH": str(driver.parent)}
     if not environment.get(_INDUCTOR):
@@ -122,9 +124,9 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def needs_of_triton() -> set[str]:
-    """Return the driver's functions that the installed Triton calls, as its C sources name them.
+    """Return the driver functions called by the installed Triton's C sources.
 
-    It compiles these when it is first used, and the library cannot be loaded unless the driver has every one of them.
+    Triton compiles the sources when it is first used. The result can only be loaded if the driver has all these functions.
     """
     spec = importlib.util.find_spec("triton")
     if spec is None or not spec.submodule_search_locations:
@@ -134,7 +136,7 @@ def needs_of_triton() -> set[str]:
 
 
 def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence on what torch.compile lacks and how to install it; ``None`` where all is there."""
+    """Return a sentence with a missing requirement of torch.compile and how to install it; ``None`` if none is missing."""
     if importlib.util.find_spec("triton") is None:
         return (
             "torch.compile needs Triton on an emulated GPU, too, and there is none: "

@@ -1,1 +1,1 @@
-"""True values of small tensors on an emulated GPU, and what depends on the others, which are not computed."""
+"""Compute small tensors on an emulated GPU, and record uses of uncomputed values."""

@@ -1,7 +1,8 @@
-"""Backward on an emulated GPU: autograd's operators run without the mode that computes values, Python that it calls with it.
+"""Run backward on an emulated GPU: autograd's operators without the mode `HostValues`, and its Python code with the mode.
 
-With any dispatch mode, torch's derivatives avoid operators in place and without one allocate less (``isTensorSubclassLike`` in
-ATen): the mode would change the peaks that it is there for. Hooks and functions in Python are run as the rest of a program is.
+If any dispatch mode is active, torch's derivatives avoid in-place operators and allocate more (``isTensorSubclassLike`` in
+ATen), so the mode would change the measured peaks. Hooks and autograd functions in Python run within the mode, as the rest of
+the program does.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.mode import HostValues
 
 _kept: list[ExitStack] = []
-"""The contexts that are entered for as long as the process lives."""
+"""The contexts that are left at exit."""
 
 
 def away_in_backward(mode: HostValues) -> None:
-    """Run backward without the mode, but for the Python that it calls."""
+    """Run backward without the mode, except for its Python code."""
 
     @contextmanager
     def away(roots: Sequence[Any]) -> Iterator[None]:
-        if current_dispatch_mode() is not mode:  # another mode is active, such as one that counts operators
+        if current_dispatch_mode() is not mode:  # another mode is active, for example a FLOP counter
             yield
             return
         nodes = _nodes(roots)
         leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
-        # What is added to gradients is not seen. Those of leaves on the host may be made of what is not known, or on the GPU.
+        # The mode does not see additions to gradients. Gradients for host leaves may come from unknown values or from the GPU.
         on_host = [leaf for leaf in leaves if not leaf.is_cuda]
         unknown = (
             len(on_host) < len(leaves) or any("Copy" in node.name() for node in nodes) or not _are_known(mode, roots)
@@ -55,12 +56,12 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # Entered for good, and left while torch is still there. From Python 3.14 on a process that multiprocessing forks drops what
-    # is to be called at the end, and what nothing else holds would be left then.
-    entered = ExitStack()
-    _kept.append(entered)
-    entered.enter_context(engine_run_within(away))
-    atexit.register(entered.close)
+    # The context is left at exit, while torch is still loaded. Since Python 3.14, a process forked by multiprocessing drops its
+    # exit functions. Without a reference in `_kept`, the context would be left at that moment.
+    contexts = ExitStack()
+    _kept.append(contexts)
+    contexts.enter_context(engine_run_within(away))
+    atexit.register(contexts.close)
     replace_python_of_backward(
         unpacking=lambda call: _in_mode(mode, call), differentiating=lambda call: _in_mode(mode, call, mode.forget)
     )
@@ -69,7 +70,13 @@ def away_in_backward(mode: HostValues) -> None:
 def _in_mode(
     mode: HostValues, call: Callable[..., Any], take: Callable[[Sequence[torch.Tensor]], None] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that autograd calls as one that runs in the mode, and whose results it may ``take`` to add to them."""
+    """Return a function that runs within the mode when autograd calls it.
+
+    Args:
+        mode: The mode.
+        call: The original function.
+        take: A function for the floating-point results, because autograd may add to them without the mode.
+    """
 
     @wraps(call)
     def run(*args: Any, **named: Any) -> Any:
@@ -78,21 +85,21 @@ def _in_mode(
         with mode:
             result = call(*args, **named)
             if take is not None:
-                take([one for one in tensors_among((result,)) if one.is_floating_point()])
+                take([tensor for tensor in tensors_among((result,)) if tensor.is_floating_point()])
             return result
 
     return run
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:
-    """Return the nodes of a graph, of which ``roots`` are tensors, or edges with a node."""
+    """Return all nodes in an autograd graph. Its ``roots`` are tensors, or edges with a node."""
     waiting = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen = set()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
+            waiting += [next_node for next_node, _ in node.next_functions]
     return seen
 
 

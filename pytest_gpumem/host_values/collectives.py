@@ -1,6 +1,7 @@
-"""Collectives of emulated ranks: a rank receives what it sends itself.
+"""Complete collectives between emulated ranks: a rank receives its own values.
 
-NCCL's stand-in computes sums, broadcasts and what all ranks gather. What goes from one rank to one other is not sent.
+The NCCL stand-in computes sums, broadcasts and all-gathers. It sends nothing from a single rank to another rank. Example: if a
+rank sends ``[1, 2]`` by ``all_to_all``, it receives ``[1, 2]``.
 """
 
 from __future__ import annotations
@@ -13,27 +14,30 @@ if TYPE_CHECKING:
     import torch
 
 SENDS_ONLY = frozenset({"send", "barrier", "monitored_barrier_"})
-"""Operators of c10d whose first argument is not what they write to."""
+"""Operators in c10d that do not write to their first argument."""
 _EXCHANGES = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 _SENT_ONE_BY_ONE = frozenset({"gather_", "scatter_", "recv_", "recv_any_source_", *_EXCHANGES})
 
 
 def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) -> bool:
-    """Write what other ranks send to this one where it follows from what this one sends, and return whether it does.
+    """Write the values from other ranks, if they follow from the values sent by this rank.
 
     Args:
-        name: The operator of `torch.distributed`.
-        received: Small known tensors or others that it writes to.
-        sent: What it reads, all known.
+        name: The operator in `torch.distributed`.
+        received: Tensors written by the operator.
+        sent: Tensors read by the operator. All are known.
+
+    Returns:
+        True if ``received`` now has true values.
     """
     if name not in _SENT_ONE_BY_ONE:
         return True
     if name == "scatter_":
-        return bool(sent)  # this rank scatters, and has kept its own part
+        return bool(sent)  # if this rank scatters, its own part is already written
     sources = sent * len(received) if name == "gather_" else sent
     fits = len(sources) == len(received) and is_small((*received, *sources))
-    if not fits or any(one.shape != other.shape for one, other in zip(received, sources, strict=True)):
+    if not fits or any(target.shape != source.shape for target, source in zip(received, sources, strict=True)):
         return False
-    for one, other in zip(received, sources, strict=True):
-        on_the_same_memory(one).copy_(on_the_same_memory(other))
+    for target, source in zip(received, sources, strict=True):
+        on_the_same_memory(target).copy_(on_the_same_memory(source))
     return True

@@ -1,6 +1,6 @@
-"""CUDA graphs on an emulated GPU: what a captured operator writes to is not known, whenever the graph is replayed.
+"""Forget the values written by a CUDA graph, because a replay computes nothing on an emulated GPU.
 
-The mode that computes values sees operators when they are captured, and nothing of a replay.
+The mode `HostValues` sees operators while they are captured, but not when the graph is replayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow_graphs(mode: HostValues) -> None:
-    """Have the mode note what is captured, and forget it with each replay, for good."""
+    """Record the storages written during each capture, and forget their values at each replay."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
     written: WeakKeyDictionary[Any, dict[int, StorageWeakRef]] = WeakKeyDictionary()

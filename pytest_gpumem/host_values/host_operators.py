@@ -1,4 +1,4 @@
-"""Operators of an emulated GPU run on the host, on the same memory: their properties, and those small enough."""
+"""Run an emulated GPU's operators on the host and on the same memory, if their tensors are small enough."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST_EXACT = 1 << 20
-"""Elements of all tensors of an operator on integers and booleans that is computed."""
+"""Limit for operators on integers and booleans: elements in all tensors together."""
 MOST_FLOATS = 1 << 16
-"""Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
+"""Limit for operators on floats: elements in all tensors together. It bounds the time for a matrix product on the host."""
 _MOST_ROUTED = 1 << 26, 1 << 24
-"""The same of integers and booleans, and of floats, where some follow from an assumed routing: a choice of experts for each
-token, one-hot, has so many."""
+"""Limits for integers and for floats if values depend on an assumed routing.
+
+A one-hot choice of experts for each token needs as many. Example: 65,536 tokens x 8 choices x 128 experts are 1 << 26.
+"""
 BIGGEST_COPY = 1 << 20
-"""The limit in ``native/memory.c``: a larger copy leaves zeros."""
+"""The limit for copies in bytes in ``native/memory.c``. A larger copy leaves zeros."""
 
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
-"""Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
+"""Operators that ask for the true positions in a boolean index. `NativeReads.positions` records these reads."""
 _READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
-"""Operators whose reads are noted where they are called from (`watched_methods`)."""
+"""Operators whose reads `watched_methods` records when they are called."""
 _OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"})
-"""Operators by which an encoder leaves padding out."""
+"""Operators used by encoders to remove padding."""
 _READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
-    | {"linalg_matrix_exp"}  # the norm, by which it chooses a formula
+    | {"linalg_matrix_exp"}  # chooses a formula by the norm
     | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
     | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )
-"""Operators that read values, and are not tagged as such."""
+"""Operators that read values although torch does not tag them."""
 _READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "_nested_from_padded"})
-"""Operators that read only the second of their arguments."""
-_IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{what}" for what in ("size", "strides", "storage_offsets"))})
-"""Operators that return memory that was there, and whose schemas do not say so."""
+"""Operators that read only their second argument."""
+_IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{part}" for part in ("size", "strides", "storage_offsets"))})
+"""Operators that return existing memory although their schemas do not declare it."""
 _CALLS_READERS = _OF_MASKS | frozenset({"isin", "segment_reduce", "_padded_dense_to_jagged_forward"})
-"""Operators whose kernels call others that read, on which their results or the memory that they take depends."""
+"""Operators with a kernel that calls reading operators. The reads decide the kernel's result or memory."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -60,70 +62,79 @@ _MADE_OF_NOTHING = frozenset(
         "copy_",
     }
 )
-"""Operators of which the first argument gives no values, but a shape."""
+"""Operators that use only the shape of their first argument, and not its values."""
 
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments that normalisations write to, and that most schemas do not declare as written."""
+"""Arguments written by normalisations. Most schemas do not declare it."""
 _WRITES_NO_STATISTICS = ("backward", "functional", "no_training", "no_update")
 _TRAINS = frozenset({"training", "train", "use_input_stats"})
-"""Arguments without which they do not."""
+"""Arguments that must be true for a normalisation to write its statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Properties of an operator that decide whether and how the host computes it."""
+    """Properties of an operator that decide whether and how the host computes it.
+
+    Example: `aten.add_.Tensor` has the name ``"add_"`` and writes to position 0, so ``written`` is ``(0,)``.
+    """
 
     name: str
     view: bool
-    """True if its result is memory that was there."""
+    """True if the operator returns existing memory."""
     random: bool
     written: tuple[int, ...]
-    """Positions of the arguments that it writes to."""
+    """Positions of the written arguments."""
     written_names: tuple[str, ...]
-    """The same, of those that may only be named."""
+    """Names of the written keyword-only arguments."""
     writes_if: int | None = None
-    """Position of the argument without which it does not."""
+    """Position of the argument that must be true for the operator to write."""
     collective: bool = False
-    """An operator of torch.distributed, whose schemas lack the arguments that they write to."""
+    """True for operators in torch.distributed. Their schemas do not declare the written arguments."""
     overwrites: bool = False
-    """The values of its first argument do not matter."""
+    """True if the values of the first argument do not matter."""
     reads: bool = False
-    """Its result, or the size of its result, depends on values that the host reads."""
+    """True if the host reads values that decide the result or its size."""
     calls_readers: bool = False
-    """Its kernel calls operators of which that is true."""
+    """True if the kernel calls reading operators."""
     only_tensors: tuple[int, ...] = ()
-    """Positions of the arguments that have to be tensors: a number does not stand for one."""
+    """Positions of the arguments that must be tensors and cannot be numbers."""
 
     def read_of(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors whose values the host reads in a call."""
+        """Return the tensors read by the host in a call."""
         if not self.reads or (self.name == "repeat_interleave" and named.get("output_size") is not None):
             return []
         if self.name == "_coalesce":
-            return parts_of(args[0])[:1]  # its indices
+            return parts_of(args[0])[:1]  # the indices
         return tensors_among(args[1:2] if self.name in _READ_SECOND else (*args, *named.values()))
 
 
 def operator_of(func: Any) -> Operator:
-    """Return the properties of an operator by its schema (``torch.ops.aten.add.Tensor``)."""
-    schema = func._schema  # noqa: SLF001 -- public in torch's documentation of operators, but for its name
-    returned = [one.alias_info for one in schema.returns if one.alias_info is not None]
+    """Return an operator's properties by its schema. Example of an operator: ``torch.ops.aten.add.Tensor``."""
+    schema = func._schema  # noqa: SLF001 -- torch documents it among its operators although the name is private
+    returned = [result.alias_info for result in schema.returns if result.alias_info is not None]
     written = [
-        (at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+        (at, argument)
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
     namespace, _, name = schema.name.partition("::")
-    names = [one.name for one in schema.arguments]
+    names = [argument.name for argument in schema.arguments]
     statistics = (
-        [] if name.endswith(_WRITES_NO_STATISTICS) else [at for at, one in enumerate(names) if one in _STATISTICS]
+        []
+        if name.endswith(_WRITES_NO_STATISTICS)
+        else [at for at, argument_name in enumerate(names) if argument_name in _STATISTICS]
     )
     overload = schema.overload_name or "default"
     reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return Operator(
         name,
-        view=name in _IN_PLACE or (bool(returned) and not any(one.is_write for one in returned)),
+        view=name in _IN_PLACE or (bool(returned) and not any(alias.is_write for alias in returned)),
         random=torch.Tag.nondeterministic_seeded in func.tags,
-        written=tuple(sorted({*(at for at, one in written if not one.kwarg_only), *statistics})),
-        written_names=tuple(one.name for _, one in written if one.kwarg_only),
-        writes_if=next((at for at, one in enumerate(names) if one in _TRAINS), None) if statistics else None,
+        written=tuple(sorted({*(at for at, argument in written if not argument.kwarg_only), *statistics})),
+        written_names=tuple(argument.name for _, argument in written if argument.kwarg_only),
+        writes_if=next((at for at, argument_name in enumerate(names) if argument_name in _TRAINS), None)
+        if statistics
+        else None,
         collective=namespace.strip("_").startswith("c10d"),
         overwrites=name in _MADE_OF_NOTHING,
         reads=name not in INDEXED | _READ_BEFORE
@@ -131,19 +142,19 @@ def operator_of(func: Any) -> Operator:
         calls_readers=name in _CALLS_READERS and not overload.startswith("Scalar"),
         only_tensors=()
         if takes_numbers_for_tensors(name)
-        else tuple(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor"),
+        else tuple(at for at, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"),
     )
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among ``values``, and in lists and tuples of them."""
-    found: list[torch.Tensor] = []
+    """Return the tensors among ``values``, including those in nested lists and tuples."""
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_among(value)
-    return found
+            tensors += tensors_among(value)
+    return tensors
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
@@ -152,27 +163,27 @@ def is_exact(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(kind: type) -> bool:
-    """Return whether tensors of a class have memory as any other: torch has no operators of their own for them."""
+    """Return whether a tensor class has ordinary memory, because it does not define its own ``__torch_dispatch__``."""
     return getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are in one storage.
+    """Return whether a tensor's elements are all in the same storage.
 
-    Sparse and nested tensors have several. The zeros that forward-mode derivatives start from (`torch.func.jvp`) and the
-    wrappers of `torch.func` and `torch.export` have none.
+    Sparse and nested tensors have several storages. The zeros at the start of forward-mode derivatives (`torch.func.jvp`) and
+    the wrappers in `torch.func` and `torch.export` have no storage.
     """
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not tensor._is_zerotensor() and unwrapped(tensor) is tensor  # noqa: SLF001 -- no public name
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return a tensor, or the tensors that a sparse one is made of."""
+    """Return the tensor itself, or a sparse tensor's parts."""
     return [tensor] if has_storage(tensor) else [*sparse_parts(tensor)]
 
 
 def sparse_key(tensors: list[torch.Tensor]) -> str | None:
-    """Return the dispatch key of an operator's kernel for sparse tensors; ``None`` if no operand is sparse."""
+    """Return the dispatch key for a sparse kernel, such as ``"SparseCUDA"``; ``None`` if no operand is sparse."""
     layouts = {tensor.layout for tensor in tensors if not tensor.is_nested} - {torch.strided}
     if not layouts:
         return None
@@ -181,21 +192,23 @@ def sparse_key(tensors: list[torch.Tensor]) -> str | None:
 
 
 def coalesced_on_host(indices: torch.Tensor, values: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
-    """Return a sparse tensor of the host whose indices are distinct; its values are 0 if none are given."""
+    """Return a sparse host tensor with distinct indices. Its values are 0 if ``values`` is ``None``."""
     if values is None:
         values, shape = torch.zeros(indices.shape[1]), shape[: len(indices)]
     return torch.sparse_coo_tensor(on_host(indices), on_host(values), shape).coalesce()
 
 
 def covers_its_storage(tensor: torch.Tensor) -> bool:
-    """Return whether what is written to a tensor leaves nothing of its storage as it was."""
+    """Return whether writing to a tensor overwrites its whole storage."""
     return tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
 def is_small(tensors: Iterable[torch.Tensor], *, routed: bool = False) -> bool:
-    """Return whether an operator on these tensors is cheap enough to be computed on the host.
+    """Return whether an operator on these tensors is cheap enough for the host.
 
-    ``routed`` says that they follow from an assumed routing.
+    Args:
+        tensors: All operands and results.
+        routed: Whether values depend on an assumed routing, for which larger tensors are allowed.
     """
     most_exact, most_floats = _MOST_ROUTED if routed else (MOST_EXACT, MOST_FLOATS)
     most_bytes = 8 * most_exact if routed else BIGGEST_COPY * 2
@@ -212,7 +225,7 @@ def is_small(tensors: Iterable[torch.Tensor], *, routed: bool = False) -> bool:
 
 
 def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the host on the same memory."""
+    """Return a host tensor on the same memory."""
     nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if nbytes <= 0 or tensor.numel() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)
@@ -221,23 +234,26 @@ def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """Return arguments with tensors of the GPU replaced by the host's on the same memory, and the device by the host."""
+    """Return arguments with host tensors on the same memory instead of GPU tensors, and the host as the device."""
     if isinstance(value, torch.Tensor):
         return on_the_same_memory(value) if value.is_cuda else value
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     if isinstance(value, (list, tuple)):
-        return type(value)(on_host(one) for one in value) if type(value) in (list, tuple) else value
+        return type(value)(on_host(element) for element in value) if type(value) in (list, tuple) else value
     if isinstance(value, dict):
-        return {name: on_host(one) for name, one in value.items()}
+        return {name: on_host(element) for name, element in value.items()}
     return value
 
 
 @contextmanager
 def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the arguments with which the host draws random numbers, seeded by the GPU's state: they repeat as it does."""
-    theirs = named.get("generator") or torch.cuda.default_generators[device.index or 0]
-    seed = int.from_bytes(hashlib.sha256(theirs.get_state().numpy().tobytes()).digest()[:7], "little")
+    """Yield the arguments with which the host draws random numbers.
+
+    The seed is a hash from the GPU generator's state, so equal states draw equal numbers.
+    """
+    generator = named.get("generator") or torch.cuda.default_generators[device.index or 0]
+    seed = int.from_bytes(hashlib.sha256(generator.get_state().numpy().tobytes()).digest()[:7], "little")
     if named.get("generator") is not None:
         yield {**named, "generator": torch.Generator().manual_seed(seed)}
         return
@@ -250,22 +266,32 @@ def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str
 
 
 def _truth(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Run an operator on tensors of the host, which counts no integers in a histogram: as floats they are exact, too."""
+    """Run an operator on host tensors. The host's ``histc`` refuses integers, which are exact as doubles as well."""
     if func is torch.ops.aten.histc.default and is_exact(args[0]):
         return func(args[0].double(), *args[1:], **named).to(args[0].dtype)
     return func(*args, **named)
 
 
 def compute(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
-    """Run the operator on the host, and return whether it could be run."""
+    """Run an operator on the host, and write the values to its result on the GPU.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        named: Its keyword arguments.
+        result: The operator's result on the emulated GPU.
+
+    Returns:
+        False if the host cannot run the operator, or returns tensors with other shapes or dtypes.
+    """
     try:
         truth = _truth(func, on_host(args), on_host(named))
-    except Exception:  # noqa: BLE001 -- many operators have no kernel on the host; then nothing is known of the result
+    except Exception:  # noqa: BLE001 -- many operators have no kernel on the host, and their results stay unknown
         return False
-    made, true = tensors_among((result,)), tensors_among((truth,))
-    if len(made) != len(true):
+    gpu_tensors, host_tensors = tensors_among((result,)), tensors_among((truth,))
+    if len(gpu_tensors) != len(host_tensors):
         return False
-    for emulated, computed in zip(made, true, strict=True):
+    for emulated, computed in zip(gpu_tensors, host_tensors, strict=True):
         if emulated.shape != computed.shape or emulated.dtype != computed.dtype:
             return False
         if emulated.data_ptr() != computed.data_ptr():

@@ -1,4 +1,4 @@
-"""Memory of the host that tensors have in common with NumPy or another library, which reads it where nothing is seen."""
+"""Track host memory shared with NumPy or another library, which reads the memory without an operator."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_NOTED = 4096
-"""Storages that are noted before those that are gone are forgotten."""
+"""Notes to collect before the notes about freed storages are dropped."""
 
 
 class LentMemory:
-    """Storages of the host whose memory came from another library, or was given to one."""
+    """Host storages that share their memory with another library.
+
+    Example: after ``array = tensor.numpy()`` the storage is lent until ``array`` is freed.
+    """
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Storages, and the arrays that were made of each; None if the storage is lent for as long as it is there."""
+        """Each storage and its arrays. ``None`` instead of arrays means for the storage's whole life."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
-        """Note that a tensor's memory is another library's as well, for as long as ``array`` is there, if one is given."""
+        """Note that another library shares a tensor's memory.
+
+        Args:
+            tensor: The tensor. GPU tensors are ignored.
+            array: The other library's object. The memory is shared until it is freed; ``None`` means for the storage's life.
+        """
         tensor = unwrapped(tensor)
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
         if len(self._noted) > _MOST_NOTED:
-            self._noted = {at: one for at, one in self._noted.items() if not one[0].expired()}
+            self._noted = {at: note for at, note in self._noted.items() if not note[0].expired()}
         storage = StorageWeakRef(tensor.untyped_storage())
         _, arrays = self._noted.get(storage.cdata, (None, []))
         if array is None or arrays is None:
             self._noted[storage.cdata] = storage, None
         else:
-            self._noted[storage.cdata] = storage, [*(one for one in arrays if one() is not None), ref(array)]
+            live_arrays = (array_ref for array_ref in arrays if array_ref() is not None)
+            self._noted[storage.cdata] = storage, [*live_arrays, ref(array)]
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether another library sees what is written to a storage."""
+        """Return whether another library can read a storage's memory."""
         if not self._noted:
             return False
         _, arrays = self._noted.get(StorageWeakRef(storage).cdata, (None, []))
-        return arrays is None or any(one() is not None for one in arrays)
+        return arrays is None or any(array() is not None for array in arrays)

@@ -1,8 +1,8 @@
-"""Reads of an emulated GPU's memory by C++: in derivatives, and in the kernels of operators.
+"""Answer reads of an emulated GPU's memory by C++ code, in derivatives and in kernels.
 
-The positions of what is not zero (``x[mask]`` asks for them, and so does its derivative) are computed here, while torch
-allocates what they take. Every other copy to the host asks `NativeReads.asked`. If nobody has computed the bytes, the read is
-told with its line, and C++ reads 0 whatever lay in memory. Example: ``torch.sparse.softmax`` reads how many rows have elements.
+`NativeReads.positions` computes the positions of nonzero elements, for example for ``x[mask]`` and its derivative, and torch
+allocates their memory. Every other copy to the host calls `NativeReads.asked`. If the bytes were not computed, the read is
+recorded with its line, and C++ reads 0. Example: ``torch.sparse.softmax`` reads how many rows have elements.
 """
 
 from __future__ import annotations
@@ -37,61 +37,67 @@ _PASSING_ON = (__file__, private_api.__file__)
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
-"""Operators that copy to the host. The mode notes what they read, or the host's tensors that they write."""
+"""Operators that copy to the host. The mode records their reads, or notes the written host tensors."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
-"""The number that C++ reads in operators whose memory does not depend on it.
+"""The number that C++ reads in operators whose memory does not depend on the number.
 
-It says whether deviations and decompositions are valid, the limits of a histogram, and where the groups of a product end, in a
-result of a known size. Any other operator's read of unknown values is told.
+``normal`` reads whether the deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed. ``histc`` reads
+the limits of a histogram, and ``_grouped_mm`` the ends of groups in a result with a known size. Reads of unknown values by any
+other operator are recorded.
 """
 _kept: list[object] = []
-"""The callback of C++, kept for as long as the process."""
+"""The callback for C++, which must live as long as the process."""
 
 
 class NativeReads:
-    """Answers to what C++ reads."""
+    """Answers for C++ code that reads GPU memory."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
 
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the positions of all elements of ``tensor`` that are not zero, as ``torch.nonzero``."""
+        """Return the positions of all nonzero elements in ``tensor``, as ``torch.nonzero`` does: ``int64[count, dimensions]``.
+
+        If the tensor is unknown, the read is recorded, and a GPU tensor has no positions.
+        """
         unknown = self.mode.is_unknown(tensor)
         if unknown:
             self.mode.reads.invalid(f"{_reader(_dispatched()[0])} reads values")
         if not tensor.is_cuda or not unknown:
             host = on_host(tensor)
-            found = torch.nonzero_static(host, size=int(host.count_nonzero()))
+            positions = torch.nonzero_static(host, size=int(host.count_nonzero()))
         else:
-            found = torch.empty((0, tensor.dim()), dtype=torch.int64)
+            positions = torch.empty((0, tensor.dim()), dtype=torch.int64)
         if not tensor.is_cuda:
-            return found.t().contiguous().t()  # laid out as torch's: C++ reads its columns as they are in memory
+            return (
+                positions.t().contiguous().t()
+            )  # torch's own layout, because C++ reads the columns directly from memory
         result = torch.empty(0, dtype=torch.int64, device=tensor.device)
-        with self.mode.answer.of(len(found)):
+        with self.mode.answer.of(len(positions)):
             torch.ops.aten.nonzero.out(tensor, out=result)
-        if len(found):
-            on_the_same_memory(result).copy_(found)
+        if len(positions):
+            on_the_same_memory(result).copy_(positions)
         self.mode.note_copy(result, tensor)
         return result
 
     def positions_into(self, tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the positions to a tensor of the host."""
-        found = self.positions(tensor)
-        if out.shape != found.shape:
-            out.resize_(found.shape).as_strided_(found.shape, found.stride())
-        return out.copy_(found)
+        """Write the positions to the host tensor ``out``, and return it."""
+        positions = self.positions(tensor)
+        if out.shape != positions.shape:
+            out.resize_(positions.shape).as_strided_(positions.shape, positions.stride())
+        return out.copy_(positions)
 
     def asked(self, to: int, at: int, nbytes: int, is_number: int) -> int:
-        """Write the answer to a read of the GPU's memory by C++ in place of a copy.
+        """Answer a copy by C++ from GPU memory to the host.
 
         Args:
-            to: The address in the host's memory that C++ copies to.
-            at: The address in the GPU's memory.
-            nbytes: The size of the copy.
-            is_number: False if C++ copies to a tensor of the host, for example by ``infos.cpu()``.
+            to: Host address of the copy's target.
+            at: GPU address of the copy's source.
+            nbytes: The copy's size in bytes.
+            is_number: False if the target is a host tensor, for example in ``infos.cpu()``.
 
         Returns:
-            1 if the answer was written, 0 if the copy is to be made.
+            1 if the answer was written, 0 if C++ must make the copy.
         """
         operator, operands = _dispatched()
         number = self._answer(operator, nbytes)
@@ -105,21 +111,21 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the number that C++ reads whatever the operands are, if there is such a number."""
+        """Return the answer for any operands; ``None`` if it depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
             return _ANSWERS.get(operator.name)
-        # In backward autograd asks by one truth whether a gradient has a number that is none.
+        # With anomaly detection, backward reads a single boolean: whether a gradient contains NaN.
         return 0 if nbytes == 1 and torch.is_anomaly_enabled() else None
 
 
 def answer_native_reads(mode: HostValues) -> None:
-    """Answer C++ for good."""
+    """Answer reads by C++ for the rest of the process."""
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a kernel that is there already
+        warnings.simplefilter("ignore")  # torch warns about overridden kernels
         for device in ("CPU", "CUDA"):
             operators.impl("nonzero", reads.positions, device)
         operators.impl("nonzero.out", reads.positions_into, "CPU")
@@ -134,7 +140,7 @@ def answer_native_reads(mode: HostValues) -> None:
 
 
 def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at: int) -> bool:
-    """Return whether C++ reads a float that the operator computes with, for example the second operand of `masked_fill`."""
+    """Return whether C++ reads a scalar float operand, for example the value in `masked_fill`, only to compute with it."""
     if operator is None or operator.reads:
         return False
     return any(
@@ -144,28 +150,28 @@ def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at:
 
 
 def _is_noted(operator: Operator | None, is_number: int) -> bool:
-    """Return whether the mode notes what is copied: its operator or a method that is watched says so."""
+    """Return whether the mode already notes a copy, because of its operator or a watched method."""
     if operator is not None and (operator.name in _NOTED or operator.collective):
         return True
     if operator is None and not is_number:
-        return True  # autograd moves a gradient to a leaf of the host
+        return True  # autograd copies a gradient to a host leaf
     return next((frame.f_code.co_filename for frame in _our_frames()), "") == watched_methods.__file__
 
 
 def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
-    """Return the operator that the mode has dispatched last in this thread, if it runs, and its operands."""
+    """Return the mode's innermost running operator in this thread, and its operands."""
     for frame in _our_frames():
         if frame.f_code.co_filename != values_mode.__file__:
             break
-        seen = frame.f_locals
-        # An operator that takes functions, such as `torch.cond`, is run before it is looked up.
-        if frame.f_code.co_name == values_mode.HostValues.__torch_dispatch__.__name__ and "operator" in seen:
-            return seen["operator"], seen["args"]
+        variables = frame.f_locals
+        # An operator with function arguments, such as `torch.cond`, runs before the variable is set.
+        if frame.f_code.co_name == values_mode.HostValues.__torch_dispatch__.__name__ and "operator" in variables:
+            return variables["operator"], variables["args"]
     return None, ()
 
 
 def _our_frames() -> Iterator[FrameType]:
-    """Yield the frames of this package that run in this thread, the innermost first, without those that pass calls on."""
+    """Yield this package's frames in this thread, the innermost first, except frames that only forward calls."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and file not in _PASSING_ON:

@@ -1,8 +1,10 @@
-"""Reads of values that an emulated GPU did not compute: what the host makes of each, and the user's line.
+"""Record reads of uncomputed values on an emulated GPU, with their use and the user's line.
 
-An integer, an order or a size that is made of one is *trouble*: memory may depend on it, and nothing measured is valid. A
-branch that a float decided may, too, but most do not (the best loss so far): it is noted, as is a read of what follows from
-an assumed routing. All other reads are counted.
+- If an integer, an order or a size is made from such a value, the read is a *trouble*: memory may depend on the value, so no
+  figure is valid. Example: ``int(loss)`` at train.py:9.
+- If a float decides a branch, memory rarely depends on it. Example: ``if loss < best_loss``. The line is recorded.
+- If a value depends on an assumed routing, the first line with a read is recorded.
+- All other reads are counted by line. Example: ``losses.append(loss.item())``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _TEXTS_OF_PYTEST = f"{_INSTALLED}_pytest{os.sep}_io{os.sep}"
 _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
-"""Functions that read values to warn or to refuse them, and for nothing else: of transformers and torch."""
+"""Functions in transformers and torch that read values only to warn or to raise an error."""
 
 _MENDS = {
     "a value is read": (
@@ -45,44 +47,48 @@ _MENDS = {
 """Advice about a read, by its clause."""
 
 Use = Literal["kept", "branch", "order", "integer"]
-"""Use of a float: nothing that memory could depend on, as far as can be seen, or one of the others."""
+"""How a float is used. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
 
 
 class Reads:
-    """Reads of uncomputed values by the host."""
+    """Record of reads by the host, for uncomputed values."""
 
     def __init__(self) -> None:
         self.first_trouble: str | None = None
-        """The first read of the process that memory may depend on, or the first branch that a value decided."""
+        """The process's first trouble or first decided branch, as a clause with its line."""
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
         self._other: Counter[str] = Counter()
         self._routed: dict[str, str] = {}
         self._ignored = 0
         self._in_backward: list[int] = []
-        """The threads that wait for backward."""
+        """The threads waiting for backward."""
 
     def take_trouble(self) -> str | None:
-        """Return the first read that memory may depend on since the last call, as a clause with its line."""
+        """Return the first trouble since the last call, as a clause with its line."""
         trouble, self._trouble = self._trouble, None
         return trouble
 
     def take_others(self) -> UnknownReads:
         """Return the other reads since the last call."""
-        others = UnknownReads(self._decided, self._other, self._routed)
+        other_reads = UnknownReads(self._decided, self._other, self._routed)
         self._decided, self._other, self._routed = Counter(), Counter(), {}
-        return others
+        return other_reads
 
-    def invalid(self, what: str) -> None:
-        """Note a read that memory may depend on, as a clause without its line."""
+    def invalid(self, clause: str) -> None:
+        """Record a trouble: a read on which memory may depend.
+
+        Args:
+            clause: The read without its line, for example ``"a value is read"``.
+        """
         if self._trouble is None and not self._is_harmless():
             self._trouble = (
-                f"{what} that an emulated GPU does not compute{_MENDS.get(what, '')}, at {self._users_line()}"
+                f"{clause} that an emulated GPU does not compute{_MENDS.get(clause, '')}, at {self._users_line()}"
             )
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
-        """Note that a float leaves the GPU, or what is made of it."""
+        """Record a use of an uncomputed float. By default, the float only leaves the GPU."""
         if use == "order":
             self.invalid("values are put in an order")
         elif use == "integer":
@@ -94,13 +100,13 @@ class Reads:
                 self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
 
     def of_routing(self, routing: Routing) -> None:
-        """Note that the host reads what follows from an assumed routing."""
+        """Record that the host reads a value that depends on an assumed routing."""
         if routing not in self._routed and not self._is_harmless():
             self._routed[routing] = self._users_line()
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Note nothing within: values become text."""
+        """Record no reads inside the context, because values only become text there."""
         self._ignored += 1
         try:
             yield
@@ -109,7 +115,7 @@ class Reads:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Name the line that called this for reads within by threads that have none: autograd's."""
+        """Attribute reads by autograd's threads, which run no Python line, to the caller's line."""
         self._in_backward.append(threading.get_ident())
         try:
             yield
@@ -136,9 +142,10 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _of_no_memory() -> bool:
-    """Return whether weights are initialised, a library warns, or pytest shows the values of a failed assertion.
+    """Return whether the current read cannot change memory.
 
-    An initialisation may draw some weights again while values are out of a range.
+    Such reads happen when weights are initialised (some weights are drawn again if they are out of range), when a library
+    checks values to warn, and when pytest shows values in a failed assertion.
     """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)

@@ -1,7 +1,11 @@
-"""Choices among values that are not computed, made by an assumption: which experts of a mixture get which tokens.
+"""Choose experts for tokens by an assumed routing, because the router's scores are not computed.
 
-Each is valid: the indices of a row are distinct, and none is of a score that a known mask takes away, as long as others are
-left. They are a function of shapes and masks alone, so that what is computed again in backward chooses the same.
+The choices are valid: the indices in a row are distinct, and a masked score is chosen only if too few other scores remain.
+They depend only on shapes and masks, so a recomputation in backward makes the same choices.
+
+Example: four tokens choose two of three experts (``scores`` is ``[4, 3]``, ``scores.topk(2)``). ``balanced`` returns
+``[[0, 1], [2, 0], [1, 2], [0, 1]]``, so the experts get 3, 3 and 2 tokens. ``worst`` returns ``[[0, 1]] * 4``, so two experts
+get all tokens and the third gets none.
 """
 
 from __future__ import annotations
@@ -20,41 +24,49 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import Routing
 
 CHOOSING = frozenset({"topk", "argmax", "max", "sort", "argsort", "multinomial"})
-"""Operators that choose among scores; ``max`` where it is given a dimension."""
+"""Operators that choose among scores. ``max`` chooses only if it has a dimension."""
 MAKE_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_"})
-"""Operators whose results are zeros also where they are large: the stand-in fills them."""
+"""Operators that return zeros even for large results, because the stand-in fills the memory."""
 _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", "div", "mul"})
-"""Operators of whose results those are the least that a mask has made the least."""
+"""Operators for which masked inputs (set to -inf) stay the smallest values in the result."""
 
 
 class Choosing:
-    """The assumption by which choices are made, and the masks that known tensors have put on scores.
+    """The assumed routing for the current step, and the masks on uncomputed scores.
 
     Args:
-        is_unknown: Whether a tensor's values were not computed.
+        is_unknown: Returns True for a tensor with uncomputed values.
     """
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
         self.routing: Routing | None = None
         self.made = 0
-        """The number of choices so far that were made by an assumption."""
+        """Number of choices made so far by the assumed routing."""
         self._masks: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
 
     @contextmanager
     def by(self, routing: Routing | None) -> Iterator[None]:
-        """Choose by another assumption within; ``None`` leaves it as it is."""
-        before = self.routing
-        self.routing = routing or before
+        """Assume another routing inside the context. ``None`` keeps the current routing."""
+        outer = self.routing
+        self.routing = routing or outer
         try:
             yield
         finally:
-            self.routing = before
+            self.routing = outer
 
     def mask(self, name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return which scores a known mask takes away in an operator's result; ``None`` where none does.
+        """Return a boolean for each score in an operator's result: true if a known mask removes it.
 
-        Of what it fills with a number, 0 or less is taken away: routers fill with -inf, or probabilities with 0.
+        A score is removed if the operator fills it with 0 or a negative number. Routers fill logits with -inf, and
+        probabilities with 0.
+
+        Args:
+            name: The operator, for example ``"masked_fill"``.
+            args: The operator's arguments.
+
+        Returns:
+            ``None`` if the operator applies no known mask.
         """
         name = name.removesuffix("_")
         if name == "masked_fill":
@@ -70,33 +82,36 @@ class Choosing:
             return None
         if self._is_unknown(mask) or mask.dtype != torch.bool or not is_small((mask, scores), routed=True):
             return None
-        kept: torch.Tensor = on_host(mask)
-        taken = (~kept if negated else kept) | torch.zeros(scores.shape, dtype=torch.bool)
-        before = self._mask_of(scores)
-        return taken if before is None or before.shape != taken.shape else taken | before
+        mask_on_host: torch.Tensor = on_host(mask)
+        removed = (~mask_on_host if negated else mask_on_host) | torch.zeros(scores.shape, dtype=torch.bool)
+        earlier_mask = self._mask_of(scores)
+        return removed if earlier_mask is None or earlier_mask.shape != removed.shape else removed | earlier_mask
 
     def note_mask(self, result: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the mask of an operator's result, as `mask` has returned it."""
-        self._masks = {at: one for at, one in self._masks.items() if not one[0].expired()}
+        """Note the mask on an operator's result, which `mask` returned."""
+        self._masks = {address: note for address, note in self._masks.items() if not note[0].expired()}
         storage = result.untyped_storage()
         self._masks[storage.data_ptr()] = StorageWeakRef(storage), mask
 
     def forget(self, address: int) -> None:
-        """Note that the mask of the scores in the storage at an address is not known any more."""
+        """Drop the mask on the storage at an address."""
         self._masks.pop(address, None)
 
-    def choose(self, given: Mapping[str, Any], made: torch.Tensor, excluded: torch.Tensor | None) -> bool:
-        """Write the indices that an operator chooses, and return whether that was done: not of too many scores.
+    def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
+        """Write the indices chosen by an operator.
 
         Args:
-            given: What the operator is given, by the names of its arguments.
-            made: The indices that it makes, on the host.
-            excluded: Booleans, one for each index of the last dimension: true where no row can choose it.
+            arguments: The operator's arguments by name, for example ``{"self": scores, "k": 2, "dim": -1}``.
+            indices: The operator's result on the host, ``int64``. It is overwritten.
+            excluded: A boolean for each index in the last dimension: true if no row can choose the index.
+
+        Returns:
+            False if nothing was written, because no routing is assumed or there are too many scores.
         """
-        scores, routing = given["self"], self.routing
-        if routing is None or not scores.dim() or not is_small((scores, made), routed=True):
+        scores, routing = arguments["self"], self.routing
+        if routing is None or not scores.dim() or not is_small((scores, indices), routed=True):
             return False
-        dim = given.get("dim", -1)
+        dim = arguments.get("dim", -1)
         moved = scores.shape if dim is None else _moved(scores.shape, dim)
         shape = torch.Size([scores.numel()]) if dim is None else moved
         mask = self._mask_of(scores)
@@ -104,40 +119,49 @@ class Choosing:
             mask = (mask if dim is None else mask.movedim(dim, -1)).reshape(-1, shape[-1])
         elif excluded is not None and dim is not None and dim % scores.dim() == scores.dim() - 1:
             mask = excluded.expand(shape).reshape(-1, shape[-1])
-        orders = "descending" in given
-        number = shape[-1] if orders else int(given.get("k", given.get("num_samples", 1)))
-        chosen = chosen_of_rows(routing, shape[:-1].numel(), shape[-1], number, 1 if orders else number, mask)
-        if orders and not given["descending"]:
-            chosen = chosen.flip(-1)  # the best come last
+        sorts = "descending" in arguments
+        number = shape[-1] if sorts else int(arguments.get("k", arguments.get("num_samples", 1)))
+        chosen = chosen_of_rows(routing, shape[:-1].numel(), shape[-1], number, 1 if sorts else number, mask)
+        if sorts and not arguments["descending"]:
+            chosen = chosen.flip(-1)  # the best scores come last
         chosen = chosen.reshape(*shape[:-1], number)
-        made.copy_((chosen if dim is None else chosen.movedim(-1, dim)).reshape(made.shape))
+        indices.copy_((chosen if dim is None else chosen.movedim(-1, dim)).reshape(indices.shape))
         self.made += 1
         return True
 
     def _number(self, value: object) -> float | None:
-        """Return a number, or that of a known tensor of a single one."""
+        """Return a number, or the value of a known scalar tensor."""
         if isinstance(value, torch.Tensor):
             return None if value.dim() or self._is_unknown(value) else float(on_host(value))
         return float(value) if isinstance(value, (int, float)) else None
 
     def _mask_of(self, scores: torch.Tensor) -> torch.Tensor | None:
-        there = self._masks.get(scores.untyped_storage().data_ptr()) if has_storage(scores) else None
-        return None if there is None or there[0].expired() or there[1].shape != scores.shape else there[1]
+        note = self._masks.get(scores.untyped_storage().data_ptr()) if has_storage(scores) else None
+        return None if note is None or note[0].expired() or note[1].shape != scores.shape else note[1]
 
 
 def chosen_of_rows(
     routing: Routing, rows: int, size: int, number: int, step: int, excluded: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return ``number`` indices below ``size`` for each row: ``int64[rows, number]``, distinct if there are as many.
+    """Return the indices chosen by an assumed routing in each row.
+
+    ``balanced`` starts each row ``step`` indices after the previous row with the same mask. If ``step`` equals ``number``, all
+    indices are chosen equally often (the counts differ by at most 1). ``worst`` chooses the first allowed indices in each row.
+
+    Example:
+        ``chosen_of_rows("balanced", 3, 4, 2, 2, excluded)``, with index 0 excluded in each row, returns
+        ``[[1, 2], [3, 1], [2, 3]]``.
 
     Args:
-        routing: ``balanced`` begins each row ``step`` indices after the one before that has the same choice, so that all are
-            chosen as often, within 1, where ``step`` is ``number``; ``worst`` has the first ones in each row.
-        rows: The number of rows.
-        size: The number of scores in a row.
-        number: The number of choices in a row.
-        step: By how many indices rows differ.
-        excluded: Booleans of rows and indices: true for those that are chosen only where too few others are.
+        routing: ``"balanced"`` or ``"worst"``.
+        rows: Number of rows.
+        size: Number of scores in a row.
+        number: Number of choices in a row.
+        step: Offset between the choices in two rows.
+        excluded: ``bool[rows, size]``: true for an index that is chosen only if too few other indices are allowed.
+
+    Returns:
+        ``int64[rows, number]`` with values below ``size``, distinct in a row if ``number`` is at most ``size``.
     """
     within = torch.arange(number) % size
     if excluded is None:
@@ -155,7 +179,7 @@ def chosen_of_rows(
 
 
 def _earlier(rows: torch.Tensor) -> torch.Tensor:
-    """Return for each row how many of those before it are the same."""
+    """Return for each row the number of equal rows before it."""
     weights = torch.randint(2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
     _, kinds = torch.unique((rows * weights).sum(1), return_inverse=True)
     order = kinds.argsort(stable=True)

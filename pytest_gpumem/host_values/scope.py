@@ -1,7 +1,7 @@
-"""Scope of the mode that computes values: the whole process, except backward outside of modules.
+"""Enter the mode `HostValues` for the whole process, except for backward's operators.
 
-The mode (`HostValues`) is entered once for good in the thread that imports torch, and in each that Python starts from then on;
-autograd's threads inherit it. Methods by which a tensor is read are watched everywhere.
+The importing thread enters the mode once and never leaves it. Each thread started later by Python enters it as well, and
+autograd's threads inherit it. Methods for reading a tensor are watched in every thread.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _mode: HostValues | None = None
 
 
 def begin() -> HostValues:
-    """Enter the mode for good, when torch has been imported."""
+    """Enter the mode for the rest of the process. torch must be imported."""
     global _mode
     if _mode is None:
         _mode = HostValues()
         _mode.__enter__()
-        # What is computed on the host is small, and threads that share a core wait for one another 40 times as long.
+        # The host computes only small tensors, and threads on the same core take 40 times as long by waiting for each other.
         torch.set_num_threads(1)
         UnknownFloat.reads = _mode.reads
         watch_methods(_mode)
@@ -48,12 +48,12 @@ def begin() -> HostValues:
 
 
 def current() -> HostValues | None:
-    """Return the mode of this process."""
+    """Return this process's mode; ``None`` if no GPU is emulated."""
     return _mode
 
 
 def _watch_threads(mode: HostValues) -> None:
-    """Enter the mode in each thread that is started from now on."""
+    """Enter the mode in each new thread from now on."""
 
     def within(function: Callable[..., object]) -> Callable[..., None]:
         def run_within(*args: Any, **named: Any) -> None:
@@ -78,5 +78,5 @@ def _watch_threads(mode: HostValues) -> None:
     ) -> int:
         return begin_thread(within(function), args, named or {})
 
-    # `Thread` has a name of its own for it.
+    # `threading` imported the original function, so `Thread.start` is replaced as well.
     _thread.start_new_thread = _thread.start_new = begin_within

@@ -1,4 +1,4 @@
-"""Lists that TorchScript makes of tensors: ``tolist`` reads memory there, and no operator or method of Python shows it."""
+"""Record reads by ``tolist`` in TorchScript, which reads memory without an operator or a Python method."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Note lists that scripts make while they copy unknown tensors to the host, or are given such tensors of the host."""
+    """Record a script's lists if it copies unknown tensors to the host or takes unknown host tensors."""
 
     @contextmanager
-    def noting(script: Any, given: tuple[Any, ...]) -> Iterator[None]:
-        before = mode.values_read
-        are_given = any(not tensor.is_cuda and is_unknown(tensor) for tensor in tensors_among(given))
+    def noting(script: Any, args: tuple[Any, ...]) -> Iterator[None]:
+        earlier_reads = mode.values_read
+        takes_unknown = any(not tensor.is_cuda and is_unknown(tensor) for tensor in tensors_among(args))
         yield
-        if not are_given and mode.values_read == before:
+        if not takes_unknown and mode.values_read == earlier_reads:
             return
         for kind in lists_of_script(script):
             if "float" in kind:

@@ -1,7 +1,7 @@
-"""Tensors that are pickled, saved, sent to another process or moved to shared memory stay as unknown, or known, as they were.
+"""Keep tensors known or unknown when they are pickled, saved, sent to another process or moved to shared memory.
 
-A pickled tensor may have attributes, and torch sets them when it reads it. One of them says here whether its values were not
-computed: it comes through `torch.save`, `pickle`, queues and the workers of a `DataLoader`, into other processes as well.
+A pickled tensor may have attributes, which torch sets when it loads the tensor. The attribute `MARK` says whether the tensor's
+values are unknown. It passes through `torch.save`, `pickle`, queues and `DataLoader` workers, including other processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.mode import HostValues
 
 MARK = "_gpumem_not_computed"
-"""The attribute of a pickled tensor. Where nothing is emulated, what reads it has a tensor with an attribute more."""
+"""The attribute on a pickled tensor. Without an emulated GPU, the loaded tensor only has an additional attribute."""
 
 
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Mark tensors as known or unknown when they are pickled, and note unknown ones that are read or move to shared memory."""
+    """Mark tensors as known or unknown when they are pickled, and restore the notes when they are loaded or moved.
+
+    Args:
+        mode: The mode with the notes.
+        is_unknown: Returns True for a tensor with uncomputed values.
+    """
 
     def marked(reduce: Callable[..., Any], *, also_known: bool = False) -> Callable[..., Any]:
         @never_compiled
@@ -45,9 +50,9 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
         def move_it(storage: torch.UntypedStorage, *args: Any) -> Any:
             if storage.device.type != "cpu":
                 return move(storage, *args)
-            where = storage.data_ptr()
+            old_address = storage.data_ptr()
             result = move(storage, *args)
-            mode.has_moved(where, storage)
+            mode.has_moved(old_address, storage)
             return result
 
         return move_it
@@ -58,7 +63,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
     def sent(tensor: torch.Tensor, *args: Any) -> Any:
         if is_unknown(tensor):
-            mode.reads.of_float()  # another process takes it, and what that reads is not seen
+            mode.reads.of_float()  # reads in the other process are not recorded
         return reductions.reduce_tensor(tensor, *args)  # type: ignore[no-untyped-call]
 
     for kind in (torch.Tensor, torch.nn.Parameter):
@@ -67,7 +72,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
 
 def _is_gpus(tensor: torch.Tensor) -> bool:
-    """Return whether `pickle` reads a tensor's memory to the GPU, where no operator shows that it has values."""
+    """Return whether `pickle` loads a tensor into GPU memory, which no operator shows."""
     with outside_torch_function():
         return is_ordinary(type(tensor)) and tensor.is_cuda and has_storage(tensor)
 

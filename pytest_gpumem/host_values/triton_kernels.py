@@ -1,7 +1,9 @@
-"""Kernels that Triton compiled, on an emulated GPU: tensors that one may have written to are no longer known.
+"""Forget the values of tensors to which a Triton kernel may write, because the kernel does not run.
 
-Which of its arguments a kernel writes to is told by what Triton compiled it from (TTIR), or by Inductor's names of them. It
-is found in the frames that launch it. Of kernels that others launch nothing is told.
+A kernel's written arguments follow from its Triton intermediate representation (TTIR), or from Inductor's argument names. Both
+are found in the Python frames that launch the kernel. Nothing is known about kernels launched by other libraries.
+
+Example: in ``tt.store %4, %7`` the pointer ``%4`` is computed from ``%out_ptr``, so the kernel writes to ``%out_ptr``.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ _INITIAL = re.compile(r"(%[\w$.-]+) = (%[\w$.#-]+)")
 _WRITES = re.compile(r"^tt\.(\w*store|atomic_\w+|descriptor_(reduce|scatter)|call|elementwise_inline_asm)\b")
 _COMPILED_BY = ("triton.", "torch._inductor.")
 _OF_INDUCTOR = "out_ptr"
-"""Part of the names of arguments that Inductor's kernels write to: ``out_ptr0``, ``in_out_ptr1``."""
+"""Part in the argument names to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
 
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _kept: list[object] = []
-"""The callback of C++, kept for as long as the process."""
+"""The callback for C++, which must live as long as the process."""
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:
-    """Have the mode forget, for good, the values of tensors that kernels which are launched may write to."""
+    """From now on, forget the values of tensors to which a launched kernel may write."""
     written: dict[int, tuple[int, ...]] = {}
 
     def launched(function: int, arguments: Any) -> None:
@@ -46,18 +48,18 @@ def forget_what_kernels_write(mode: HostValues) -> None:
 
     emulation = current_emulation()
     if emulation is not None:
-        told = _TELL(launched)
-        _kept.append(told)
-        tell = emulation.runtime.gpumem_tell_of_launches
-        tell(told)
-        atexit.register(tell, None)
+        callback = _TELL(launched)
+        _kept.append(callback)
+        set_callback = emulation.runtime.gpumem_tell_of_launches
+        set_callback(callback)
+        atexit.register(set_callback, None)
 
 
 def written_by(function: int) -> tuple[int, ...]:
-    """Return the positions of a kernel's arguments that it writes to, while it is being launched.
+    """Return the arguments' positions to which a kernel writes. The kernel is being launched in this thread.
 
     Args:
-        function: The driver's handle of it.
+        function: The driver's handle for the kernel.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         for value in list(frame.f_locals.values()):
@@ -69,37 +71,37 @@ def written_by(function: int) -> tuple[int, ...]:
 
 
 def _written_of_inductor(kernel: Any) -> tuple[int, ...]:
-    """Return the same of a kernel that Inductor launches by itself."""
+    """Return the positions of the arguments to which a kernel launched by Inductor writes."""
     constants = set(getattr(kernel, "full_constexprs", ()))
     names = [name for at, name in enumerate(getattr(kernel, "arg_names", ())) if at not in constants]
     return tuple(at for at, name in enumerate(names) if _OF_INDUCTOR in name)
 
 
 def written_arguments(ttir: str) -> tuple[int, ...]:
-    """Return the positions of the arguments of a kernel that it writes to, or to what is at an offset from it.
+    """Return the positions of the pointer arguments to which, or at an offset from which, a kernel writes.
 
     Args:
-        ttir: Triton's intermediate representation of the kernel, as text.
+        ttir: The kernel's intermediate representation in Triton, as text.
     """
     lines = [line.strip() for line in ttir.splitlines()]
-    begins = [at for at, line in enumerate(lines) if line.startswith("tt.func public")]
-    if not begins:
+    starts = [at for at, line in enumerate(lines) if line.startswith("tt.func public")]
+    if not starts:
         return ()
-    arguments: list[tuple[str, str]] = _ARGUMENT.findall(lines[begins[0]])
+    arguments: list[tuple[str, str]] = _ARGUMENT.findall(lines[starts[0]])
     if any("tensordesc" in kind for _, kind in arguments):
-        return ()  # it is several arguments to the driver
-    reached = _stored_to(lines[begins[0] + 1 :])
+        return ()  # the driver gets several arguments for a tensor descriptor, so positions differ
+    reached = _stored_to(lines[starts[0] + 1 :])
     return tuple(at for at, (name, kind) in enumerate(arguments) if name in reached and kind.startswith("!tt.ptr"))
 
 
 def _stored_to(lines: list[str]) -> set[str]:
-    """Return the values by which something is stored, and all that these are made of: not what is loaded."""
+    """Return the names of the pointers in stores, and the names of the values that they are computed from, except loads."""
     made_of: dict[str, set[str]] = {}
     stored: list[str] = []
     loops: list[tuple[str, list[str]]] = []
     for line in lines:
-        found = _DEFINED.match(line)
-        name, rest = (found[1], found[2]) if found else ("", line)
+        definition = _DEFINED.match(line)
+        name, rest = (definition[1], definition[2]) if definition else ("", line)
         operands = _NAME.findall(rest.split(" loc(")[0])
         if _WRITES.match(rest):
             stored += operands if rest.startswith(("tt.call", "tt.elementwise")) else operands[:1]
@@ -115,15 +117,15 @@ def _stored_to(lines: list[str]) -> set[str]:
             loops.pop()
     reached: set[str] = set()
     while stored:
-        one = stored.pop()
-        if one not in reached:
-            reached.add(one)
-            stored += made_of.get(one, ())
+        pointer = stored.pop()
+        if pointer not in reached:
+            reached.add(pointer)
+            stored += made_of.get(pointer, ())
     return reached
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Note that each of a loop's results, and of its variables, may be the value that it begins with or goes on with."""
+    """Note the possible values of a loop's results and variables: the initial values and the yielded values."""
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

@@ -1,4 +1,8 @@
-"""A float that stands for a value which an emulated GPU did not compute, and what is computed from it."""
+"""Floats that represent the uncomputed values on an emulated GPU.
+
+Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another one, ``f"{loss.item():.1e}"`` is
+``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.reads import Reads
 
 UNKNOWN = 2.0**-120
-"""The value of each of them. Nobody else uses it, so one that comes back as a number is known again: float32 holds it, too."""
+"""The number that represents every uncomputed float.
+
+Programs do not use this number. If it returns to a tensor, the mode recognises it, and float32 represents it exactly.
+"""
 
 
 class UnknownFloat(float):
-    """An uncomputed float: kept, formatted and computed with as any other, and noted where something depends on it."""
+    """An uncomputed float. Programs can store and format it and compute with it, and it records uses in `reads`."""
 
     __slots__ = ()
     reads: ClassVar[Reads]
-    """The record of its uses."""
+    """The record of all uses."""
 
-    def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is of Python 3.11
-        # Python's own modules make others of its class: means.
+    def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is new in Python 3.11
+        # Python's modules create instances of their arguments' class, for example `statistics.mean`.
         return float.__new__(cls, UNKNOWN)
 
     def __bool__(self) -> bool:
@@ -52,7 +59,7 @@ class UnknownFloat(float):
         return int(self) if digits is None else self
 
     def __float__(self) -> float:
-        # What Python makes of it is a float like any other.
+        # The result is an ordinary float, so its uses are found in the caller's code.
         self.reads.of_float(use_of_conversion(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
         return UNKNOWN
 
@@ -63,9 +70,9 @@ class UnknownFloat(float):
         return self
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **named: Any) -> Any:
-        """Compute with NumPy: a number is unknown again, and an array is as any other."""
-        given = (UNKNOWN if isinstance(one, UnknownFloat) else one for one in inputs)
-        result = getattr(function, method)(*given, **named)
+        """Compute with NumPy. A scalar result is an `UnknownFloat`, and an array is an ordinary array."""
+        numbers = (UNKNOWN if isinstance(number, UnknownFloat) else number for number in inputs)
+        result = getattr(function, method)(*numbers, **named)
         if function.__name__ not in ("isnan", "isinf", "isfinite") and result.dtype == bool and result.ndim == 0:
             self.reads.of_float("branch")
         return UnknownFloat() if result.ndim == 0 and isinstance(result, float) else result
@@ -76,9 +83,9 @@ class UnknownFloat(float):
 def _computing(name: str) -> Callable[..., Any]:
     original = getattr(float, name)
 
-    def compute(_: UnknownFloat, *others: Any) -> Any:
-        # With 1 in its place: a division by 0 stays one, and nothing overflows.
-        result = original(1.0, *others)
+    def compute(_: UnknownFloat, *operands: Any) -> Any:
+        # Compute with 1 instead: a division by 0 still raises, and nothing overflows.
+        result = original(1.0, *operands)
         if result is NotImplemented:
             return result
         return tuple(UnknownFloat() for _ in result) if isinstance(result, tuple) else UnknownFloat()
@@ -103,7 +110,7 @@ def _comparing(name: str) -> Callable[..., Any]:
 
     def compare(self: UnknownFloat, other: Any) -> Any:
         result = original(self, other)
-        # It is taken as finite, so it is itself, and not infinite.
+        # An uncomputed float is assumed to be finite, so it equals itself and no infinity.
         is_known = other is self or (isinstance(other, float) and not math.isfinite(other))
         if result is not NotImplemented and not is_known:
             self.reads.of_float(use_of_comparison(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
@@ -124,8 +131,8 @@ for _method in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
 
 
 def is_unknown_number(value: object) -> bool:
-    """Return whether a number is that of an uncomputed value, also among several in a list."""
+    """Return whether a number is `UNKNOWN`, or a list contains it."""
     if isinstance(value, (list, tuple)):
-        # Lists are of one kind, and those of tensors are long.
+        # The first element shows the type of the rest. Lists of tensors are long, so they are not searched.
         return bool(value) and isinstance(value[0], (int, float)) and any(map(is_unknown_number, value))
     return isinstance(value, float) and float.__eq__(value, UNKNOWN)

@@ -1,7 +1,10 @@
-"""Find the use of a float by the instructions that follow: a branch, an order, an integer. Pure.
+"""Find how the following bytecode uses a float: a branch, an order or an integer. Pure.
 
-A number is followed through its expression, through variables of its function, and to the function that it is returned to.
-Nothing is run: what may be made of it counts, whether this call comes to it or not.
+The search follows a number through its expression, through variables in its function, and through returns to callers.
+It runs nothing, so a use counts even if this call does not reach it.
+
+Example: in ``best = min(best, float(loss))`` the number is an argument for ``min``, so its use is ``"branch"``. In
+``range(int(float(loss)))`` the use is ``"integer"``, and in ``print(f"{float(loss):.3f}")`` it is ``"kept"``.
 """
 
 from __future__ import annotations
@@ -20,98 +23,112 @@ if TYPE_CHECKING:
 
 _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("int", "round", "floor", "ceil", "trunc", "range"), "integer"),
-    # Of a size: `torch.arange(number + 3)`, `interpolate(x, scale_factor=number)`.
+    # The number determines a size: `torch.arange(number + 3)`, `interpolate(x, scale_factor=number)`.
     **dict.fromkeys(("arange", "interpolate"), "integer"),
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
-"""Uses that functions make of a float that they are given."""
+"""The use of a float argument, by the function's name."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
-"""Functions that ask whether a float is finite, which uncomputed ones are taken to be, or that do not look at it."""
+"""Functions that check whether a float is finite (uncomputed floats are assumed to be), or ignore its value."""
 _OF_NUMBERS = frozenset(
     {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round", "elapsed_time"}
 )
-"""Functions that make a number of numbers."""
+"""Functions that compute a number from numbers."""
 _TEXTS = frozenset({"str", "repr", "format"})
 _ORDER: tuple[Use, ...] = ("kept", "branch", "order", "integer")
 """Uses in rising order of importance."""
 _MOST_CALLERS = 4
-"""Functions to which a number is followed that it is returned to."""
+"""Number of callers through which a returned number is followed."""
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
-"""Kinds of cells: the number or what is computed of it, a list of such, its text, or something else that is made of it.
+"""Kinds of stack cells.
 
-The last is followed to the end of its expression only.
+``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is its text.
+``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
 """
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
-    """Return what a comparison is for that ``frame`` is at: a branch, or an order, where a function of C compares."""
+    """Return how a frame uses its current comparison.
+
+    Returns:
+        ``"order"`` in a call such as ``sorted``. Otherwise ``"branch"``, also for ``min`` and ``max`` without a key.
+    """
     return "branch" if frame is None else _of_comparison(frame.f_code, frame.f_lasti)
 
 
 def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
-    """Return what becomes of a tensor that ``frame`` makes a number or text of, as far as its code and its callers' show."""
+    """Return how a frame uses a number or text that it makes from a tensor.
+
+    Args:
+        frame: The frame that converts the tensor, for example by ``float(loss)``.
+        kind: The conversion's result, `NUMBER` or `TEXT`.
+
+    Returns:
+        The strongest use in the code of this frame and its callers.
+    """
     use: Use = "kept"
     for number in range(_MOST_CALLERS):
         if frame is None:
             break
-        found, returned = _of_conversion(frame.f_code, frame.f_lasti, kind, is_returned=number > 0)
-        use = _stronger(use, found)
+        frame_use, returned = _of_conversion(frame.f_code, frame.f_lasti, kind, is_returned=number > 0)
+        use = _stronger(use, frame_use)
         if returned is None:
             break
-        # Of a lambda it is perhaps a key to sort by.
+        # A lambda's result may be a sort key.
         use = _stronger(use, "branch") if frame.f_code.co_name == "<lambda>" else use
         frame, kind = frame.f_back, returned
     return use
 
 
-def _stronger(one: Use, other: Use) -> Use:
-    return max(one, other, key=_ORDER.index)
+def _stronger(first: Use, second: Use) -> Use:
+    return max(first, second, key=_ORDER.index)
 
 
 @lru_cache(maxsize=1024)
 def _of_comparison(code: CodeType, at: int) -> Use:
     instructions = list(dis.get_instructions(code))
     at = _of_call(instructions, at)
-    before = [one for one in instructions if one.offset < at]
-    here = next((step for step in steps(instructions) if step.instruction.offset == at), None)
-    if here is None or not here.instruction.opname.startswith("CALL"):
+    preceding = [instruction for instruction in instructions if instruction.offset < at]
+    current_step = next((step for step in steps(instructions) if step.instruction.offset == at), None)
+    if current_step is None or not current_step.instruction.opname.startswith("CALL"):
         return "branch"
-    callee = here.callee()
+    callee = current_step.callee()
     names = {*code.co_names} if callee is None else {callee}
-    if names & {"min", "max"} and not names & {"sorted", "sort"} and not _has_key(code, before):
+    if names & {"min", "max"} and not names & {"sorted", "sort"} and not _has_key(code, preceding):
         return "branch"
     return "order"
 
 
 @lru_cache(maxsize=1024)
 def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> tuple[Use, str | None]:
-    """Return what becomes of what the instruction at an offset makes, and as what it is returned, if it is.
+    """Return how a function uses a value, and the kind as which it returns the value.
 
     Args:
-        code: A function's.
-        at: The offset.
-        kind: What the instruction makes, or is given.
-        is_returned: It calls a function that returns that; else one that makes a number or text, and may return another thing.
+        code: The function's code.
+        at: Offset of the instruction that makes the value.
+        kind: The value's kind.
+        is_returned: True if the instruction calls a function that returns the value. False if it calls a conversion such as
+            ``float``, which may return something else.
     """
     instructions = list(dis.get_instructions(code))
     at = _of_call(instructions, at)
     walk = _Walk(at, kind, is_returned)
     for step in steps(instructions):
         walk.take(step)
-    # Once more through the loop that it is in, for what its variables are at the begin of the next pass.
+    # Walk again through the enclosing loop, because its variables may hold the value when the next iteration starts.
     backward = [
-        one.argval for one in instructions if one.offset > at and "JUMP" in one.opname and one.argval is not None
+        jump.argval for jump in instructions if jump.offset > at and "JUMP" in jump.opname and jump.argval is not None
     ]
     begin = min((target for target in backward if isinstance(target, int) and target <= at), default=at)
-    for step in steps(one for one in instructions if begin <= one.offset < at):
+    for step in steps(instruction for instruction in instructions if begin <= instruction.offset < at):
         walk.take(step)
     return walk.use, walk.returned
 
 
 @dataclass(eq=False)
 class _Walk:
-    """Walk over a function's instructions that follows one number."""
+    """Walk over a function's instructions to follow a single number."""
 
     at: int
     kind: str
@@ -120,33 +137,37 @@ class _Walk:
     returned: str | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _waiting: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Variables where a jump leads."""
+    """Variables at the targets of forward jumps, by offset."""
     _has_left: bool = False
     _begun: bool = False
 
     def take(self, step: Step) -> None:
-        one = step.instruction
-        if one.offset == self.at and not self._begun:
+        instruction = step.instruction
+        if instruction.offset == self.at and not self._begun:
             self._begun = True
             self._begin(step)
         elif self._begun:
-            waiting = self._waiting.pop(one.offset, None)
+            waiting = self._waiting.pop(instruction.offset, None)
             if waiting is not None:
                 self._variables = waiting if self._has_left else waiting | self._variables
             self._follow(step)
-            if "JUMP" in one.opname and isinstance(one.argval, int) and one.argval > one.offset:
-                self._waiting[one.argval] = self._waiting.get(one.argval, {}) | self._variables
-            self._has_left = one.opname.startswith(LEAVES)
+            if (
+                "JUMP" in instruction.opname
+                and isinstance(instruction.argval, int)
+                and instruction.argval > instruction.offset
+            ):
+                self._waiting[instruction.argval] = self._waiting.get(instruction.argval, {}) | self._variables
+            self._has_left = instruction.opname.startswith(LEAVES)
 
     def _begin(self, step: Step) -> None:
         callee = step.callee()
         if callee in _OF_CALLS and not _keeps_digits(step, callee):
-            self._found(_OF_CALLS[callee])
+            self._record(_OF_CALLS[callee])
         elif callee not in _OF_FINITE:
             makes_it = self.is_returned or callee is None or callee in (_TEXTS if self.kind == TEXT else _OF_NUMBERS)
             _mark(step.put[-1:], self.kind if makes_it else PART if self.kind == NUMBER else None)
 
-    def _found(self, use: Use) -> None:
+    def _record(self, use: Use) -> None:
         self.use = _stronger(self.use, use)
 
     def _follow(self, step: Step) -> None:
@@ -167,15 +188,15 @@ class _Walk:
             self._use(step, name, kinds)
 
     def _use(self, step: Step, name: str, kinds: list[str]) -> None:
-        """Note what an instruction makes of what is followed, and follow its result."""
+        """Record how an instruction uses followed values, and follow its result."""
         if name.startswith("CALL"):
             self._call(step, kinds)
         elif name in ("COMPARE_OP", "CONTAINS_OP"):
             if LIST not in kinds and not _asks_whether_finite(step):
-                self._found("branch")
+                self._record("branch")
         elif "JUMP" in name and "_IF_" in name:
             if "NONE" not in name and not {NUMBER, PART}.isdisjoint(kinds):
-                self._found("branch")
+                self._record("branch")
         elif name in ("LIST_APPEND", "SET_ADD"):
             _mark(step.below[-(step.instruction.arg or 1) :][:1], LIST if NUMBER in kinds else PART)
         elif name.startswith(("RETURN_VALUE", "YIELD_VALUE")):
@@ -187,7 +208,7 @@ class _Walk:
         callee = step.callee()
         use = _OF_CALLS.get(callee or "")
         if use is not None and not _keeps_digits(step, callee):
-            self._found(use)
+            self._record(use)
         if callee in _OF_FINITE:
             return
         if callee == "append" and NUMBER in kinds:
@@ -200,7 +221,7 @@ class _Walk:
             _mark(step.put, PART)
 
     def _store(self, step: Step) -> None:
-        """Note which variables hold what is followed."""
+        """Update the variables with followed values."""
         name = step.instruction.argval
         names = name if isinstance(name, tuple) else (name,)
         taken = step.taken[::-1]
@@ -216,19 +237,21 @@ class _Walk:
 
 
 def _asks_whether_finite(step: Step) -> bool:
-    """Return whether a comparison is one of a number with itself, or with infinity."""
+    """Return whether a comparison compares a number with itself or with infinity."""
     names = [cell.name for cell in step.taken]
     return (len(set(names)) == 1 and names[0] is not None) or not {"inf", "nan", "infty"}.isdisjoint(names)
 
 
 def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
-    """Return what an instruction makes of what is followed, but calls and comparisons."""
+    """Return the kind of an instruction's result, for instructions other than calls and comparisons."""
     first = kinds[0]
     if name in ("TO_BOOL", "GET_ITER", "CONVERT_VALUE", "UNARY_NOT"):
         return first
     if name.startswith("FORMAT"):
         return TEXT if first == NUMBER else PART
-    if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and step.instruction.argrepr == "[]"):  # the latter from 3.14 on
+    if name == "BINARY_SUBSCR" or (
+        name == "BINARY_OP" and step.instruction.argrepr == "[]"
+    ):  # "BINARY_OP []" since Python 3.14
         return _kind_of_element(step)
     if name.startswith(("BINARY_", "INPLACE_", "UNARY_")):
         if any(isinstance(cell.constant, str) for cell in step.taken):
@@ -250,23 +273,23 @@ def _mark(cells: list[StackCell], kind: str | None) -> None:
 
 
 def _keeps_digits(step: Step, callee: str | None) -> bool:
-    """Return whether a call is ``round(number, digits)``, which is no integer."""
+    """Return whether a call is ``round(number, digits)``, which returns no integer."""
     return callee == "round" and (step.instruction.arg or 0) > 1
 
 
 def _of_call(instructions: list[dis.Instruction], at: int) -> int:
-    """Return the offset of the call that a frame is at, which may be at its caches, or at what comes before it in 3.11."""
-    index = max((number for number, one in enumerate(instructions) if one.offset <= at), default=None)
+    """Return the offset of a frame's current call. The frame may be at the call's caches or, in 3.11, at ``PRECALL``."""
+    index = max((number for number, instruction in enumerate(instructions) if instruction.offset <= at), default=None)
     if index is None:
         return at
     return instructions[index + 1 if instructions[index].opname == "PRECALL" else index].offset
 
 
-def _has_key(code: CodeType, before: list[dis.Instruction]) -> bool:
-    """Return whether the call that comes next has an argument called ``key``."""
-    named = [
-        code.co_consts[one.arg]
-        for one in before[-3:]
-        if one.opname in ("KW_NAMES", "LOAD_CONST") and one.arg is not None
+def _has_key(code: CodeType, preceding: list[dis.Instruction]) -> bool:
+    """Return whether the call after the ``preceding`` instructions has an argument called ``key``."""
+    constants = [
+        code.co_consts[instruction.arg]
+        for instruction in preceding[-3:]
+        if instruction.opname in ("KW_NAMES", "LOAD_CONST") and instruction.arg is not None
     ]
-    return any(isinstance(one, tuple) and "key" in one for one in named)
+    return any(isinstance(constant, tuple) and "key" in constant for constant in constants)

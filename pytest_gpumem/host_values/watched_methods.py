@@ -1,4 +1,7 @@
-"""Methods and functions by which the host reads or copies a tensor of an emulated GPU, and which no operator shows."""
+"""Watch methods and functions for reading or copying a tensor on the host without a visible operator.
+
+Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,13 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file
 
 
 def watch_methods(mode: HostValues) -> None:
-    """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
+    """Replace torch's methods and functions for reading tensors, for the rest of the process.
+
+    The replacements record reads even if the mode is not active, for example in backward.
+    """
     remember_functions_that_take_a_device()
-    for name, seen in _READING.items():
-        _replace(torch.Tensor, name, partial(_read, seen=seen), mode)
+    for name, on_unknown in _READING.items():
+        _replace(torch.Tensor, name, partial(_read, on_unknown=on_unknown), mode)
     for name, watching in _METHODS.items():
         _replace(torch.Tensor, name, watching, mode)
     for name, watching in _FUNCTIONS.items():
@@ -57,18 +63,18 @@ def watch_methods(mode: HostValues) -> None:
         (comm, "broadcast_coalesced", _broadcast),
         (comm, "reduce_add", _add),
         (plateau, "step", _step),
-        (torch.cuda.Event, "elapsed_time", _elapse),  # `torch.Event`'s cannot be replaced
+        (torch.cuda.Event, "elapsed_time", _elapse),  # the method in `torch.Event` cannot be replaced
     ):
         setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
 
 def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch as one that notes what is read.
+    """Return a replacement that records the reads by a function or method.
 
     Args:
-        mode: Where it is noted.
-        original: The function, or a method.
-        watching: Is called in its place, with the mode and the function first.
+        mode: The mode for recording.
+        original: The function or method.
+        watching: The function to call instead, with ``mode`` and ``original`` before the call's own arguments.
     """
 
     @never_compiled
@@ -76,7 +82,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
     def watched(*args: Any, **named: Any) -> Any:
         if not is_tracing():
             return watching(mode, original, *args, **named)
-        # A trace makes tensors of sizes: whoever asks for those here would be called for their values again.
+        # In a trace, sizes are tensors, so using a size here would call this function again.
         with untraced() as traced:
             return watching(mode, traced(original), *args, **named)
 
@@ -84,7 +90,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
 
 
 def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValues) -> Callable[..., Any]:
-    """Put a function that notes what is read in the place of one of a module or of `torch.Tensor`, where pickle finds it."""
+    """Replace a module's function, or a method in `torch.Tensor`, under the same name, so pickle finds it."""
     function = _watched(mode, getattr(owner, name), watching)
     is_method = owner is torch.Tensor
     function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
@@ -93,15 +99,15 @@ def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValu
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a tensor's element is for the host."""
+    """Return an element, or nested lists with elements, with an `UnknownFloat` for each float."""
     if isinstance(value, list):
-        return [_number(one) for one in value]
+        return [_number(element) for element in value]
     return UnknownFloat() if isinstance(value, float) else value
 
 
 def _as_item(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if mode.constants.noted_as(tensor) is not None:
-        return value  # the operator that read it has noted it
+        return value  # the operator has recorded the read
     return _as_number(mode, tensor, value)
 
 
@@ -130,7 +136,7 @@ def _as_float(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if mode.constants.noted_as(tensor) is not None:
-        return value  # the operator that read it has noted it
+        return value  # the operator has recorded the read
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
         return value
@@ -158,10 +164,10 @@ _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
     "__index__": _as_integer,
     "__bool__": _as_bool,
     "is_nonzero": _as_bool,
-    "numpy": _as_array,  # of the GPU's, too: `numpy(force=True)` copies
+    "numpy": _as_array,  # also for GPU tensors, because `numpy(force=True)` copies them
     "__dlpack__": _as_memory,
 }
-"""Methods by which the host reads a tensor, and what is noted where that is unknown and returned in place of the value."""
+"""Methods that read a tensor. If it is unknown, the function records the read and returns the value for the program."""
 
 
 def _read(
@@ -170,33 +176,33 @@ def _read(
     tensor: torch.Tensor,
     /,
     *args: Any,
-    seen: Callable[[HostValues, torch.Tensor, Any], Any],
+    on_unknown: Callable[[HostValues, torch.Tensor, Any], Any],
     **named: Any,
 ) -> Any:
-    before, outer = mode.values_read, mode.is_watched
+    earlier_reads, outer = mode.values_read, mode.is_watched
     mode.is_watched = True
     try:
         value = original(tensor, *args, **named)
     finally:
         mode.is_watched = outer
-    # Of a tensor around others, which has no values of its own, theirs are read.
-    is_unknown = _is_unknown(mode, tensor) or (mode.values_read > before and not outer)
+    # A tensor around other tensors has no values, so the call reads the wrapped tensors.
+    is_unknown = _is_unknown(mode, tensor) or (mode.values_read > earlier_reads and not outer)
     with outside_torch_function():
-        return seen(mode, unwrapped(tensor), value) if is_unknown else value
+        return on_unknown(mode, unwrapped(tensor), value) if is_unknown else value
 
 
 def _is_unknown(mode: HostValues, tensor: Any) -> bool:
     if not is_ordinary(type(tensor)):
         return False
     try:
-        with outside_torch_function():  # a subclass may have code of its own for what is asked here
+        with outside_torch_function():  # a subclass may override the called methods
             return mode.is_unknown(tensor)
-    except (RuntimeError, NotImplementedError):  # one of a transformation (`torch.func`) has no storage
+    except (RuntimeError, NotImplementedError):  # a tensor in a transformation (`torch.func`) has no storage
         return False
 
 
 def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Give a tensor's memory to another library, and note it."""
+    """Note that another library gets a tensor's memory."""
     value = original(tensor, *args, **named)
     if is_ordinary(type(tensor)):
         with outside_torch_function():
@@ -205,7 +211,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a tensor on memory of NumPy's or of a buffer, and note it."""
+    """Note a new tensor on the memory of a NumPy array or another buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
         mode.lent.note(tensor)
@@ -213,8 +219,8 @@ def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Call a function with each element, and note what that is given."""
-    unknown = [one for one in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, one)]
+    """Record the reads by a method that calls a function with each element."""
+    unknown = [operand for operand in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, operand)]
     result = original(tensor, *args, **named)
     if unknown:
         with outside_torch_function():
@@ -226,7 +232,7 @@ def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
-    """Return ``data_ptr``, and note addresses of the host's memory that leave torch: what reads there is not seen."""
+    """Return ``data_ptr``, and record a read if the program gets the address of unknown host memory."""
     value = original(tensor)
     if not tensor.is_cuda and _is_unknown(mode, tensor):
         caller = _caller()
@@ -236,7 +242,7 @@ def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _format(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Make text of a tensor, and note integers, and floats where a number is made of the text again."""
+    """Return a tensor's text, and record a read if the tensor has integers, or if the text becomes a number again."""
     with mode.reads.ignored():
         text = original(tensor, *args, **named)
     if tensor.dim() == 0 and _is_unknown(mode, tensor):
@@ -256,41 +262,41 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a tensor of numbers, and note tensors among them: torch reads those unseen."""
-    listed = [one for one in args if isinstance(one, (list, tuple))]
+    """Make a tensor from a list, and note whether the list contains unknown tensors, because no operator reads them."""
+    listed = [arg for arg in args if isinstance(arg, (list, tuple))]
     with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
 
 
 def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``tensor_split``, and note what it reads: the indices, if they are a tensor of the host."""
-    if any(_is_unknown(mode, one) for one in (*args[1:], *named.values())):
+    """Call ``tensor_split``, and record its read if it has unknown indices in a host tensor."""
+    if any(_is_unknown(mode, indices) for indices in (*args[1:], *named.values())):
         mode.reads.invalid("tensor_split reads values")
     return original(*args, **named)
 
 
 def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a sparse tensor, and note unknown indices that its size is made of."""
-    given = 2 if original.__name__ == "sparse_coo_tensor" else 3  # arguments without a size
-    is_sized = len(args) > given or named.get("size") is not None
-    parts = [*args[: given - 1], *(one for name, one in named.items() if name.endswith("indices"))]
+    """Make a sparse tensor, and record the read if its size follows from unknown indices."""
+    count = 2 if original.__name__ == "sparse_coo_tensor" else 3  # number of arguments before the size
+    is_sized = len(args) > count or named.get("size") is not None
+    parts = [*args[: count - 1], *(value for name, value in named.items() if name.endswith("indices"))]
     indices = [] if is_sized else tensors_among(parts)
-    if any(_is_unknown(mode, one) for one in indices):
+    if any(_is_unknown(mode, tensor) for tensor in indices):
         mode.reads.invalid("a size is made of indices")
-    elif given > 2 and any(one.is_cuda for one in indices):
-        named["size"] = original(*on_host(args), **on_host(named)).shape  # no operator shows what C++ makes it of
+    elif count > 2 and any(tensor.is_cuda for tensor in indices):
+        named["size"] = original(*on_host(args), **on_host(named)).shape  # C++ would compute it without an operator
     return original(*args, **named)
 
 
 def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``ctc_loss``, and note unknown lengths. It runs without the mode: else torch reads them elsewhere."""
-    given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
-    probabilities, targets = given.get("log_probs"), given.get("targets")
+    """Call ``ctc_loss`` without the mode, and record unknown lengths. With the mode, torch reads the lengths elsewhere."""
+    arguments = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
+    probabilities, targets = arguments.get("log_probs"), arguments.get("targets")
     if not isinstance(probabilities, torch.Tensor) or not probabilities.is_cuda:
         return original(*args, **named)
     joined = isinstance(targets, torch.Tensor) and targets.dim() == 1
     read = ("input_lengths", "target_lengths", *(("targets",) if joined else ()))
-    if any(_is_unknown(mode, given.get(name)) for name in read):
+    if any(_is_unknown(mode, arguments.get(name)) for name in read):
         mode.reads.invalid("ctc_loss reads values")
     if current_dispatch_mode() is not mode:
         return original(*args, **named)
@@ -304,7 +310,7 @@ def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
 
 
 def _decide(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``is_nonzero``, and note what it reads."""
+    """Call ``is_nonzero``, and record its read."""
     value = original(*args, **named)
     tensor = next(iter((*args, *named.values())))
     with outside_torch_function():
@@ -312,7 +318,7 @@ def _decide(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _give(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
-    """Call ``to_dlpack``, and note that another library is given values."""
+    """Call ``to_dlpack``, and record that another library gets unknown values."""
     return _as_memory(mode, tensor, original(tensor)) if _is_unknown(mode, tensor) else original(tensor)
 
 
@@ -329,7 +335,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _make,
     "tensor_split": _split,
 }
-"""Methods that read or copy a tensor or give its memory away, and what is called in the place of each, and notes it."""
+"""Methods for reading or copying a tensor or sharing its memory, with their replacements."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make,
@@ -340,17 +346,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sparse_coo_tensor": _size,
     **{f"sparse_{kind}_tensor": _size for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
-"""Functions of torch that read, and what is called in the place of each, and notes it."""
+"""Functions in torch for reading tensors, with their replacements."""
 
 
 def _broadcast(
     mode: HostValues, original: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Copy a model, as `DataParallel` does, and note the copies, which no operator shows."""
+    """Note `DataParallel`'s copies of a model, which no operator shows."""
     copied = original(tensors, *args, **named)
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
-        # Several are in one storage.
+        # Several copies share a storage.
         unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
         for copy, tensor in pairs:
             if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
@@ -361,9 +367,9 @@ def _broadcast(
 def _add(
     mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Add up tensors of several GPUs, and note the sum, which NCCL's stand-in makes."""
+    """Note the sum over several GPUs, which the NCCL stand-in computes."""
     total = original(inputs, *args, **named)
-    if total.dtype != torch.float16:  # those are not computed
+    if total.dtype != torch.float16:  # the stand-in does not compute half precision
         mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
     return total
 
@@ -371,23 +377,23 @@ def _add(
 def _step(
     mode: HostValues, original: Callable[..., Any], scheduler: Any, metrics: Any, *args: Any, **named: Any
 ) -> Any:
-    """Call the scheduler's ``step``, and note a metric that is not known: it compares it as a plain float."""
+    """Call the scheduler's ``step``, and record an unknown metric, because the scheduler compares it as a float."""
     if is_unknown_number(metrics) or _is_unknown(mode, metrics):
         mode.reads.of_float("branch")
     return original(scheduler, metrics, *args, **named)
 
 
 def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``elapsed_time`` of an event, and note a decision that the program takes by it: no time passes here."""
+    """Call an event's ``elapsed_time``, and record a decision by its result, because no time passes on an emulated GPU."""
     value, caller = original(*args, **named), _caller()
-    is_programs = caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS)
-    if is_programs and use_of_conversion(caller) != "kept":
+    is_in_program = caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS)
+    if is_in_program and use_of_conversion(caller) != "kept":
         mode.reads.of_float("branch")
     return value
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called the method of a tensor that is watched."""
+    """Return the frame that called the watched method."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
     while frame is not None and frame.f_code.co_filename in (__file__, never_compiled.__code__.co_filename):
         frame = frame.f_back

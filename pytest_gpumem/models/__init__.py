@@ -1,1 +1,1 @@
-"""Models by name: built from a configuration alone, with random weights, and a batch that fits their class."""
+"""Build models by name, from a configuration and with random weights, and a batch for their class."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("_attn_implementation_internal", "_attn_implementation")
-"""Attributes in a transformers configuration. In newer releases the second reads the first."""
+"""Attributes in a transformers configuration. In newer releases, the second is a property that reads the first."""
 
 
 def attention_of(model: torch.nn.Module) -> str:

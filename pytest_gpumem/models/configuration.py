@@ -1,4 +1,4 @@
-"""The config.json of a model: read from a file, and refused if it names code. Pure."""
+"""A model's config.json: read from a file, and refused if it names code. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import ModelName
 
 _IMPLEMENTATION = "implementation"
-"""Part of the keys for attention and experts: ``attn_implementation``, ``_experts_implementation_internal``, ..."""
+"""Part in the keys for attention and experts: ``attn_implementation``, ``_experts_implementation_internal``, ..."""
 _IN_THE_LIBRARY = re.compile(r"\w*")
 """An implementation in transformers itself, such as ``sdpa``. ``ORG/NAME``, ``ORG/NAME:function`` and ``paged|ORG/NAME`` are
 kernels on the hub."""
@@ -25,7 +25,7 @@ _ELSEWHERE = re.compile(r"[/\\:]")
 _CODE = ("trust_remote_code", "use_kernels", "kernel_config", "checkpoint_path")
 """Keys that allow code from the hub, or that load a pickled file. LightGlue up to transformers 5.0 obeys the first."""
 _REPLACED = ("attribute_map",)
-"""Attributes of a configuration's class. In its place a table could rename any key to one that is refused here."""
+"""Attributes in a configuration's class. In its place a table could rename any key to one that is refused here."""
 AUTO_MAP = "auto_map"
 LINKS = (AUTO_MAP, "_name_or_path", "name_or_path", "configuration_files", "custom_pipelines")
 """Keys that lead to other files or repositories. Published configurations often have one. No model in the library needs it."""
@@ -61,16 +61,16 @@ def read_configuration(name: ModelName, file: Path) -> dict[str, Any]:
 
 
 def without_links(value: Any) -> Any:
-    """Return a configuration, or a part of one, without the keys that lead to other files or repositories."""
+    """Return a configuration or a part without the keys that lead to other files or repositories."""
     if isinstance(value, dict):
         settings = {key: without_links(child) for key, child in value.items() if key not in LINKS}
-        # Weights are random, and those of a backbone would be downloaded.
+        # Weights are random, and a backbone's weights would be downloaded.
         return settings | {_WEIGHTS: False} if settings.get(_WEIGHTS) else settings
     return [without_links(element) for element in value] if isinstance(value, list) else value
 
 
 def _named_code(value: object, key: str = "", path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each value that names code or a file, with its dotted path. ``key`` is the last key that decides about values."""
+    """Yield each value that names code or a file, with its dotted path. ``key`` is the innermost key that restricts values."""
     if isinstance(value, dict):
         for name, child in value.items():
             child_path = f"{path}.{name}" if path else name

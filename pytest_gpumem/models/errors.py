@@ -1,4 +1,4 @@
-"""Errors of models that are named."""
+"""Errors about models by name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ WRITE = (
     f"write a function that returns (model, batch, loss): `{command_name()} advise` takes it as MODULE:FUNCTION, and a test "
     "gives them to gpumem.train_step"
 )
-"""The way to measure a model that cannot be had by its name."""
+"""The remedy if a model cannot be built by its name."""
 
 
 class ModelError(ValueError):
-    """No model can be made of a name, or no batch for it. The message is a sentence that says what to do."""
+    """A model or its batch cannot be built from a name. The message is a sentence with a remedy."""
 
 
-def nearest_of_many(word: str, valid: Iterable[str], all_of_them: str) -> str:
-    """Return a clause that names the valid words closest to ``word``, or how to see ``all_of_them`` when none is close."""
+def nearest_of_many(word: str, valid: Iterable[str], listing: str) -> str:
+    """Return a clause with the valid words closest to ``word``.
+
+    Args:
+        word: The unknown word.
+        valid: All valid words.
+        listing: A call that lists the valid words, for the clause if no word is close: ``"timm.list_models()"``.
+    """
     close = difflib.get_close_matches(word, list(valid), n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"{all_of_them} lists them"
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"{listing} lists them"

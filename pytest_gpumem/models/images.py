@@ -1,4 +1,4 @@
-"""Losses of models of images, and the side of their images."""
+"""Losses and image sizes for image models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the cross-entropy of logits and target; with auxiliary classifiers, the sum of all."""
+    """Return the cross-entropy of logits and target, or the sum over all classifiers if the model has auxiliary classifiers."""
     import torch
 
     losses = [torch.nn.functional.cross_entropy(logits, batch[TARGET]) for logits in _tensors(output)]
@@ -25,12 +25,18 @@ def cross_entropy(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def main_argument(model: torch.nn.Module) -> str:
-    """Return the name by which a model takes its images."""
+    """Return the name with which a model takes its images."""
     return next(iter(inspect.signature(model.forward).parameters))
 
 
 def check_side(name: ModelName, side: int, least: int) -> None:
-    """Raise `ModelError` where images are too small."""
+    """Raise `ModelError` if images are too small.
+
+    Args:
+        name: The model's name, for the message.
+        side: The side of images in the batch, in pixels.
+        least: The smallest side that the model accepts.
+    """
     if side < least:
         raise ModelError(f"{name} takes images of {least} pixels a side or more, and the batch has {side}")
 
@@ -38,5 +44,5 @@ def check_side(name: ModelName, side: int, least: int) -> None:
 def _tensors(output: Any) -> Iterator[Any]:
     if isinstance(output, dict):
         output = tuple(output.values())
-    # Where an auxiliary classifier is left out, its place is None.
-    yield from (one for one in output if one is not None) if isinstance(output, (tuple, list)) else (output,)
+    # A missing auxiliary classifier leaves None in the output.
+    yield from (logits for logits in output if logits is not None) if isinstance(output, (tuple, list)) else (output,)

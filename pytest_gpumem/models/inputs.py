@@ -1,4 +1,4 @@
-"""Batches of random values, described by their shapes: made as often as is wanted."""
+"""Describe batches by their shapes, and make them with random values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize
 
 TARGET = "target"
-"""The name in a batch of what a loss compares an output with, where it is not the model that does: no argument of forward."""
+"""The batch's key for the target, if the model does not compute the loss itself. It is not an argument for forward."""
 
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """The shape of a tensor, and below which its whole numbers are; floating point where there is no limit."""
+    """A tensor with random integers below a limit, or with floats if there is no limit.
+
+    Example: ``RandomTensor((4, 4096), 50257)`` describes token ids, ``int64[4, 4096]`` with values from 0 to 50256.
+    """
 
     shape: tuple[int, ...]
     below: int | None = None
 
-    def made(self) -> torch.Tensor:
+    def make(self) -> torch.Tensor:
         """Return a new tensor."""
         import torch
 
@@ -32,13 +35,13 @@ class RandomTensor:
 
 @dataclass(frozen=True)
 class RandomBoxes:
-    """Boxes in an image, from corner to corner: ``float32[number, 4]``."""
+    """Boxes in a square image, given by two corners in pixels: ``float32[number, 4]``."""
 
     number: int
     side: int
 
-    def made(self) -> torch.Tensor:
-        """Return new boxes, each of at least one pixel."""
+    def make(self) -> torch.Tensor:
+        """Return new boxes. Their sides have at least one pixel."""
         import torch
 
         first = torch.rand(self.number, 2) * (self.side // 2)
@@ -47,12 +50,12 @@ class RandomBoxes:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a model's forward, by name, and the size of the batch that they are.
+    """Arguments for a model's forward by name, and the batch size.
 
     Attributes:
-        size: Samples, and how long or wide each is.
-        arguments: Tensors that are described here, also in dicts and lists; all else is as it is.
-        shape: What one sample is, where its size does not say it: ``"3x224x224"``.
+        size: Samples, and their length or side.
+        arguments: Descriptions for tensors, also within dicts and lists. Other values are passed unchanged.
+        shape: A sample's shape, if the size does not describe it: ``"3x224x224"``.
     """
 
     size: BatchSize
@@ -61,20 +64,20 @@ class Inputs:
 
     def batch(self) -> dict[str, Any]:
         """Return a batch with random values."""
-        return {name: _made(one) for name, one in self.arguments.items()}
+        return {name: _make(value) for name, value in self.arguments.items()}
 
     def __str__(self) -> str:
         return f"{self.size}" if self.shape is None else f"{self.size.samples} of {self.shape}"
 
 
 def by_sides(sides: tuple[int, ...]) -> str:
-    """Return a shape as people write it: ``"3x224x224"``."""
+    """Return a shape as text: ``"3x224x224"``."""
     return "x".join(map(str, sides))
 
 
-def _made(one: Any) -> Any:
-    if isinstance(one, (RandomTensor, RandomBoxes)):
-        return one.made()
-    if isinstance(one, dict):
-        return {name: _made(part) for name, part in one.items()}
-    return [_made(part) for part in one] if isinstance(one, list) else one
+def _make(value: Any) -> Any:
+    if isinstance(value, (RandomTensor, RandomBoxes)):
+        return value.make()
+    if isinstance(value, dict):
+        return {name: _make(part) for name, part in value.items()}
+    return [_make(part) for part in value] if isinstance(value, list) else value

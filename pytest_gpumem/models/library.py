@@ -1,4 +1,4 @@
-"""Libraries of models, loaded when a model of theirs is asked for."""
+"""Import model libraries when they are needed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ if TYPE_CHECKING:
 
 
 def library_of(name: ModelName, word: str) -> Any:
-    """Return the module of a library.
+    """Return a library's module.
+
+    Args:
+        name: The model that needs the library, for messages.
+        word: The library's name for import and pip.
 
     Raises:
-        ModelError: It is not installed, or lacks something itself, or is built for another torch.
+        ModelError: The library or a dependency is not installed, or the library is built for another torch.
     """
     try:
         return import_quietly(word)
     except ImportError as error:
         why = "" if error.name == word else f" ({' '.join(str(error).split())})"
         raise ModelError(f"{name} needs {word}: pip install {word}{why}") from None
-    except RuntimeError as error:  # as torchvision's operators
+    except RuntimeError as error:  # for example, torchvision's operators do not fit torch
         raise ModelError(
             f"{name} needs {word} of a build that fits this torch: {' '.join(str(error).split())}"
         ) from None

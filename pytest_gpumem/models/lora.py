@@ -1,4 +1,4 @@
-"""Settings of LoRA, parsed from ``r=8,alpha=16``. Pure."""
+"""Parse LoRA settings such as ``r=8,alpha=16``. Pure."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from pytest_gpumem.step_config.config import in_an_id
 from pytest_gpumem.units import nearest, whole_number
 
 ALL_LINEAR = "all-linear"
-"""The word for all linear layers but the last, which PEFT knows of a model of transformers."""
+"""PEFT's word for all linear layers in a transformers model except the output layer."""
 DTYPE_OF_ADAPTERS = (
-    "bf16 and fp16 have adapters in that dtype, too; PEFT makes them in float32, and keeps a float32 input of each then"
+    "with bf16 and fp16 the adapters have this dtype as well; PEFT makes them in float32, and then keeps a float32 input "
+    "for each"
 )
-"""Said beside figures, since most programs leave adapters as PEFT makes them."""
+"""A note beside figures, because most programs keep PEFT's float32 adapters."""
 _KEYS = ["r", "alpha", "targets"]
 _EXAMPLE = "write it like r=8 or r=8,alpha=16,targets=q_proj+v_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Settings of the adapters, those of PEFT's ``LoraConfig``."""
+    """Settings for adapters, as in PEFT's ``LoraConfig``."""
 
     rank: int
     alpha: int | None = None
-    """``None`` is PEFT's own."""
+    """``None`` means PEFT's default."""
     targets: tuple[str, ...] = ()
-    """Names of the modules that get adapters; without any those that PEFT knows for the kind of model."""
+    """Names of the modules that get adapters. If empty, PEFT chooses modules by the model's kind."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``LoraConfig``, those alone that are not its own defaults."""
-        found: dict[str, Any] = {"r": self.rank}
+        """Return the arguments for ``LoraConfig`` that differ from its defaults."""
+        arguments: dict[str, Any] = {"r": self.rank}
         if self.alpha is not None:
-            found["lora_alpha"] = self.alpha
+            arguments["lora_alpha"] = self.alpha
         if self.targets:
-            found["target_modules"] = ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets)
-        return found
+            arguments["target_modules"] = ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets)
+        return arguments
 
     @property
     def id(self) -> str:
-        """Its settings as a part of a test's id: ``"r8-alpha16-q_proj+v_proj"``."""
+        """The settings in a test's id: ``"r8-alpha16-q_proj+v_proj"``."""
         alpha = "" if self.alpha is None else f"-alpha{self.alpha}"
         targets = f"-{in_an_id('+'.join(self.targets))}" if self.targets else ""
         return f"r{self.rank}{alpha}{targets}"
@@ -52,27 +53,29 @@ class Lora:
 
 
 def lora(text: str) -> Lora:
-    """Return the adapters that a text asks for: ``"r=8"``, ``"r=8,alpha=16,targets=q_proj+v_proj"``.
+    """Return the settings in a text such as ``"r=8"`` or ``"r=8,alpha=16,targets=q_proj+v_proj"``.
 
     Raises:
-        ModelError: It asks for none. The message is a sentence.
+        ModelError: The text is not valid. The message is a sentence.
     """
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for part in text.split(","):
-        key, equals, value = (one.strip() for one in part.partition("="))
+        key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise ModelError(f"{part.strip()!r} is no setting of LoRA: {_EXAMPLE}")
+            raise ModelError(f"{part.strip()!r} is not a LoRA setting: {_EXAMPLE}")
         if key not in _KEYS:
             raise ModelError(f"LoRA has no setting {key!r} here; {nearest(key, _KEYS)}")
-        if key in given:
+        if key in settings:
             raise ModelError(f"{key} of LoRA is given twice: {_EXAMPLE}")
-        given[key] = value
-    if "r" not in given:
+        settings[key] = value
+    if "r" not in settings:
         raise ModelError(f"LoRA needs its rank: {_EXAMPLE}")
-    targets = tuple(sorted({*filter(None, given.get("targets", "").split("+"))}))
-    if "targets" in given and not targets:
+    targets = tuple(sorted({*filter(None, settings.get("targets", "").split("+"))}))
+    if "targets" in settings and not targets:
         raise ModelError(f"targets of LoRA names no module: {_EXAMPLE}")
-    return Lora(_number("r", given["r"]), _number("alpha", given["alpha"]) if "alpha" in given else None, targets)
+    return Lora(
+        _number("r", settings["r"]), _number("alpha", settings["alpha"]) if "alpha" in settings else None, targets
+    )
 
 
 def _number(key: str, value: str) -> int:

@@ -1,4 +1,4 @@
-"""Names of models, ``hf:ORG/NAME``, and sizes of their batches, ``4x4096``, parsed. Pure."""
+"""Parse model names such as ``hf:ORG/NAME``, and batch sizes such as ``4x4096``. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pytest_gpumem.models.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """A model by its source, and the name that it has there."""
+    """A model's source, and its name in the source."""
 
     source: str
     name: str
     base: Path = Path()
-    """The folder that a name which is a relative path counts from."""
+    """The base folder for names that are relative paths."""
 
     @property
     def path(self) -> Path:
-        """The name as a path: of a folder, or a file, where it is not one of the hub."""
+        """The name as a path. If nothing exists there, the name is one on the hub."""
         return self.base / Path(self.name).expanduser()
 
     @property
     def is_written_as_path(self) -> bool:
-        """True if it can be no name in a library or on the hub: ``/folder``, ``./folder``, ``~/folder``, ``sizes.json``."""
+        """True if the name must be a path: ``/folder``, ``./folder``, ``~/folder``, ``sizes.json``."""
         return Path(self.name).is_absolute() or self.name.startswith((".", "~")) or self.name.endswith(".json")
 
     @property
     def is_tiny(self) -> bool:
-        """True if it is to have two layers of each kind only."""
+        """True if the model gets only two layers, and the first layer for each further kind."""
         return self.source == "hf-tiny"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A number of samples, and how long each is: tokens of a sequence, the side of an image or a latent."""
+    """Number of samples, and their length: tokens in a sequence, or the side for images and latents."""
 
     samples: int
     length: int | None = None
@@ -49,13 +49,13 @@ class BatchSize:
 
 
 def batch_size(text: str) -> BatchSize:
-    """Return the size that a text gives: ``"4x4096"``, ``"32"``.
+    """Return the batch size for a text such as ``"4x4096"`` or ``"32"``.
 
     Raises:
-        ModelError: It is none. The message is a sentence.
+        ModelError: The text is not a batch size. The message is a sentence.
     """
-    found = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text.strip())
-    samples, length = (None if one is None else int(one) for one in found.groups()) if found else (0, None)
+    match = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text.strip())
+    samples, length = (None if group is None else int(group) for group in match.groups()) if match else (0, None)
     if not samples or length == 0:
         raise ModelError(
             f"{text!r} is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and "

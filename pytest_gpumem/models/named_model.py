@@ -1,4 +1,4 @@
-"""A model by name: built with random weights as often as is wanted, with a batch and a loss."""
+"""A model by name, which can be built repeatedly with random weights, with its batch and loss."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be built as often as is wanted, with random weights, its batch, and the loss if it has none itself."""
+    """A model that can be built repeatedly with random weights, with its batch and loss.
+
+    Example: ``timm:resnet50`` has the class name ``"ResNet"``, inputs ``1 of 3x224x224``, and cross-entropy as its loss.
+    """
 
     name: ModelName
     class_name: str
     make: Callable[[], torch.nn.Module]
-    """Builds it on torch's default device, in torch's default dtype."""
+    """Builds the model on torch's default device and in torch's default dtype."""
     inputs: Inputs
     loss: Loss | None = None
-    """Takes the output and the batch, whose target is no argument of forward."""
+    """Computes the loss from the output and the batch. ``None`` if the model computes its loss or needs none."""
     task: Task = TRAINING
 
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Return a new model whose weights are made in a dtype, as they are when they are loaded in it."""
+        """Return a new model with weights in a dtype, as if they had been loaded in this dtype."""
         import torch
 
-        before = torch.get_default_dtype()
+        outer_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            made = self.make()
+            model = self.make()
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(outer_dtype)
         if self.loss is not None:
-            made.register_forward_pre_hook(_without_target, with_kwargs=True)
-        return made
+            model.register_forward_pre_hook(_without_target, with_kwargs=True)
+        return model
 
     def batch(self) -> dict[str, Any]:
         """Return a new batch."""
@@ -53,27 +56,31 @@ class NamedModel:
 
     @property
     def title(self) -> str:
-        """Its name, its class, its task, and the size of its batch."""
+        """The model's name, class and task, and the batch size."""
         return f"{self.name}: {self.class_name}, random weights; {self.task}, batch {self.inputs}"
 
 
 def on_meta(name: ModelName, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Return a model without memory, to be looked at.
+    """Return a model on the meta device, which takes no memory, for inspection.
+
+    Args:
+        name: The model's name, for messages.
+        make: Builds the model.
 
     Raises:
-        ModelError: It cannot be built. The message has the library's own.
+        ModelError: The model cannot be built. The message contains the library's message.
     """
     import torch
 
     try:
         with torch.device("meta"):
             return make()
-    except Exception as error:  # noqa: BLE001, the model's own
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-        raise ModelError(f"{name} cannot be built: {what}") from None
+    except Exception as error:  # noqa: BLE001, from the model's own code
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+        raise ModelError(f"{name} cannot be built: {reason}") from None
 
 
 def _without_target(
     _model: torch.nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return arguments, {name: one for name, one in by_name.items() if name != TARGET}
+    return arguments, {name: value for name, value in by_name.items() if name != TARGET}

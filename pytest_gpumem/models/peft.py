@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a model by name, whose own weights are frozen."""
+"""Add PEFT adapters to a model by name and freeze its own weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.named_model import NamedModel
 
 
-def with_adapters(model: NamedModel, wanted: Lora) -> NamedModel:
-    """Return the model with adapters, which alone are trained.
+def with_adapters(model: NamedModel, lora: Lora) -> NamedModel:
+    """Return the model with adapters, whose weights are the only trained weights.
 
-    Where no targets are given they are PEFT's own for its kind of model, else all linear layers of a model of transformers.
+    Without targets in ``lora``, PEFT's own targets for this kind of model are used, or all linear layers in a transformers
+    model. Example: for ``hf:meta-llama/Llama-3.2-1B`` PEFT's targets are ``q_proj`` and ``v_proj``.
+
+    Args:
+        model: The model without adapters.
+        lora: The adapters' settings.
 
     Raises:
-        ModelError: PEFT is not installed, or knows no targets for such a model, or there are none of these names.
+        ModelError: PEFT is not installed, knows no targets for this model, or finds no module with a target's name.
     """
     peft = library_of(model.name, "peft")
     plain = on_meta(model.name, model.make)
-    if not wanted.targets:
+    if not lora.targets:
         kind = getattr(getattr(plain, "config", None), "model_type", None)
         if kind is None:
             raise ModelError(
@@ -37,21 +42,21 @@ def with_adapters(model: NamedModel, wanted: Lora) -> NamedModel:
                 f"targets={'+'.join(_usual_linear_layers(plain))}"
             )
         if kind not in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
-            wanted = replace(wanted, targets=(ALL_LINEAR,))
+            lora = replace(lora, targets=(ALL_LINEAR,))
 
     def make() -> torch.nn.Module:
         plain = model.make()
-        # PEFT asks models of transformers for names that are to be replaced.
+        # PEFT reads deprecated attributes in transformers models, which print warnings.
         with quietly():
-            made: torch.nn.Module = peft.get_peft_model(plain, peft.LoraConfig(**wanted.arguments()))
-        return made
+            adapted: torch.nn.Module = peft.get_peft_model(plain, peft.LoraConfig(**lora.arguments()))
+        return adapted
 
     on_meta(model.name, make)
-    return replace(model, make=make, task=replace(model.task, lora=wanted))
+    return replace(model, make=make, task=replace(model.task, lora=lora))
 
 
 def _usual_linear_layers(model: torch.nn.Module) -> list[str]:
-    """Return the two names that most of a model's linear layers have."""
+    """Return the two most frequent names among a model's linear layers."""
     import torch
 
     names = Counter(

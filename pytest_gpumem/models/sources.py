@@ -1,4 +1,7 @@
-"""Sources of models by name, a row for each: the word before the colon, and the file that makes a model of what follows it."""
+"""Sources for models by name: the word before the colon, and the module that builds the model.
+
+Example: ``timm:resnet50`` is built by ``pytest_gpumem.models.timm``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A library's models."""
+    """A library with models."""
 
     file: str
-    """The module of this package whose ``model_of`` takes what `named_model` takes. It is imported when it is used."""
+    """The module in this package. Its ``model_of`` has the same arguments as `named_model`. It is imported when needed."""
     written: str
-    """The way a model is named, as a clause with ``{source}``."""
+    """The form for a model's name, as a clause with ``{source}``."""
     generates: bool = False
-    """True if there are models among them that generate tokens."""
+    """True if some models in the library generate tokens."""
 
 
 _OF_TRANSFORMERS = Source(
@@ -39,14 +42,17 @@ SOURCES = {
         "diffusers", "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}: and a folder with config.json"
     ),
 }
-"""By the word before the colon. No function is hidden by them: those modules have none that returns a model and a batch."""
+"""Sources by the word before the colon.
+
+The words do not conflict with ``module:function``, because these libraries have no functions that return a model and a batch.
+"""
 
 
 def model_name(text: str) -> ModelName | None:
-    """Return the model that a text names; ``None`` where it is ``module:function``.
+    """Return the model name in a text; ``None`` if the text has the form ``module:function``.
 
     Raises:
-        ModelError: Nothing stands behind the colon.
+        ModelError: The text after the colon is empty.
     """
     source, colon, name = text.partition(":")
     if not colon or source not in SOURCES:
@@ -57,22 +63,22 @@ def model_name(text: str) -> ModelName | None:
 
 
 def check_task(name: ModelName, task: Task) -> None:
-    """Raise `ModelError` if no model of a name's source has a task."""
+    """Raise `ModelError` if no model in the source can do the task."""
     if task.new_tokens is not None and not SOURCES[name.source].generates:
         able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
         raise ModelError(f"{name} generates no tokens; models of {able} do")
 
 
 def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return the model of a name.
+    """Return a model by name.
 
     Args:
-        name: It, with the source.
-        size: The size of its batch, if not one sample of a usual length.
-        task: What it does in a step: in training it has to give a loss.
+        name: The model's name with its source.
+        size: The batch size. ``None`` means a sample with the usual length.
+        task: The model's task. For training, the model needs a loss.
 
     Raises:
-        ModelError: There is none, or its library is not installed, or no batch can be made for it, or it has no such task.
+        ModelError: The model does not exist, its library is not installed, no batch can be made, or the task is impossible.
     """
     check_task(name, task)
     if name.is_written_as_path and not name.path.exists():

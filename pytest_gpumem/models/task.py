@@ -1,4 +1,4 @@
-"""The task of a model in the step that is measured: training, inference, or the generation of tokens."""
+"""A model's task in the measured step: training, inference or token generation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Kind = Literal["training", "inference", "generation"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of a model in a step."""
+    """A model's task in a step."""
 
     trains: bool = True
-    """True if it is a training step, which needs a loss; else it is one of inference."""
+    """True for a training step, which needs a loss. False for an inference step."""
     new_tokens: int | None = None
-    """Of inference: the number of tokens that the model's own ``generate`` adds to a prompt; ``None`` is a forward pass."""
+    """In inference, the number of tokens that the model's ``generate`` adds to a prompt. ``None`` means a forward pass."""
     lora: Lora | None = None
-    """Of training: the adapters that are trained, in place of all weights."""
+    """In training, the trained adapters. ``None`` means that all weights are trained."""
 
     @property
     def kind(self) -> Kind:
-        """The name of such a step."""
+        """The step's name."""
         if self.trains:
             return "training"
         return "inference" if self.new_tokens is None else "generation"
@@ -39,7 +39,7 @@ class Task:
 
     @property
     def id(self) -> str:
-        """Its part of a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``; empty where all weights are trained."""
+        """The task in a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``. Empty if all weights are trained."""
         if self.lora is not None:
             return f"lora-{self.lora.id}"
         if self.trains:
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskWords:
-    """The words that ask for a task where it is written: options of a command, keys of a table."""
+    """The words with which a user asks for a task: a command's options, or a table's keys."""
 
     trains: str
     infers: str
@@ -62,21 +62,21 @@ INFERENCE = Task(trains=False)
 
 
 def task_of(trains: bool | None, new_tokens: object, adapters: Lora | None, words: TaskWords) -> Task:
-    """Return the task that is asked for.
+    """Return the requested task.
 
     Args:
-        trains: True for training, False for inference, ``None`` where neither was said, which is training.
+        trains: True for training, False for inference. ``None`` means that the user said neither, so the task is training.
         new_tokens: The number of tokens to generate.
         adapters: The adapters to train.
-        words: What asks for each where it was written, for messages.
+        words: The user's words for messages.
 
     Raises:
-        ModelError: One of them rules out another. The message is a sentence.
+        ModelError: Two arguments exclude each other. The message is a sentence.
     """
     infers = words.generate if new_tokens is not None else words.infers if trains is False else None
     if adapters is not None and infers is not None:
         raise ModelError(
-            f"{words.lora} trains adapters, and inference with merged ones is that of the plain model: "
+            f"{words.lora} trains adapters, and inference with merged adapters is the same as with the plain model: "
             f"leave {words.lora} or {infers} out"
         )
     if new_tokens is None:

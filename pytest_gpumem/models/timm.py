@@ -1,4 +1,4 @@
-"""Models of timm by name, without weights: images of the size that the name's configuration says, and their classes."""
+"""Build timm models by name with random weights. timm's configuration determines the image size and the classes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return the model of a name that timm has, for images of another side where one is given.
+    """Return a timm model by name.
+
+    Args:
+        name: The model's name, for example ``timm:vit_base_patch16_224``.
+        size: Samples, and the images' side. ``None`` means a sample with the usual side.
+        task: The model's task.
 
     Raises:
-        ModelError: There is none, or none for such images, or it has no classes to train.
+        ModelError: timm has no such model, the images are too small, or the model has no classes to train.
     """
     timm = library_of(name, "timm")
     config = _configuration(timm, name)
@@ -47,13 +52,13 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _configuration(timm: Any, name: ModelName) -> Any:
-    """Return what timm knows of a name's weights, without them."""
+    """Return timm's configuration for a name's published weights, without loading the weights."""
     architecture, _, tag = name.name.partition(".")
     if not timm.is_model(architecture):
         near = nearest_of_many(architecture, timm.list_models(), "timm.list_models()")
         raise ModelError(f"{name}: timm has no such model; {near}")
-    known = timm.models.get_arch_pretrained_cfgs(architecture)
-    if tag and name.name not in known:
-        there = ", ".join(sorted(known)) or f"{architecture} alone"
-        raise ModelError(f"{name}: timm has no such model; it has {there}")
+    published = timm.models.get_arch_pretrained_cfgs(architecture)
+    if tag and name.name not in published:
+        names = ", ".join(sorted(published)) or f"{architecture} alone"
+        raise ModelError(f"{name}: timm has no such model; it has {names}")
     return timm.models.get_pretrained_cfg(name.name)

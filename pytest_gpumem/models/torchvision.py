@@ -1,4 +1,4 @@
-"""Models of torchvision by name, without weights: images of the size that its best weights were trained or tested with."""
+"""Build torchvision models by name with random weights. Images have the size that the best published weights use."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.task import Task
 
 _FRAMES = 16
-"""Frames of a clip, where a model takes any number from its least one on."""
+"""Frames in a clip, for models that accept any number from their minimum."""
 _OBJECTS = 7
-"""Objects in an image: as many as in the mean one of COCO."""
+"""Objects in an image, the mean in COCO."""
 _SIZED: dict[str, Callable[[int], object]] = {
     "image_size": int,
     "input_size": lambda side: (side, side),
     "spatial_size": lambda side: (side, side),
 }
-"""Arguments of classes that are made for images of one size."""
+"""Arguments for classes with a fixed image size, and their value for a side."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return the model of a name that torchvision has, for images of another side where one is given.
+    """Return a torchvision model by name.
+
+    Args:
+        name: The model's name, for example ``torchvision:resnet50``.
+        size: Samples, and the images' side. ``None`` means a sample with the usual side.
+        task: The model's task.
 
     Raises:
-        ModelError: There is none, or none for such images, or it is not known here what it takes.
+        ModelError: torchvision has no such model, the images are too small, or the model's inputs are unknown here.
     """
     models = library_of(name, "torchvision").models
     if name.name not in models.list_models():
         near = nearest_of_many(name.name, models.list_models(), "torchvision.models.list_models()")
         raise ModelError(f"{name}: torchvision has no such model; {near}")
     builder = models.get_model_builder(name.name)
-    taken = inspect.signature(builder).parameters
-    # Without this it would fetch weights of the model's first part.
-    backbone = {"weights_backbone": None} if "weights_backbone" in taken else {}
+    parameters = inspect.signature(builder).parameters
+    # Otherwise torchvision would download weights for the backbone.
+    backbone = {"weights_backbone": None} if "weights_backbone" in parameters else {}
     make = partial(builder, weights=None, **backbone)
     model = on_meta(name, make)
     kind = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
@@ -54,12 +59,12 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     if kind == "detection":
         return _detection(name, size, task.trains, make, model, len(weights.meta["categories"]))
     if kind in ("quantization", "optical_flow"):
-        raise ModelError(f"{name}: it is not known here how models for {kind.replace('_', ' ')} are trained; {WRITE}")
+        raise ModelError(f"{name}: the training of models for {kind.replace('_', ' ')} is not known here; {WRITE}")
     side = _side(weights) if size is None or size.length is None else size.length
     check_side(name, side, _least(weights.meta))
     sized = _SIZED.keys() & inspect.signature(type(model).__init__).parameters.keys()
     if sized:
-        make = partial(make, **{one: _SIZED[one](side) for one in sized})
+        make = partial(make, **{argument: _SIZED[argument](side) for argument in sized})
         on_meta(name, make)
     samples = 1 if size is None else size.samples
     shape: tuple[int, ...] = (3, side, side)
@@ -74,9 +79,9 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _side(weights: Any) -> int:
-    """Return the side of images that weights are used with."""
-    said: Mapping[str, Any] = weights.transforms.keywords
-    side = said.get("crop_size", said.get("resize_size"))
+    """Return the image side for published weights, in pixels."""
+    settings: Mapping[str, Any] = weights.transforms.keywords
+    side = settings.get("crop_size", settings.get("resize_size"))
     return int(side[0] if isinstance(side, (tuple, list)) else side)
 
 
@@ -88,16 +93,16 @@ def _least(meta: Mapping[str, Any]) -> int:
 def _detection(
     name: ModelName, size: BatchSize | None, trains: bool, make: Any, model: torch.nn.Module, classes: int
 ) -> NamedModel:
-    """Return a model that in training takes what is in the images, too, and returns its losses."""
+    """Return a detection model, which in training also takes the objects in the images, and returns its losses."""
     if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
-        raise ModelError(f"{name} takes more than boxes of what is in its images; {WRITE}; or measure inference")
+        raise ModelError(f"{name} needs more than boxes for the objects in its images; {WRITE}; or measure inference")
     resized: Any = model.transform
     side = (resized.fixed_size or resized.min_size)[-1] if size is None or size.length is None else size.length
     samples = 1 if size is None else size.samples
     arguments: dict[str, Any] = {"images": [RandomTensor((3, side, side))] * samples}
     if trains:
-        one = {"boxes": RandomBoxes(_OBJECTS, side), "labels": RandomTensor((_OBJECTS,), classes)}
-        arguments["targets"] = [one] * samples
+        objects = {"boxes": RandomBoxes(_OBJECTS, side), "labels": RandomTensor((_OBJECTS,), classes)}
+        arguments["targets"] = [objects] * samples
     inputs = Inputs(BatchSize(samples, side), arguments, by_sides((3, side, side)))
     return NamedModel(name, type(model).__name__, make, inputs, _sum_of_losses if trains else None)
 

@@ -1,4 +1,4 @@
-"""Models of transformers by their configuration: from the hub, a folder or a file. No weights, no code of the hub's."""
+"""Build transformers models from a configuration on the hub, in a folder or in a file, without weights and without hub code."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _OF_TIMM = "pretrained_cfg"
-"""The key by which transformers knows a configuration in timm's form, which has no ``model_type``."""
+"""The key by which transformers recognises a configuration in timm's form, which has no ``model_type``."""
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
-"""Kinds of transformers' models, of which the first is taken where a configuration names no class."""
+"""Model kinds in transformers. If a configuration names no class, the first kind with a class for it is used."""
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _FEWEST = 2
 _DENSE_FIRST = "first_k_dense_replace"
-"""The number of layers before the first with experts, in configurations that have it."""
+"""Key for how many layers precede the first layer with experts."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return the model of a configuration: in training without a cache of keys and values, as one trains.
+    """Return a transformers model. For training, it has no key-value cache, as is usual.
+
+    Args:
+        name: ``hf:ORG/NAME``, ``hf-tiny:ORG/NAME``, or either word with a path.
+        size: Samples and their length. ``None`` means a sample with the usual length.
+        task: The model's task.
 
     Raises:
-        ModelError: There is none, or it needs code of its own, or no batch can be made for it, or it cannot generate.
+        ModelError: The configuration does not exist or needs its own code, no batch can be made, or the model cannot generate.
     """
     transformers = library_of(name, "transformers")
     config = _configuration(transformers, name)
@@ -61,28 +66,28 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         else:
             inputs = prompt_of(model_class, config, size, task.new_tokens)
     except AttributeError as error:
-        raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
+        raise ModelError(f"{name}: its configuration lacks a setting that a batch needs: {error}") from None
 
     def make() -> torch.nn.Module:
-        made: torch.nn.Module = model_class(copy.deepcopy(config))
+        model: torch.nn.Module = model_class(copy.deepcopy(config))
         if task.new_tokens is not None:
-            _search_greedily(transformers, made)
-        return made
+            _search_greedily(transformers, model)
+        return model
 
     return NamedModel(name, model_class.__name__, make, inputs)
 
 
 def _resize(config: Any, side: int) -> None:
-    """Set the side for images in a configuration: the model gets a position for each patch."""
-    seen = vision_part(config)
-    seen.image_size = [side, side] if isinstance(getattr(seen, "image_size", None), (list, tuple)) else side
+    """Set the image side in a configuration, so the model gets a position for each patch."""
+    vision = vision_part(config)
+    vision.image_size = [side, side] if isinstance(getattr(vision, "image_size", None), (list, tuple)) else side
 
 
 def _search_greedily(transformers: Any, model: Any) -> None:
-    """Have a model generate greedily up to the last token, whatever its configuration says: no token ends a text."""
-    told = model.generation_config
+    """Replace the model's generation settings: it searches greedily and no token ends a text."""
+    original = model.generation_config
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=told.bos_token_id, decoder_start_token_id=told.decoder_start_token_id
+        bos_token_id=original.bos_token_id, decoder_start_token_id=original.decoder_start_token_id
     )
 
 
@@ -112,7 +117,7 @@ def _configuration(transformers: Any, name: ModelName) -> Any:
 
 
 def _fetched(transformers: Any, name: ModelName) -> Path:
-    """Return the file in the hub's cache, downloaded if it is not there."""
+    """Return the file in the hub's cache. It is downloaded if necessary."""
     try:
         return Path(transformers.utils.cached_file(name.name, CONFIG))
     except Exception as error:  # noqa: BLE001, from the network, the hub or the cache
@@ -123,7 +128,7 @@ def _fetched(transformers: Any, name: ModelName) -> Path:
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
-    """Return the model class. A name can only choose among the model classes in transformers, for example no pipeline."""
+    """Return the model class. A configuration can only name model classes in transformers, and for example no pipeline."""
     names = [each for each in config.architectures or () if isinstance(each, str)]
     for each in names:
         model_class = getattr(transformers, each, None)
@@ -141,7 +146,7 @@ def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those within it, as of a text and a vision model."""
+    """Yield a configuration and its nested configurations, for example for a text and a vision model."""
     yield config
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
@@ -150,19 +155,20 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Leave two layers, and the first of each further kind, with their entries in lists that have one for each layer."""
+    """Keep two layers and the first layer of each further kind, and their values in lists with a value for each layer.
+
+    Example: four layers of the kinds full, full, full, sliding become three: the first two, and the first sliding layer.
+    """
     if getattr(config, _DENSE_FIRST, 0) > 1:
         setattr(config, _DENSE_FIRST, 1)
     for name in _LAYERS:
         layers = getattr(config, name, None)
         if not isinstance(layers, int) or layers <= _FEWEST:
             continue
-        of_each = {
-            key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == layers
-        }
-        named = [value for value in of_each.values() if all(isinstance(one, str) for one in value)]
-        kinds = list(zip(*named, strict=True)) or [()] * layers
-        kept = [at for at, kind in enumerate(kinds) if at < _FEWEST or kind not in kinds[:at]]
-        setattr(config, name, len(kept))
-        for key, value in of_each.items():
-            setattr(config, key, [value[at] for at in kept])
+        lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == layers}
+        kind_lists = [value for value in lists.values() if all(isinstance(element, str) for element in value)]
+        kinds = list(zip(*kind_lists, strict=True)) or [()] * layers
+        kept_layers = [layer for layer, kind in enumerate(kinds) if layer < _FEWEST or kind not in kinds[:layer]]
+        setattr(config, name, len(kept_layers))
+        for key, value in lists.items():
+            setattr(config, key, [value[layer] for layer in kept_layers])

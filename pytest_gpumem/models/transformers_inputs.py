@@ -1,4 +1,7 @@
-"""A batch for a model of transformers, from its class and configuration: random values, and labels where it takes any."""
+"""Describe a batch for a transformers model from its class and configuration: random inputs, and labels in training.
+
+Example: GPT2LMHeadModel with the batch ``4x1024`` gets ``input_ids`` and ``labels`` with 4 x 1,024 token ids each.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
 TOKENS, FEATURES = "input_ids", "input_features"
 PIXELS, _SAMPLES = "pixel_values", "input_values"
 MOST_TOKENS = 2048
-"""Tokens of a sequence where no length is given, or as many as the model has positions."""
+"""Default sequence length in tokens, if the model has at least as many positions."""
 _AUDIO = 160_000
-"""Samples of a sound where no length is given: ten seconds at 16 kHz."""
+"""Default recording length in audio samples: ten seconds at 16 kHz."""
 _LABELS_OF_AUDIO = 32
-"""Labels of a sound: about three for each second of speech."""
+"""Labels for a recording, about three for each spoken second."""
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 _AS_LONG = ("CausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _BEHIND_PADDING = {
@@ -35,22 +38,22 @@ _BEHIND_PADDING = {
     ),
     *("ibert", "luke", "xmod", "esm"),
 }
-"""Kinds of models that count positions from behind that of padding, and so have fewer than they name."""
+"""Model kinds that number positions from the padding token's id + 1, so fewer positions are usable than configured."""
 
 
 def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: bool) -> Inputs:
-    """Return what a model of a class takes.
+    """Return the inputs for a model class.
 
     Args:
-        model_class: A class of transformers.
-        config: Its configuration.
-        size: Samples, and how long each is; without it one of a usual length. The side of images is the configuration's.
-        trains: Whether the model has to give a loss.
+        model_class: A transformers model class.
+        config: The model's configuration, which also determines the image side.
+        size: Samples and their length. ``None`` means a sample with the usual length.
+        trains: Whether the model must return a loss.
 
     Raises:
-        ModelError: No batch can be made for this class, or none of this size.
+        ModelError: No batch can be made for this class, or not in this size.
     """
-    taken = inspect.signature(model_class.forward).parameters
+    parameters = inspect.signature(model_class.forward).parameters
     samples = size.samples if size is not None else 1
     length = size.length if size is not None else None
     main = model_class.main_input_name
@@ -68,21 +71,22 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_SAMPLES] = RandomTensor((samples, length))
     elif main == PIXELS:
         tensors[PIXELS] = _images(config, samples, f"write {samples}x224 for the batch")
-        # The length is a side, which the configuration has.
+        # For images, the configuration determines the side.
         length, shape = None, by_sides(tensors[PIXELS].shape[1:])
     else:
-        raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
-    others = sorted({PIXELS, FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == TOKENS else []
-    if others and "return_loss" not in taken:
+        raise ModelError(f"{model_class.__name__} takes {main}, an input that is not known here; {WRITE}")
+    beside_texts = sorted({PIXELS, FEATURES, _SAMPLES} & parameters.keys() - tensors.keys()) if main == TOKENS else []
+    if beside_texts and "return_loss" not in parameters:
         raise ModelError(
-            f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {WRITE}"
+            f"{model_class.__name__} takes {', '.join(beside_texts)} in addition to texts, and their number per text is not "
+            f"known here; {WRITE}"
         )
-    if "return_loss" in taken and PIXELS in taken:
-        # Pairs of texts and images.
+    if "return_loss" in parameters and PIXELS in parameters:
+        # The model compares texts with images, as CLIP does.
         tensors[PIXELS] = _images(config, samples, WRITE)
         constants["return_loss"] = trains
     elif trains:
-        tensors |= _labels(model_class, config, tensors[main], length, taken)
+        tensors |= _labels(model_class, config, tensors[main], length, parameters)
     elif getattr(config, "is_encoder_decoder", False) and main in (TOKENS, FEATURES) and length is not None:
         tensors["decoder_input_ids"] = RandomTensor((samples, length), _text(config).vocab_size)
     written = BatchSize(samples, length) if shape is None else size or BatchSize(samples)
@@ -90,16 +94,16 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
 
 
 def _text(config: Any) -> Any:
-    """Return the part of a configuration that is about texts."""
-    found = getattr(config, "get_text_config", None)
-    return found() if found is not None else config
+    """Return a configuration's part for texts."""
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if get_text_config is not None else config
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of tokens that a model has positions for; ``None`` where it takes any number."""
+    """Return how many positions a model has; ``None`` if a model accepts any number."""
     text = _text(config)
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:  # some say -1 for any number
+    if not isinstance(positions, int) or positions <= 0:  # some configurations use -1 for any number
         return None
     if getattr(text, "model_type", None) in _BEHIND_PADDING:
         positions -= (text.pad_token_id or 0) + 1
@@ -117,26 +121,26 @@ def _within(model_class: Any, length: int | None, positions: int | None) -> int:
 
 
 def vision_part(config: Any) -> Any:
-    """Return a configuration's part about images."""
+    """Return a configuration's part for images."""
     return getattr(config, "vision_config", config)
 
 
-def _images(config: Any, samples: int, mend: str) -> RandomTensor:
-    seen = vision_part(config)
-    size = getattr(seen, "image_size", None)
+def _images(config: Any, samples: int, remedy: str) -> RandomTensor:
+    vision = vision_part(config)
+    size = getattr(vision, "image_size", None)
     sides = (size, size) if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
-        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {mend}")
-    return RandomTensor((samples, getattr(seen, "num_channels", 3), *sides))
+        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {remedy}")
+    return RandomTensor((samples, getattr(vision, "num_channels", 3), *sides))
 
 
 def _labels(
-    model_class: Any, config: Any, main: RandomTensor, length: int | None, taken: Mapping[str, object]
+    model_class: Any, config: Any, main: RandomTensor, length: int | None, parameters: Mapping[str, object]
 ) -> dict[str, RandomTensor]:
     name, samples = model_class.__name__, main.shape[0]
     if name.endswith("ForQuestionAnswering") and length is not None:
         return dict.fromkeys(("start_positions", "end_positions"), RandomTensor((samples,), length))
-    if "labels" not in taken:
+    if "labels" not in parameters:
         raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure inference")
     if name.endswith(_CLASSES):
         return {"labels": RandomTensor((samples,), config.num_labels)}
@@ -148,5 +152,7 @@ def _labels(
         return {"labels": RandomTensor((samples, _LABELS_OF_AUDIO), config.vocab_size)}
     if name.endswith(_AS_LONG) and length is not None:
         labels = {"labels": RandomTensor((samples, length), _text(config).vocab_size)}
-        return labels | ({"next_sentence_label": RandomTensor((samples,), 2)} if "next_sentence_label" in taken else {})
-    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure inference")
+        return labels | (
+            {"next_sentence_label": RandomTensor((samples,), 2)} if "next_sentence_label" in parameters else {}
+        )
+    raise ModelError(f"the labels of {name} are not known here; {WRITE}; or measure inference")

@@ -1,4 +1,7 @@
-"""A prompt for a model of transformers that generates tokens, from its class and configuration: random values, no padding."""
+"""Describe a prompt for a transformers model that generates tokens: random token ids without padding.
+
+Example: GPT2LMHeadModel has 1,024 positions. For 64 new tokens, the default prompt has 960 tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ from pytest_gpumem.units import counted
 
 
 def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens: int) -> Inputs:
-    """Return what the model's ``generate`` takes.
+    """Return the arguments for the model's ``generate``.
 
     Args:
-        model_class: A class of transformers that generates.
-        config: Its configuration.
-        size: Samples, and the tokens of each; without it one, as long as the model has positions beside the new tokens.
-        new_tokens: The number of tokens that follow.
+        model_class: A transformers model class that generates tokens.
+        config: The model's configuration.
+        size: Samples and their tokens. ``None`` means a sample that fills the positions left by the new tokens, but at most
+            `MOST_TOKENS`.
+        new_tokens: The number of tokens to generate.
 
     Raises:
-        ModelError: No prompt can be made for this class, or none of this size, or the model has too few positions.
+        ModelError: No prompt can be made for this class or in this size, or the model has too few positions.
     """
     name, main, size = model_class.__name__, model_class.main_input_name, size or BatchSize(1)
     if main not in (TOKENS, FEATURES):
-        raise ModelError(f"{name} takes {main}, which is no prompt of tokens; {WRITE}")
+        raise ModelError(f"{name} takes {main}, which is not a prompt of tokens; {WRITE}")
     if main == FEATURES:
         if size.length is not None:
             raise ModelError(f"sounds of {name} have its own length: write {size.samples} for the batch")
@@ -45,9 +49,9 @@ def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens:
             f"{name} has {positions} positions, and a prompt of {counted(length, 'token')} with {new_tokens} new ones takes "
             f"{length + new_tokens}"
         )
-    # What a decoder is given it makes itself.
-    given = inputs_of(model_class, config, size, trains=False)
-    arguments = {main: given.arguments[main]}
+    # `generate` makes the decoder's inputs itself.
+    inputs = inputs_of(model_class, config, size, trains=False)
+    arguments = {main: inputs.arguments[main]}
     if main == FEATURES:
         return Inputs(size, arguments, by_sides(arguments[main].shape[1:]))
-    return replace(given, arguments=arguments)
+    return replace(inputs, arguments=arguments)

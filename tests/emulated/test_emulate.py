@@ -43,7 +43,7 @@ def test_peaks_are_told_of_the_drivers_own_allocator_too_without_lines(emulated)
     done = emulated(source, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     assert done.returncode == 0, done.stderr
     assert "gpumem: NVIDIA L4 (emulated), cuda:0: peak 1.00 GB allocated, " in done.stderr
-    assert "What was live then is not known: the allocator (cudaMallocAsync) keeps no history" in done.stderr
+    assert "The live tensors at the peak are unknown: the allocator (cudaMallocAsync) keeps no history" in done.stderr
 
 
 ALLOCATOR = """

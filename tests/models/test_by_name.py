@@ -242,13 +242,13 @@ def test_adapters_need_peft_and_are_told_how_to_get_it(tmp_path, monkeypatch):
         ("r=8,targets=q_proj+v_proj", Lora(8, None, ("q_proj", "v_proj"))),
         ("r=0", "r of LoRA is '0', expected a whole number, 1 or more"),
         ("r=many", "r of LoRA is 'many', expected a whole number, 1 or more"),
-        ("8", "'8' is no setting of LoRA: write it like r=8 or r=8,alpha=16"),
+        ("8", "'8' is not a LoRA setting: write it like r=8 or r=8,alpha=16"),
         ("alpha=16", "LoRA needs its rank: write it like r=8"),
         ("rank=8", "LoRA has no setting 'rank' here; valid: r, alpha, targets"),
         ("r=8,r=4", "r of LoRA is given twice"),
         ("r=8,alpha=-1", "alpha of LoRA is '-1', expected"),
         ("r=8,targets=+", "targets of LoRA names no module"),
-        ("", "'' is no setting of LoRA"),
+        ("", "'' is not a LoRA setting"),
     ],
 )
 def test_settings_of_lora_are_those_that_are_written_or_a_sentence(text, said):
@@ -358,7 +358,7 @@ def test_auxiliary_classifiers_add_to_the_loss_and_one_that_is_left_out_does_not
 
 
 def test_boxes_lie_in_their_image_and_are_not_empty():
-    boxes = RandomBoxes(200, 16).made()
+    boxes = RandomBoxes(200, 16).make()
     assert boxes.min() >= 0
     assert boxes.max() <= 16
     assert ((boxes[:, 2:] - boxes[:, :2]) >= 1).all()
@@ -394,7 +394,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
             None,
-            "what labels BertForMultipleChoice takes",
+            "the labels of BertForMultipleChoice are not known here",
         ),
         ({"model_type": "segformer", "architectures": ["SegformerDecodeHead"]}, None, "SegformerDecodeHead"),
         (
@@ -415,7 +415,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
             None,
-            "takes pixel_values beside texts, in parts that follow none",
+            "takes pixel_values in addition to texts, and their number per text is not known here",
         ),
         (
             {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514},

@@ -1,4 +1,4 @@
-"""Start-up module of every Python that a session with an emulated GPU starts, by its ``PYTHONPATH``."""
+"""Startup module for every Python process in a session with an emulated GPU. ``PYTHONPATH`` contains its folder."""
 
 import importlib.machinery
 import importlib.util
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _emulate(word: str) -> None:
-    """Install the finder from its file: pytest rewrites the package, and must not find it imported."""
+    """Load the import hook from its file, because pytest rewrites the package and must not find it imported."""
     file = Path(__file__).parents[1] / "before_torch.py"
     module = _run(importlib.util.spec_from_file_location("_gpumem_before_torch", file))
     if module is not None:
@@ -20,9 +20,9 @@ def _emulate(word: str) -> None:
 
 
 def _run_the_next_one() -> None:
-    """Run the sitecustomize that this one hides, if there is one."""
-    here = Path(__file__).resolve().parent
-    rest = [folder for folder in sys.path if Path(folder).resolve() != here]
+    """Run the sitecustomize module that this module hides, if there is one."""
+    own_folder = Path(__file__).resolve().parent
+    rest = [folder for folder in sys.path if Path(folder).resolve() != own_folder]
     _run(importlib.machinery.PathFinder.find_spec("sitecustomize", rest))
 
 
