@@ -162,12 +162,12 @@ def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_sile
         (
             [took(1, A, 8), took(2, B, 8)],
             [alloc(1, A, 8)],
-            r"of 2 allocations .* history of 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
+            r"has 2 allocations .* history has 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
         ),
         (
             [took(1, A, 8)],
             [alloc(1, A, 8), alloc(2, B, 9)],
-            r"of 1 allocations .* history of 2, .*: the history goes on with 9 bytes at 0xb000",
+            r"has 1 allocations .* history has 2, .*: the history goes on with 9 bytes at 0xb000",
         ),
         (
             [took(1, A, 8), took(2, B, 8)],
