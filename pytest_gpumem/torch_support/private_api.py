@@ -899,7 +899,7 @@ def store_of_nobody() -> Any:
 
 
 def forget_meshes() -> None:
-    """Forget device meshes whose process groups have ended. Otherwise torch would reuse them for later meshes that are equal."""
+    """Forget device meshes whose process groups have ended. Otherwise torch would reuse them for equal meshes later."""
     from torch.distributed import device_mesh
 
     forget_operators_of_meshes()
@@ -927,7 +927,6 @@ def gpu_unseen() -> Iterator[None]:
     Some libraries use the GPU when they are imported, and a process that forks later must not. Counting GPUs is already a use
     (``register_fork_handler_for_device_init``). At the end, torch and transformers forget that they found no GPU. For example,
     ``torch.utils._triton`` checks only once whether a GPU has Triton.
-    """
     """
     import torch
 
