@@ -507,7 +507,6 @@ def saved_by(node: Any) -> list[Any]:
     For example, the node of ``(x * y).sum()``'s product saved ``x`` and ``y``.
     """
     saved: list[Any] = [getattr(node, "variable", None)]  # set on the node that accumulates a leaf's gradient
-    saved: list[Any] = [getattr(node, "variable", None)]  # of the node that accumulates a leaf's gradient
     for name in dir(type(node)):
         if not name.startswith("_raw_saved_"):
             continue
