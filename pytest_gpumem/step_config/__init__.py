@@ -1,1 +1,1 @@
-"""Step configs: the meaning of each word, and the repeated blocks that it acts on."""
+"""Step configs: the meaning of each word, and the repeated blocks of a model."""
