@@ -1,4 +1,4 @@
-"""Recognise errors that say that a GPU lacks a compute capability, as opposed to errors of the program. Pure."""
+"""Tell errors about a GPU's missing compute capability from errors in the program. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RAISED = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*(?P<error>[A-Z]\w*): (?P<words>
 
 
 def lacking(error: str, capability: tuple[int, int]) -> str | None:
-    """Return an error's words as a clause if they say that a GPU lacks something; ``None`` for other errors.
+    """Return an error's words as a clause if the GPU lacks something; ``None`` for other errors.
 
     For example, ``"RuntimeError: No available kernel. Aborting execution."`` at capability (7, 5) gives a clause that ends with
     "(flash attention needs compute capability 8.0, and this GPU has 7.5)", and at (9, 0) it gives ``None``.
@@ -38,6 +38,6 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
 
 
 def lacking_in(output: str, capability: tuple[int, int]) -> str | None:
-    """Return the clause of the first exception in a program's output that says that a GPU lacks something."""
+    """Return the clause from the first exception in a program's output about a missing GPU feature."""
     clauses = (lacking(f"{raised['error']}: {raised['words']}", capability) for raised in _RAISED.finditer(output))
     return next((clause for clause in clauses if clause is not None), None)

@@ -124,7 +124,7 @@ class Window:
 
 
 class Device(ABC):
-    """Base class of devices. A new device defines `name` and the abstract members, and overrides the defaults that do not fit.
+    """Base class of devices. A new device defines `name` and the abstract members, and overrides unsuitable defaults.
 
     Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses. Only differences between readings in the
     same `open` ... `close` region are meaningful.
@@ -149,11 +149,11 @@ class Device(ABC):
     seconds_between_readings = 0.0
     """Seconds between readings of pace and conditions, if a reading slows the next steps."""
     lock: DeviceLock | None = None
-    """The lock that keeps measured tests of other processes away while times are taken; ``None`` keeps none away."""
+    """Keeps other processes' measured tests away during timing; ``None`` keeps none away."""
     shared_memory: SharedMemory | None = None
     """The memory that this process shares with others under ``--gpumem-pack``; ``None`` if tests cannot share the device."""
     consensus: Alone = ALONE
-    """Decides how often a step runs: this process alone, or all ranks of its job. The session sets it."""
+    """Decides how often a step runs: this process alone, or all ranks of its job. Set by the session."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
@@ -181,13 +181,13 @@ class Device(ABC):
 
     @abstractmethod
     def peak(self) -> Peak:
-        """Return the most bytes live at once since `reset_peak`."""
+        """Return the most live bytes since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
         """Start the next peak from the live bytes."""
 
-    # What it is
+    # Properties
 
     @property
     def everywhere(self) -> tuple[Device, ...]:
@@ -196,13 +196,13 @@ class Device(ABC):
 
     @property
     def is_used(self) -> bool:
-        """True if this process has ever allocated on the device. Otherwise it is not read."""
+        """True if this process has ever allocated on the device. An unused device is not read."""
         return True
 
     def lacks(self, feature: str) -> str | None:
         """Return a clause with the reason why no step can use ``feature`` here; ``None`` if steps can.
 
-        A feature is a precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile
+        A feature is a precision (``"tf32"``), a checkpointing kind (``"offload"``), a torch.compile mode
         (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), or ``"values"`` for computed tensors.
         """
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
@@ -225,7 +225,7 @@ class Device(ABC):
     def libraries(self) -> Mapping[str, str]:
         """Return the library releases that affected figures since `forget_libraries` (or `open`).
 
-        They are details of the measurement's environment. `environment` has only details that do not depend on the step.
+        They are details of the measurement's environment. `environment` only has details that are equal for all steps.
         """
         return {}
 
@@ -239,7 +239,7 @@ class Device(ABC):
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
-        """Return the state of an accelerator's random numbers, as bytes on the host."""
+        """Return the state for an accelerator's random numbers, as bytes on the host."""
         import torch
 
         return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
@@ -255,7 +255,7 @@ class Device(ABC):
     def open(self) -> None:
         """Begin counting.
 
-        Until `close`, `lock` shares the device with the measured tests of other processes.
+        Until `close`, `lock` shares the device with other processes' measured tests.
 
         Raises:
             DeviceUnavailable: The device does not count allocations.
@@ -324,7 +324,7 @@ class Device(ABC):
         """Allocate the workspaces again that the last `release_workspaces` dropped, as far as possible."""
 
     def workspaces(self) -> tuple[int, ...]:
-        """Return the bytes of the backend's workspaces on each of `everywhere`, and leave the same number of bytes allocated.
+        """Return the bytes in the backend's workspaces on each of `everywhere`. Afterwards, as many bytes are allocated.
 
         A device that overrides `release_workspaces` must override this method.
         """
@@ -332,7 +332,7 @@ class Device(ABC):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list. At the end of the block it contains the workspace bytes in the peak on each of `everywhere`.
+        """Yield a list. The block's end fills it with the workspace bytes in the peak on each of `everywhere`.
 
         Only workspaces that were dropped after their operation count.
         """
@@ -366,7 +366,7 @@ class Device(ABC):
     def keep_peak(self) -> None:
         """Save the peak so far for `pop_peak`, because the measured code is about to reset the device's peak.
 
-        Save the peaks of `others` as well, because the code may reset the peak of any GPU.
+        Save the peaks on `others` as well, because the code may reset any GPU's peak.
         """
         self._kept = highest(self._kept, self.peak())
         for other in self.others:
@@ -402,7 +402,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window that counts the peaks of the block. If the block raises, its error is raised even without a peak."""
+        """Yield a window for the peaks of the block. If the block raises, its error is raised even without a peak."""
         window = self.open_window()
         try:
             yield window
@@ -414,7 +414,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """Hide the peak of the block from every window."""
+        """Hide the block's peak from every window."""
         self.keep_peak()
         peak_before = self._kept
         try:
@@ -439,7 +439,7 @@ class Device(ABC):
         """Account for frees that were missed, for example by gloo's threads, so later readings are not affected."""
 
     def known(self) -> BlockIds:
-        """Return the identities of the live blocks; empty if the device only knows sums."""
+        """Return the live blocks' identities; empty if the device only knows sums."""
         return frozenset()
 
     def blocks(self) -> Blocks:
@@ -454,11 +454,11 @@ class Device(ABC):
 
         Args:
             tokens: The list to fill.
-            operands: Whether to record the tensors that operators take. The profile then keeps the inner tensors of
+            operands: Whether to record the operators' input tensors. The profile then keeps the inner tensors of
                 `torch.vmap` and the parts of sparse CSR tensors alive (see `profiled`).
 
         Yields:
-            A list with the profile. Clear it after the context has ended to free the tensors that the profile kept alive.
+            A list with the profile. Clear the list after the context to free the tensors that the profile kept alive.
             The live bytes fall accordingly.
 
         Raises:
@@ -491,7 +491,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
-        """Yield a function that returns the peak of all live memory since the context began, even if code resets the peak.
+        """Yield a function for the peak since the context began. The peak includes all memory, and resets do not affect it.
 
         Yield ``None`` on a device that reserves nothing.
         """
@@ -504,7 +504,7 @@ class Device(ABC):
         return None
 
     def take_reads(self) -> UnknownReads:
-        """Return the reads of values that the device does not compute, since the last call (or `open`)."""
+        """Return the reads of uncomputed values since the last call (or `open`)."""
         return NOTHING_READ
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
@@ -515,15 +515,15 @@ class Device(ABC):
         return nullcontext()
 
     def choices_assumed(self) -> int:
-        """Return the number of choices made by assumption so far."""
+        """Return how many choices were made by assumption so far."""
         return 0
 
     def time(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the device needed for ``run``."""
+        """Return the device's seconds for ``run``."""
         return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Return the seconds that the device needed for each of ``runs``. They run in sequence without other waits.
+        """Return the device's seconds for each run. The runs happen in sequence without other waits.
 
         The default reads the host's clock after the device has finished each run.
         """
@@ -536,22 +536,22 @@ class Device(ABC):
         return [end - start for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        """Run a function and return its kernel launches by name. Return ``None`` without running it if there are no kernels."""
+        """Run a function and return its kernel launches by name. A device without kernels returns ``None`` and runs nothing."""
         return None
 
     def conditions(self) -> Conditions:
         """Return the interference counters. The reading is cheap enough to take between two rounds.
 
-        It counts the calling thread, so both readings of a region must come from the same thread.
+        They include the calling thread's waiting, so both readings of a region must come from the same thread.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
-        """Return the rate of the clock that steps run by; ``None`` if it is unknown.
+        """Return the clock rate for steps; ``None`` if it is unknown.
 
-        Seconds times rate give a step's time in cycles. On CUDA the rate is the SM clock in Hz. Read it right after a round,
-        before the GPU becomes idle. On the CPU it is the runs per second of a fixed piece of work, which runs for this reading.
-        Call it inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
+        Seconds times rate give a step's time in cycles. On CUDA the rate is the SM clock in Hz. Read the clock right after
+        a round, before the GPU becomes idle. On the CPU the rate is the runs per second of a fixed workload, which runs for this
+        reading, inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
         """
         return None
 
@@ -559,8 +559,8 @@ class Device(ABC):
     def exclusive(self) -> Iterator[str | None]:
         """Reserve the device for this process during timing.
 
-        Between `open` and `close` the device is shared with other processes of the same user. While a process has reserved
-        it, their measured tests wait. Calls may be nested.
+        Between `open` and `close` the device is shared with other processes of the same user. While a process has
+        the device to itself, their measured tests wait. Calls may be nested.
 
         Yields:
             ``None``, or a clause that says why other processes may run at the same time.

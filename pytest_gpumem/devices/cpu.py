@@ -1,6 +1,6 @@
 """The CPU as a device. The bytes come from torch's allocator events, which the profiler records.
 
-The process's RSS would be no substitute: it counts pages, the interpreter and caches, and it varies between runs.
+The process's RSS would be no substitute: the RSS counts pages, the interpreter and caches, and varies between runs.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ _CUT_SHORT = (
 
 
 class CpuDevice(Device):
-    """Peaks of host memory that tensors own.
+    """Peaks of the tensors' host memory.
 
     Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so figures would
-    depend on the machine's cores. An open device therefore limits torch to a single intra-op thread. It only counts the thread
-    that opened it, and backward runs on this thread.
+    depend on the machine's cores. An open device therefore limits torch to a single intra-op thread. The device only
+    counts the opening thread, and backward runs on this thread.
 
-    While the device is open, ``lock`` shares it with the measured tests of other processes. Without a lock, none wait.
+    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait.
     """
 
     name = "cpu"
     tells_time = True
     seconds_between_readings = 0.1
-    """A reading of pace or conditions fills the caches. The next 9 ms of small steps then took 1.3 % to 2.7 % longer."""
+    """Readings of pace or conditions fill the caches. The next 9 ms of small steps then took 1.3 % to 2.7 % longer."""
 
     def __init__(
         self, lock: DeviceLock | None = None, *, other_ranks: Callable[[], Sequence[int]] | None = None
@@ -80,8 +80,8 @@ class CpuDevice(Device):
         """Create a closed device.
 
         Args:
-            lock: Keeps measured tests of other processes away.
-            other_ranks: Returns the processes on this machine that take part in the same steps. It is called once. ``None`` if
+            lock: Keeps other processes' measured tests away.
+            other_ranks: Returns the processes on this machine that take part in the same steps. Called once. ``None`` if
                 the process has no other ranks.
         """
         self.lock = lock
@@ -191,7 +191,7 @@ class CpuDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._pause()
-        # The next profiler starts before this profile is deleted, so it reports the frees of tensors from this profile.
+        # The next profiler starts before this profile is deleted, and reports the frees of tensors from this profile.
         profiles = [self._start(operators=True, operands=operands)]
         try:
             yield profiles
@@ -231,9 +231,9 @@ class CpuDevice(Device):
         return replace(conditions, stolen=times.stolen, others=times.busy - self._own_seconds(), cores=times.cores)
 
     def _own_seconds(self) -> float:
-        """Return the CPU seconds of this process, its children, and the other ranks of its job."""
-        others = () if self._other_ranks is None else self._other_ranks()
-        return time.process_time() + proc.seconds_of_children() + proc.seconds_of(others)
+        """Return the CPU seconds used by this process, its children, and its job's other ranks."""
+        other_pids = () if self._other_ranks is None else self._other_ranks()
+        return time.process_time() + proc.seconds_of_children() + proc.seconds_of(other_pids)
 
     def pace(self) -> float:
         if self._reference_workload is None:
@@ -241,7 +241,7 @@ class CpuDevice(Device):
         return self._reference_workload.pace()
 
     def _let_threads_release(self) -> None:
-        """Wait until threads of a collective have freed their blocks, because the profiler does not report their frees."""
+        """Wait until a collective's threads have freed their blocks, because the profiler does not report their frees."""
         if self._profiler is not None:
             let_threads_rest()
 
@@ -263,7 +263,7 @@ class CpuDevice(Device):
                 self._stop(allocation_events)
 
     def _start(self, *, operators: bool = False, operands: bool = False) -> Profile:
-        # torch.profiler.profile wraps this class. It loads the compiler (2 s), and its readings take 1.5 times as long.
+        # torch.profiler.profile wraps this class. The wrapper loads the compiler (2 s), and readings take 1.5 times as long.
         from torch.autograd.profiler import profile
 
         profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
@@ -273,7 +273,7 @@ class CpuDevice(Device):
         return cast("Profile", profiler)
 
     def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
-        """Stop recording. Return the tokens that ``read`` extracts, with the frees of watched storages inserted."""
+        """Stop recording. Return the tokens from ``read``, with the frees of watched storages inserted."""
         import torch
 
         profiler: Any = self._profiler

@@ -52,16 +52,16 @@ def cuda_slug(device: str) -> str:
 
 
 class CudaDevice(Device):
-    """Peaks of the memory that tensors own on the current CUDA device.
+    """Peaks of the tensors' memory on the current CUDA device.
 
     ``allocated`` is the allocator's ``requested_bytes``, the sizes before rounding. The allocator rounds a block according to
-    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the order of tests, and the requested sum
-    does not. For an allocator backend that does not count requests, ``allocated`` is ``allocated_bytes``.
+    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the tests' order. The requested sum does
+    not. For an allocator backend without requested sizes, ``allocated`` is ``allocated_bytes``.
 
-    For example, a tensor of 5,000 bytes counts as 5,000 requested bytes and as 5,120 allocated bytes, a multiple of 512.
+    For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
 
-    While the device is open, ``lock`` shares it with the measured tests of other processes. Without a lock, none wait. If tests
-    are packed, each process reserves a part of the GPU's memory in the ``ledger``. Without a ledger, tests are not packed.
+    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait. If tests
+    are packed, each process reserves memory in the ``ledger``. Without a ledger, tests are not packed.
     ``others`` are the other GPUs that this process sees.
     """
 
@@ -275,7 +275,7 @@ class CudaDevice(Device):
         return self.runtime.statistics()[name]
 
     def _probe(self) -> str:
-        """Return the statistic that counts the bytes of tensors. Allocate a tensor to find it.
+        """Return the statistic for tensors' bytes. Allocate a tensor to find the statistic.
 
         Raises:
             DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without
@@ -298,8 +298,8 @@ class CudaDevice(Device):
 class OtherGpu(CudaDevice):
     """Another GPU of a process, read together with the current GPU.
 
-    Until the process uses this GPU, the device neither allocates on it nor waits for it. Both would create a CUDA context with
-    hundreds of MB.
+    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Both would create a CUDA context
+    with hundreds of MB.
     """
 
     def __init__(self, runtime: TorchCuda) -> None:
@@ -332,8 +332,8 @@ class OtherGpu(CudaDevice):
 class CudaMemory:
     """A `SharedMemory` for a GPU. A process holds its context and the memory that its allocator has reserved.
 
-    The context includes the code of kernels, which is loaded at their first use. Its size is the process's memory according to
-    NVML minus the allocator's bytes, and at least `CONTEXT_BYTES`, the size after kernels of all kinds have run.
+    The context includes the kernels' code, which is loaded at their first use. Its size is the process's memory according to
+    NVML minus the allocator's bytes, and at least `CONTEXT_BYTES`, the size after all kinds of kernels have run.
     """
 
     def __init__(self, runtime: TorchCuda, ledger: MemoryLedger) -> None:

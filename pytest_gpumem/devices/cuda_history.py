@@ -1,7 +1,7 @@
 """Merge the profiler's events and the CUDA caching allocator's history into a single list of tokens. Pure.
 
-The profiler records the spans around allocations, but it only knows the allocator's rounded block sizes. The allocator's
-history has the requested sizes and the times of the real frees. A block is not free while another stream still uses it.
+The profiler records the spans around allocations, but only the allocator's rounded block sizes. The allocator's history has the
+requested sizes and the real times when blocks were freed. A block is not free while another stream still uses its memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _AT_ONCE_NS = 100_000
 class HistoryEntry(NamedTuple):
     """An entry of the allocator's history, with torch's name for the action and the requested bytes.
 
-    ``apart`` marks an allocation by a thread that the program started. The profiler does not see such a thread.
+    ``apart`` marks an allocation from the program's own thread, which the profiler does not see.
 
-    For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is the allocation of 5,000 bytes.
+    For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation with 5,000 bytes.
     """
 
     time_ns: int
@@ -40,7 +40,7 @@ class HistoryEntry(NamedTuple):
 
 
 def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = False) -> list[HistoryEntry]:
-    """Return the block events from an element of ``device_traces`` in torch's snapshot. Events of segments are left out.
+    """Return the block events from an element of ``device_traces`` in torch's snapshot, without segment events.
 
     Args:
         trace: The entries of a device.
@@ -60,7 +60,7 @@ def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = Fals
 
 
 def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the outermost Python frame is the function in which every `threading.Thread` begins."""
+    """Return whether the outermost Python frame is the first function in every `threading.Thread`."""
     return bool(frames) and (PurePath(frames[-1]["filename"]).name, frames[-1]["name"]) == (
         "threading.py",
         "_bootstrap",
@@ -87,11 +87,11 @@ def _counting(span: Open, threads: Threads) -> int:
 
 
 def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
-    """Return the tokens of several threads, only one of which runs at a time, ordered by time and nested.
+    """Return the tokens from several threads, ordered by time and nested. Only a single thread runs at a time.
 
-    The profiler attaches the operators of another thread (backward's) to an arbitrary operator of the first thread, or to none.
+    The profiler attaches another thread's operators (backward's) to an arbitrary operator from the first thread, or to none.
     Tokens with the same time keep their order, and an operator keeps its inputs. A span from another thread may end shortly
-    after the span that waited for it (``torch.jit.fork``). Such a span ends with their common mark at the latest.
+    after its waiting span (``torch.jit.fork``). Such a span ends with their common mark at the latest.
     """
     moments: list[int] = []
     open_spans: list[int] = []
@@ -101,7 +101,7 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
             moments.append(moments[-1])
         elif isinstance(token, Close):
             opened_at[index] = open_spans.pop()
-            # The end of an unfinished span has no valid time.
+            # An unfinished span has no valid end time.
             moments.append(max(token.time_ns, moments[opened_at[index]]))
         else:
             moments.append(token.time_ns)
@@ -144,11 +144,11 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
     """Return ``tokens`` with requested sizes, and with each free at the time when the block could be reused.
 
     Both arguments have the same allocations in the same order. Events that only the history has are inserted between common
-    events, as accurately as its clock allows. They are frees of blocks that another stream used for longer, events of threads
-    that are not profiled, and failed allocations (0 bytes at `NOWHERE`).
+    events, as accurately as its clock allows. They are delayed frees because of another stream, events from unprofiled
+    threads, and failed allocations (0 bytes at `NOWHERE`).
 
-    For example, the profiler has an allocation of 5,120 bytes at ``0x7f00``, and the history has one of 5,000 bytes at the same
-    address. The result has 5,000 bytes.
+    For example, the profiler has an allocation with 5,120 bytes at ``0x7f00``, and the history's allocation there has 5,000
+    bytes. The result has 5,000 bytes.
 
     Raises:
         MeasuringError: The allocations do not match.
@@ -227,7 +227,7 @@ class _Join:
         return entry.apart or entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
-        """Emit entries up to the next matching one, and return it; ``None`` if an allocation or the end comes first."""
+        """Emit all entries before the next match, and return the match; ``None`` if an allocation or the end comes first."""
         while self._left:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address) and not entry.apart:
@@ -257,7 +257,7 @@ class _Join:
 
 
 def live_blocks(segments: list[dict[str, Any]], size: str) -> dict[int, int]:
-    """Return the bytes of tensors' blocks by address, from the segments of ``torch.cuda.memory_snapshot()``.
+    """Return the tensors' blocks as address -> bytes, from the segments in ``torch.cuda.memory_snapshot()``.
 
     Args:
         segments: The segments.

@@ -62,7 +62,7 @@ class GpuProperties:
 
 @dataclass(slots=True)
 class RecordedRegion:
-    """A recording of a region. It is filled when the region ends.
+    """A recording of a region, filled at the region's end.
 
     ``tokens`` come from the profiler, in the order of its event tree. ``history`` and ``snapshot`` come from the allocator if
     they were requested. ``profiles`` come from `profiled`.
@@ -75,7 +75,7 @@ class RecordedRegion:
 
 
 def gpus_beside(device: torch.device) -> list[int]:
-    """Return the indices of all other GPUs that this process sees."""
+    """Return the indices of all other visible GPUs."""
     import torch
 
     return [index for index in range(torch.cuda.device_count()) if index != device.index]
@@ -194,7 +194,7 @@ class TorchCuda:
 
         Args:
             runs: The functions to run in sequence.
-            beside: Indices of other GPUs. At the end of each run the stream waits for them.
+            beside: Other GPUs' indices. The stream waits for these GPUs after each run.
         """
         import torch
 
@@ -228,12 +228,12 @@ class TorchCuda:
     def recorded(self, *, with_history: bool, operands: bool = True) -> Iterator[RecordedRegion]:
         """Record a region.
 
-        Backward runs on a thread of its own, as it does without a recording, because each thread has its own cuBLAS workspace
+        Backward runs on a thread of its own, as without a recording, because each thread has its own cuBLAS workspace
         (33,554,432 bytes on an H100). On a single thread, the step would need less memory than the measured step.
 
         Args:
             with_history: Whether to record the allocator's history as well.
-            operands: Whether to record the tensors that operators take, as in `profiled`.
+            operands: Whether to record the operators' input tensors, as in `profiled`.
 
         Yields:
             A recording that is filled at the end.
@@ -252,14 +252,14 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            # In a thread that the program started, the frames of our own allocations look like those of other threads.
+            # In a thread that the program started, our own allocations have frames like other threads' allocations.
             in_main_thread = threading.current_thread() is threading.main_thread()
             entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
             region.history = history_of(entries, threads_apart=in_main_thread)
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
-        """Yield a mapping from GPU indices to block events. It is filled at the end, unless there were too many events."""
+        """Yield a mapping from GPU indices to block events, filled at the end unless there were too many events."""
         histories: dict[int, Sequence[HistoryEntry]] = {}
         with _history(frames=False) as before:
             yield histories
@@ -279,7 +279,7 @@ class TorchCuda:
         return self._nvml.bytes_of(os.getpid())
 
     def limit(self, fraction: float) -> None:
-        """Limit the allocator to a ``fraction`` of the GPU's memory. An allocator without limits ignores this call."""
+        """Limit the allocator to this ``fraction`` of the GPU's memory. An allocator without limits ignores this call."""
         import torch
 
         with suppress(RuntimeError):
@@ -294,7 +294,7 @@ class TorchCuda:
 
 @contextmanager
 def _history(*, frames: bool) -> Iterator[Mapping[int, int]]:
-    """Record the allocator's history. Yield the earlier length of each GPU's history if the program already records it."""
+    """Record the allocator's history. Yield each GPU's earlier history length if the program records as well."""
     if cuda_history_is_on():
         yield {index: len(trace) for index, trace in enumerate(cuda_snapshot()["device_traces"])}
         return

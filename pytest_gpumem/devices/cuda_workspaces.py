@@ -1,8 +1,8 @@
 """cuBLAS's workspaces. Workspaces that torch keeps between matrix products are counted and then restored.
 
 Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that ran a
-product, without an interface to count them. This module counts the bytes that become free when workspaces are dropped. It then
-allocates the workspaces again, because the program's next step would find them. Later torch releases allocate a workspace for
+product, without an interface to count them. This module counts the bytes that become free when workspaces are dropped. Then the
+workspaces are allocated again, because the program's next step would find them. Later torch releases allocate a workspace for
 each product and drop it right afterwards.
 
 For example, on an H100 a workspace has 33,554,432 bytes. After a training step, the main thread and the backward thread have a
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class GpuWithWorkspaces(Protocol):
-    """The part of a CUDA GPU that the count needs."""
+    """A CUDA GPU's interface for the count."""
 
     @property
     def runtime(self) -> TorchCuda: ...
@@ -43,7 +43,7 @@ class GpuWithWorkspaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _StreamWorkspaces:
-    """The number of workspaces on a stream of a GPU, and whether the calling thread owns one."""
+    """The number of workspaces on a GPU's stream, and whether the calling thread owns a workspace there."""
 
     device: GpuWithWorkspaces
     stream: int
@@ -52,13 +52,13 @@ class _StreamWorkspaces:
 
 
 class Workspaces:
-    """The workspaces on a GPU and its `others`. A count stays valid while the live bytes on each GPU stay the same."""
+    """The workspaces on a GPU and its `others`. A count stays valid while the live bytes stay the same."""
 
-    def __init__(self, device: GpuWithWorkspaces, others: Sequence[GpuWithWorkspaces]) -> None:
+    def __init__(self, device: GpuWithWorkspaces, other_gpus: Sequence[GpuWithWorkspaces]) -> None:
         self._device = device
-        self._everywhere = (device, *others)
+        self._everywhere = (device, *other_gpus)
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Bytes of workspaces on each of `Device.everywhere`, by the live bytes on each."""
+        """Workspace bytes on each of `Device.everywhere`, by the live bytes on each."""
         self._dropped: tuple[_StreamWorkspaces, ...] = ()
         """The workspaces that `restore` allocates again."""
         self._are_kept: bool | None = None
@@ -97,7 +97,7 @@ class Workspaces:
                     for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(gpu)).items()
                 )
                 self.restore()
-            # The next step allocates a workspace that could not be restored, because it belonged to another thread.
+            # The next step allocates a workspace that could not be restored, for example another thread's workspace.
             for total in (live, self._live()):
                 self._counted[total] = _beyond(bare, total)
         return self._counted[live]
@@ -120,8 +120,9 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
     A transient workspace is freed right after its allocation, with no event in between, because the allocator does not wait
     for the product's kernel.
 
-    For example, a region allocates 100 bytes of tensors, then a workspace of 32 bytes that it frees, and then 20 more bytes.
-    The peak is 132 bytes. It would be 120 without the workspace, so the result is 12.
+    For example, a region allocates a tensor (100 bytes), then allocates and frees a workspace (32 bytes), and then allocates
+    another tensor (20 bytes).
+    The peak is 132 bytes. Without the workspace the peak is 120 bytes, so the result is 12.
 
     Args:
         history: The block events of the region.
@@ -146,7 +147,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
 
 
 def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
-    """Return the streams of live blocks by address; empty if the allocator has no list of blocks."""
+    """Return the live blocks' streams by address; empty if the allocator cannot list blocks."""
     with suppress(RuntimeError):
         return {
             address: segment["stream"]
@@ -157,7 +158,7 @@ def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
 
 
 def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterator[int]:
-    """Yield the streams on which this thread has a workspace. A request for it allocates nothing there."""
+    """Yield the streams on which this thread has a workspace. On these streams a request allocates nothing."""
     for stream in {*blocks.values()}:
         live = device.live()
         device.runtime.make_workspace(stream)

@@ -1,6 +1,6 @@
-"""A readers-writer lock on a device. Measured tests of a user share it, and a test that is being timed holds it alone.
+"""A readers-writer lock on a device. A user's measured tests share the lock, and a timed test holds the lock alone.
 
-Workers of a session and separate sessions use the same lock. The system frees the locks of a dead process.
+A session's workers and separate sessions use the same lock. The system frees a dead process's locks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
 """The longest waits, in seconds. Only a step that hangs or is in a debugger holds a device alone for so long."""
 SECONDS_UNTIL_TOLD = 5.0
-"""After this many seconds of waiting, a message names the process that holds the lock."""
+"""After waiting this many seconds, a process prints the name of the lock's holder."""
 MOST_SECONDS_NEXT_TIME = 5.0
 """The longest wait after a timeout, in seconds, because a suite must not wait a minute in each of its tests."""
 
@@ -40,8 +40,8 @@ class DeviceLock:
     """The lock on the device called ``name`` (a GPU's UUID, ``"cpu"``), in ``folder`` (default: this user's folder).
 
     All locks with the same name and folder are the same lock in a process, so a process never waits for itself. There is no
-    lock on Windows, or if the folder cannot be used. Nothing fails then, but `exclusive` yields the reason in a worker of
-    pytest-xdist, because other workers run at the same time.
+    lock on Windows, or if the folder cannot be used. Nothing fails then, but `exclusive` yields the reason in a pytest-xdist
+    worker, because other workers run at the same time.
 
     Example:
         >>> with lock.shared():  # other measured tests run
@@ -55,7 +55,7 @@ class DeviceLock:
         self._spoken = spoken
         self._folder = folder
         self.tell: Callable[[str], object] = _tell
-        """Called once with a sentence after `SECONDS_UNTIL_TOLD` of waiting for other processes."""
+        """Called once with a sentence after waiting `SECONDS_UNTIL_TOLD` for other processes."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -69,13 +69,13 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Hold the lock alone, within a `shared` region. Wait for it at most `MOST_SECONDS_FOR_EXCLUSIVE`.
+        """Hold the lock alone, within a `shared` region. Wait at most `MOST_SECONDS_FOR_EXCLUSIVE`.
 
         The shared lock is released before the wait and taken again afterwards. Otherwise two processes that both call this
         method would deadlock.
 
         Yields:
-            ``None``, or a clause that says why other processes are not kept away.
+            ``None``, or a clause with the reason why other processes may run.
         """
         lock = self._of_this_process()
         refused = lock.acquire_exclusive(self._spoken, self._report_wait)
@@ -96,7 +96,7 @@ class DeviceLock:
 
 
 class _ProcessLock:
-    """The state of the lock in a process. All `DeviceLock` objects share it, because record locks belong to a process."""
+    """A process's state of the lock. All `DeviceLock` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -147,7 +147,7 @@ class _ProcessLock:
     def _holder_reporter(
         self, lock: _ReadersWriterLock, report_wait: _WaitReporter, *, alone: bool
     ) -> Callable[[], None]:
-        """Return a function that reports the holder of the lock, once for all waits of this process."""
+        """Return a function that reports the lock's holder, only once for each process."""
 
         def report_holder() -> None:
             if not self._has_reported:
@@ -221,26 +221,26 @@ class _ProcessLock:
             self._lock = None
 
     def _forked(self) -> bool:
-        """Return whether this is a child that was forked within a region. It has inherited this object, but no lock."""
+        """Return whether this process is a child that was forked within a region. The child has this object, but no lock."""
         return self._process != os.getpid()
 
 
 _process_lock = functools.cache(_ProcessLock)
-"""Return the lock of a process. It is unique, because closing a second file would free all of the process's locks."""
+"""Return the process's lock. There is only one, because closing a second file would free all locks of the process."""
 
 
 class _Timeout:
-    """The longest wait for a lock that another process holds. It is shorter after a timeout."""
+    """The longest wait for a lock that another process holds. After a timeout, the next wait is shorter."""
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
         self._timed_out = False
 
     def wait_for(self, attempt: Callable[[], bool], report: Callable[[], None]) -> bool:
-        """Repeat ``attempt`` until it succeeds or the time is over.
+        """Repeat ``attempt`` until success or the end of the time limit.
 
         Args:
-            attempt: Tries to take the lock. It is called at least once.
+            attempt: Tries to take the lock. Called at least once.
             report: Called during a wait longer than `SECONDS_UNTIL_TOLD`.
 
         Returns:
@@ -269,7 +269,7 @@ class _ReadersWriterLock(LockFile):
     _TURNSTILE, _LOCK = 0, 1
 
     def acquire_shared(self) -> bool:
-        """Try to share the lock. Return ``False`` while a writer holds it or waits for it."""
+        """Try to share the lock. Return ``False`` while a writer holds or awaits the lock."""
         if not self.share(self._TURNSTILE):
             return False
         try:
@@ -286,7 +286,7 @@ class _ReadersWriterLock(LockFile):
         self.share(self._LOCK)
 
     def kept_by(self, *, alone: bool) -> str | None:
-        """Return a clause that names the process which blocks this one."""
+        """Return a clause with the name of the blocking process."""
         return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
 
     def release(self) -> None:

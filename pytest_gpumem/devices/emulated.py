@@ -40,8 +40,8 @@ class EmulatedDevice(CudaDevice):
 
     def __init__(self, emulation: Emulation) -> None:
         runtime = _EmulatedCuda(emulation)
-        others = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
-        super().__init__(runtime, ledger=_ledger(runtime), others=others)
+        other_gpus = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
+        super().__init__(runtime, ledger=_ledger(runtime), others=other_gpus)
         self._emulation = emulation
         self._convolutions_before = self._recurrent_before = 0
 
@@ -102,7 +102,7 @@ class EmulatedDevice(CudaDevice):
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
-    """Return the ledger of a card that this process shares with others; ``None`` if the process has its own card."""
+    """Return the ledger for a card that several processes share; ``None`` if the process has its own card."""
     card = os.environ.get(EMULATED_CARD)
     if not card:
         return None
@@ -128,7 +128,7 @@ class _EmulatedCuda(TorchCuda):
 
 
 def why_no_kernels(gpu: Gpu) -> str | None:
-    """Return a clause if no torch kernel runs on a GPU; ``None`` if torch's kernels run on it."""
+    """Return a clause if no torch kernel runs on a GPU; ``None`` if torch's kernels run there."""
     import torch
 
     return no_kernels(torch.__version__, torch.cuda.get_arch_list(), gpu.capability)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 _MARK_SIZES = (53, 59)
-"""Sizes of a mark's two blocks. Both are live at the same time, so ordinary tensors of these sizes cannot be the mark."""
+"""Sizes of a mark's two blocks. Both are live at the same time, so no ordinary tensor can look like the mark."""
 
 AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """Deallocation callbacks of storages, and the storages that were freed since the last `put_into`.
+    """Deallocation callbacks for storages, and the freed storages since the last `put_into`.
 
     The profiler only reports the free of a block if it saw the block's allocation. For an older storage, a weak reference
     reports the free. Two tiny allocations at this moment, the mark, show its place among the recorded events.
@@ -37,7 +37,7 @@ class FreeCallbacks:
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: deque[tuple[int, list[int]]] = deque()
-        """The address of each freed storage, with the addresses of its mark."""
+        """Each freed storage's address, with the addresses in its mark."""
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
         """Notice when ``storage`` is freed. ``recording()`` returns whether a profiler records events at that moment."""
@@ -58,7 +58,7 @@ class FreeCallbacks:
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
         """Return ``events`` with the frees inserted. Each mark (two allocations and their frees) becomes a free.
 
-        A free without a mark among the events comes at the end. It happened without a recording or in another thread.
+        A free without a mark among the events comes at the end. Such a free happened without a recording or in another thread.
         """
         placed: list[AnyToken | AllocationEvent] = []
         latest: list[tuple[int, AllocationEvent]] = []
@@ -92,11 +92,11 @@ class FreeCallbacks:
 class LiveBlocks:
     """The known live blocks, and the most bytes that they had since the last `reset_peak`.
 
-    A free of an unknown block changes nothing. An allocation at a known address means that an earlier free was missed, so the
-    new block replaces the earlier one. If the earlier block was already known at the last `hold_known`, its bytes stay in every
+    A free of an unknown block changes nothing. An allocation at a known address means a missed free, so the new block
+    replaces the earlier one. If the earlier block was already known at the last `hold_known`, its bytes stay in every
     reading, so readings do not change because of the missed free.
 
-    For example, a block of 100 bytes at ``0xa000`` and then a block of 60 bytes at ``0xa000`` give 60 live bytes. With
+    For example, a 100-byte block at ``0xa000`` and then a 60-byte block at ``0xa000`` give 60 live bytes. With
     `hold_known` in between they give 160.
     """
 
@@ -109,7 +109,7 @@ class LiveBlocks:
         self._held = 0
         """The number of the latest block at the last `hold_known`."""
         self.turnover = 0
-        """The bytes of all allocations so far."""
+        """All bytes allocated so far."""
 
     @property
     def blocks(self) -> Blocks:
@@ -136,7 +136,7 @@ class LiveBlocks:
                 self._peak = max(self._peak, self.live)
 
     def hold_known(self) -> None:
-        """Count the known blocks as live until their free is seen, because a free that was missed lies in the past."""
+        """Count the known blocks as live until their free is seen, because a missed free is in the past."""
         self._held = self._count
 
     def register_existing(self, blocks: Blocks) -> None:
@@ -146,14 +146,16 @@ class LiveBlocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
-    def keep_only(self, known: BlockIds) -> None:
-        """Count every block that is not in ``known`` as freed now."""
-        for address in [a for a in self._blocks if (a, self._numbers[a]) not in known]:
+    def keep_only(self, block_ids: BlockIds) -> None:
+        """Count every block that is not in ``block_ids`` as freed now."""
+        for address in [a for a in self._blocks if (a, self._numbers[a]) not in block_ids]:
             self.live -= self._blocks.pop(address)
 
-    def restrict(self, known: BlockIds, blocks: Blocks) -> None:
-        """Remove every block that is neither in ``known`` nor in ``blocks``, and add all ``blocks``."""
-        remaining = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
+    def restrict(self, block_ids: BlockIds, blocks: Blocks) -> None:
+        """Remove every block that is neither in ``block_ids`` nor in ``blocks``, and add all ``blocks``."""
+        remaining = {
+            address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in block_ids
+        }
         self._blocks = {}
         self.live = 0
         for address, nbytes in {**remaining, **blocks}.items():

@@ -1,4 +1,4 @@
-"""A ledger of a device's memory, shared by all processes of a user. Tests with known peaks run together if they fit.
+"""A ledger of a device's memory, shared by all of a user's processes. Tests with known peaks run together if they fit.
 
 Workers of a session share the ledger, and so do separate sessions. If a process dies, its reservation ends.
 
@@ -37,7 +37,7 @@ class State(IntEnum):
     """A process's current use of a device."""
 
     RESTS = 1
-    """The process runs no test that needs the device's memory."""
+    """The process runs no test on the device."""
     SHARES = 2
     """The process runs a test, and other processes may run tests at the same time."""
     ALONE = 3
@@ -58,9 +58,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A reading of a device's memory, in bytes. ``held`` is this process's part of the used memory.
+    """A device's memory at a moment, in bytes. ``held`` is this process's part of the used memory.
 
-    For example, ``DeviceMemory(total=80, free=50, held=10)`` means that other processes use 20 of 80 bytes.
+    For example, ``DeviceMemory(total=80, free=50, held=10)`` shows 20 bytes in other processes.
     """
 
     total: int
@@ -69,7 +69,7 @@ class DeviceMemory:
 
 
 class SharedMemory(Protocol):
-    """The memory of a device that processes share."""
+    """A device's memory, which processes share."""
 
     ledger: MemoryLedger
 
@@ -90,11 +90,11 @@ class SharedMemory(Protocol):
         ...
 
 
-def may_begin(request: Entry, others: Iterable[Entry], read_memory: Callable[[], DeviceMemory]) -> bool:
+def may_begin(request: Entry, entries: Iterable[Entry], read_memory: Callable[[], DeviceMemory]) -> bool:
     """Return whether a process may begin a test.
 
-    If no other process runs a test, it may begin, because waiting would free no memory. Beside tests that share the device, it
-    may begin if two sums fit in the total: the reservations of all processes, and the memory in use plus this reservation. The
+    If no other process runs a test, the test may begin, because waiting would free no memory. Beside tests that share the
+    device, the test may begin if two sums fit in the total: all reservations, and the memory in use plus this reservation. The
     second sum accounts for programs without an entry in the ledger.
 
     For example, a test needs 30 GB on an 80 GB GPU. The other entries sum up to 40 GB, so the first sum is 70 GB and fits. But
@@ -102,10 +102,10 @@ def may_begin(request: Entry, others: Iterable[Entry], read_memory: Callable[[],
 
     Args:
         request: The entry that the process would write.
-        others: The entries of all other processes.
-        read_memory: Reads the device's memory. It is called only if other tests share the device.
+        entries: The entries of all other processes.
+        read_memory: Reads the device's memory. Called only if other tests share the device.
     """
-    other_entries = list(others)
+    other_entries = list(entries)
     running = [entry for entry in other_entries if entry.state is not State.RESTS]
     if not running:
         return True
@@ -139,16 +139,15 @@ class MemoryLedger:
         """Wait until a test may begin, and reserve the device's memory for the block.
 
         Args:
-            request: Bytes that the test needs in addition to the bytes that the process holds; ``None`` for the whole device.
-            read_memory: Reads the device's memory. At the end of the block, the bytes that the process still holds become
-                its ``rest``.
+            request: The test's bytes in addition to the process's ``rest``; ``None`` for the whole device.
+            read_memory: Reads the device's memory. The process's bytes at the end of the block become its ``rest``.
 
         Yields:
             The reservation.
         """
         process = self._of_this_process()
         if process.runs_a_test:
-            # A session within a test shares the reservation of that test.
+            # A session within a test shares the test's reservation.
             yield Reservation(process, None, read_memory)
             return
         try:
@@ -164,7 +163,7 @@ class MemoryLedger:
 class Reservation:
     """A running test's part of a device.
 
-    ``wanted`` is the number of bytes in addition to the bytes that the process held, or ``None`` for the whole device.
+    ``wanted`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
     """
 
     def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
@@ -186,7 +185,7 @@ class Reservation:
 
 
 class _ProcessLedger:
-    """The state of the ledger in a process. All `MemoryLedger` objects share it, because record locks belong to a process."""
+    """A process's state of the ledger. All `MemoryLedger` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -269,7 +268,7 @@ class _ProcessLedger:
 
     def _others(self, file: LockFile) -> list[Entry]:
         content = os.pread(file.descriptor, _SLOTS * _SLOT.size, 0)
-        others = []
+        entries = []
         for slot in range(len(content) // _SLOT.size):
             rest, test, state = _SLOT.unpack_from(content, slot * _SLOT.size)
             if slot == self._slot or not state:
@@ -279,8 +278,8 @@ class _ProcessLedger:
                 os.pwrite(file.descriptor, bytes(_SLOT.size), slot * _SLOT.size)
                 file.free(slot * _SLOT.size)
             else:
-                others.append(Entry(rest, test, State(state)))
-        return others
+                entries.append(Entry(rest, test, State(state)))
+        return entries
 
     def _write(self, file: LockFile, entry: Entry) -> None:
         os.pwrite(file.descriptor, _SLOT.pack(*entry), self._slot * _SLOT.size)
@@ -296,4 +295,4 @@ class _ProcessLedger:
 
 
 _process_ledger = functools.cache(_ProcessLedger)
-"""Return the ledger of a process. It is unique, because closing a second file would free all of the process's locks."""
+"""Return the process's ledger. There is only one, because closing a second file would free all locks of the process."""

@@ -1,6 +1,6 @@
 """Readings from NVML through nvidia-ml-py: a GPU's clocks, the reasons for low clocks, and the processes that use it.
 
-Nothing in this module raises. A reading is ``None`` if NVML is missing or does not know it.
+Nothing in this module raises. A reading is ``None`` if NVML is missing or has no such reading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_SAMPLING = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OtherProcesses:
-    """Processes of other programs on a GPU. ``pids`` is empty if only their number is known."""
+    """Other programs' processes on a GPU. ``pids`` is empty if only their number is known."""
 
     number: int
     pids: frozenset[int] = frozenset()
@@ -73,15 +73,15 @@ class NvmlGpu:
 
         Args:
             is_ours: Returns whether a pid belongs to this session.
-            workers: The number of this session's processes that measure.
+            workers: How many processes in this session measure.
         """
         processes = self.processes()
         ours = [pid for pid in processes or () if is_ours(pid)]
-        others = other_processes(processes, None, ours, workers)
-        if others is not None and others.number:
-            # Query the working processes only now, because NVML copies a buffer of samples for it.
-            others = other_processes(processes, self.working(), ours, workers)
-        return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), others)
+        other = other_processes(processes, None, ours, workers)
+        if other is not None and other.number:
+            # Query the working processes only now, because this query copies a buffer of samples.
+            other = other_processes(processes, self.working(), ours, workers)
+        return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
 
     def clock_events(self) -> frozenset[str] | None:
         """Return the reasons for low clocks, with the names of `Conditions.clock_events`."""
@@ -105,7 +105,7 @@ class NvmlGpu:
         return self._default_clock
 
     def processes(self) -> frozenset[int] | None:
-        """Return the driver's pids of all processes with a CUDA context. In a container these are pids of the host."""
+        """Return the driver's pids for all processes with a CUDA context. In a container these are the host's pids."""
         entries = self._process_entries()
         return None if entries is None else frozenset(int(process.pid) for process in entries)
 
@@ -123,7 +123,7 @@ class NvmlGpu:
             return None
         entries = self._query("nvmlDeviceGetComputeRunningProcesses", self._instance)
         if entries is None:
-            # Drivers before 510 only have this older form. nvidia-ml-py does not fall back to it.
+            # Drivers before 510 only have this older form. nvidia-ml-py has no fallback.
             entries = self._query("nvmlDeviceGetComputeRunningProcesses_v2", self._instance)
         return None if entries is None else list(entries)
 
@@ -197,24 +197,24 @@ def other_processes(
 ) -> OtherProcesses | None:
     """Return the other processes that use the GPU, without idle processes.
 
-    If NVML lists no pid of this session, its pids come from another namespace. The function then assumes that ``workers`` of
-    the listed processes belong to this session. For example, NVML lists 5 host pids in a container, and the session has 2
-    workers, so 3 processes are other programs.
+    If NVML does not list this session's pids, its pids come from another namespace. The function then
+    subtracts ``workers`` from the number of listed processes. For example, NVML lists 5 host pids in a container, and the
+    session has 2 workers, so 3 processes are other programs.
 
     Args:
-        processes: The pids of all processes on the GPU; ``None`` if they are unknown.
+        processes: All pids on the GPU; ``None`` if they are unknown.
         working: The pids that recently used the GPU; ``None`` if they are unknown. All processes then count as working.
-        ours: The pids of this session's processes on the GPU.
-        workers: The number of this session's processes that measure.
+        ours: This session's pids on the GPU.
+        workers: How many processes in this session measure.
     """
     if processes is None:
         return None
-    others = processes.difference(ours)
-    if len(others) < len(processes):
-        at_work = others if working is None else others & working
+    foreign = processes.difference(ours)
+    if len(foreign) < len(processes):
+        at_work = foreign if working is None else foreign & working
         return OtherProcesses(len(at_work), at_work)
     number = max(len(processes) - workers, 0)
     if working is not None:
-        # This process is one of the working processes.
+        # This process itself is working.
         number = min(number, max(len(processes & working) - 1, 0))
     return OtherProcesses(number)

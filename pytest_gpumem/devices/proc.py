@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _BUSY = (0, 1, 2, 5, 6)
-"""Indices of counters on a cpu line: user, nice, system, irq, softirq. Guest time is part of user and nice (proc_stat(5))."""
+"""Indices of counters on a cpu line: user, nice, system, irq, softirq. User and nice include guest time (proc_stat(5))."""
 _STEAL = 7
 
 
@@ -45,12 +45,12 @@ def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | 
 
 
 def cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """Return the times of the machine's cores since it started."""
+    """Return the times on the machine's cores since it started."""
     return cpu_times_of(_text(path), tick_seconds())
 
 
 def seconds_of_children(proc: Path = Path("/proc")) -> float:
-    """Return the CPU seconds of this process's descendants, such as a DataLoader's workers.
+    """Return the CPU seconds used by this process's descendants, such as a DataLoader's workers.
 
     Ended children count if they were waited for. Live children count if a main thread started them.
     """
@@ -59,17 +59,17 @@ def seconds_of_children(proc: Path = Path("/proc")) -> float:
 
 
 def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
-    # The kernel lists children by the thread that started them, and there may be hundreds of threads.
+    # The kernel lists children by their starting thread, and a process may have hundreds of threads.
     for word in (_text(proc / f"{pid}/task/{pid}/children") or "").split():
         yield seconds_in(_text(proc / f"{word}/stat"), tick)
         yield from _seconds_of_live(proc, int(word), tick)
 
 
 def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """Return the processes with the same parent and the same value of an environment variable, without this process.
+    """Return the other processes with the same parent and the same value in an environment variable.
 
     Args:
-        variable: The variable's name. If it is not set in this process, the result is empty.
+        variable: The variable's name. The result is empty if this process lacks the variable.
         proc: The folder that the kernel fills.
     """
     value = os.environ.get(variable)
@@ -83,7 +83,7 @@ def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
 
 
 def seconds_of(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
-    """Return the CPU seconds of processes and their descendants; 0 for processes that have ended."""
+    """Return the CPU seconds used by processes and their descendants; 0 for ended processes."""
     tick = tick_seconds()
     return sum(seconds_in(_text(proc / f"{pid}/stat"), tick) + sum(_seconds_of_live(proc, pid, tick)) for pid in pids)
 
@@ -94,7 +94,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def is_of_session(pid: int) -> bool:
-    """Return whether ``pid`` is this process, a child of it, or another pytest-xdist worker of the same session."""
+    """Return whether ``pid`` is this process, its child, or another pytest-xdist worker from the same session."""
     parents = {os.getpid()}
     if "PYTEST_XDIST_WORKER" in os.environ:
         parents.add(os.getppid())
@@ -102,13 +102,13 @@ def is_of_session(pid: int) -> bool:
 
 
 def workers_of_session() -> int:
-    """Return the number of this session's processes that measure: pytest-xdist's workers, or only this process."""
+    """Return how many processes in this session measure: pytest-xdist's workers, or only this process."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return int(workers) if workers.isdigit() else 1
 
 
 def machine(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU and the number of cores that this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
+    """Return the CPU and how many cores this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
     # Read only the first core, because the file is long on large machines, and slow for the kernel to write.
     model = model_of(_text(path, most=4096)) or platform_processor()
     cores = usable_cores()
@@ -123,7 +123,7 @@ def platform_processor() -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of logical cores that this process may use."""
+    """Return how many logical cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -132,7 +132,7 @@ def usable_cores() -> int:
 def waited_of(schedstat: str | None) -> float | None:
     """Return the seconds of waiting in a ``schedstat``.
 
-    The file has the nanoseconds on a core, the nanoseconds of waiting for a core, and the number of turns. For example,
+    The file has the nanoseconds on a core, the nanoseconds waiting for a core, and the turns. For example,
     ``"5000000 2000000000 7"`` gives 2.0. All numbers are 0 if the kernel does not count, and the result is ``None``.
     """
     numbers = _numbers(schedstat)
@@ -152,7 +152,7 @@ def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
 
 
 def seconds_in(stat: str | None, tick: float) -> float:
-    """Return the CPU seconds in a process's ``stat``, including children that it has waited for."""
+    """Return the CPU seconds in a process's ``stat``, including waited-for children."""
     # Split after the second field, a name in parentheses that may contain any character.
     fields = (stat or "").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * tick

@@ -32,9 +32,9 @@ _DISPATCH_MODE = "PythonDispatchMode"
 
 
 def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
-    """Return the tokens of a thread from a stopped profiler that ran with ``profile_memory=True``.
+    """Return a thread's tokens from a stopped profiler with ``profile_memory=True``.
 
-    With ``record_shapes=True`` they include the tensors that operators took. The function reads torch's private event tree, as
+    With ``record_shapes=True`` they include the operators' input tensors. The function reads torch's private event tree, as
     `allocation_events` does, because the public views lose addresses, nesting and order.
 
     For example, ``x + x`` on 256 float32 values gives an ``Open`` called ``aten::add``, a ``Seen`` for each operand, an
@@ -62,7 +62,7 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
 
 
 def _is_of_measured_code(event: Any) -> bool:
-    """Return whether an event is a `record_function` from the measured code or an optimizer. It is a label, not an operator."""
+    """Return whether an event is a label: a `record_function` from the measured code or an optimizer."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
@@ -72,12 +72,12 @@ def _opened(event: Any) -> Open:
         return Open(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
     if name.startswith(_NODE):
         return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event))
-    # An operator inside a node has the node's number, but it did not create the node.
+    # An operator inside a node has the node's number, but did not create the node.
     return Open(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
 
 
 def _sequence_of(node: Any) -> int:
-    """Return the number of a node. The number is on the node's function, torch's first child event in the node."""
+    """Return a node's number, which torch stores in the node's first child event, its function."""
     functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
     function = next(functions, node)
     return int(function.extra_fields.sequence_number)
@@ -110,14 +110,14 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
     """Record operators, and allocations on a device. ``tokens`` is filled at the end.
 
     With ``operands``, torch's profiler holds a weak reference to each tensor that an operator takes, until the profile is
-    deleted. The weak reference lets a plain tensor's storage be freed. But it keeps inner tensors alive: the inner tensor of
+    deleted. The weak reference lets a plain tensor's storage be freed. But inner tensors stay alive: the inner tensor of
     `torch.vmap` and `torch.func`, and the values of a sparse CSR tensor. For example,
     ``torch.vmap(lambda row: (row * 2 + 1).square())(rows)`` ends with 3 live results instead of 2.
 
     Args:
         tokens: The list to fill.
         device: The device whose allocations are recorded.
-        operands: Whether to record the tensors that operators take.
+        operands: Whether to record the operators' input tensors.
 
     Yields:
         A list with the profile. The profile keeps the inner tensors alive.
@@ -187,19 +187,19 @@ _NO_KERNELS = (
     "Activity Buffer Request",
     "UVM Activity Init",
 )
-"""Prefixes of CUPTI events that are no kernels: copies, fills and CUPTI's own work (``CUpti_ActivityOverheadKind``).
+"""Name prefixes for CUPTI events other than kernels: copies, fills and CUPTI's own work (``CUpti_ActivityOverheadKind``).
 
-For example, ``Memcpy DtoH (Device -> Pageable)``. The set of events differs between runs, because it depends on the driver.
+For example, ``Memcpy DtoH (Device -> Pageable)``. The set of events differs between runs, depending on the driver.
 """
 
 
 _FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
-"""Names of template arguments that describe the computation of an ATen kernel."""
+"""Names of template arguments that describe an ATen kernel's computation."""
 _LONGEST_NAME = 100
 
 
 def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> Counter[str] | None:
-    """Run a function, and count the kernels that it launches on the GPU.
+    """Run a function, and count its kernel launches on the GPU.
 
     Args:
         run: The function.

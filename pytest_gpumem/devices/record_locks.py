@@ -1,4 +1,4 @@
-"""A file whose bytes processes lock with POSIX record locks, in a folder that only this user may enter."""
+"""A file whose bytes processes lock with POSIX record locks, in a folder with access for this user only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pytest_gpumem.open_folder import private_folder
 
 SECONDS_BETWEEN_TRIES = 0.02
-"""Seconds between polls. Polling runs on the same cores as the timed process, and this interval is too long to disturb it."""
+"""Seconds between polls. Polling uses the same cores as the timed process, so the interval must not be short."""
 
 
 class _Layout(NamedTuple):
@@ -43,8 +43,8 @@ def _offset_of_note(process: int) -> int:
 class LockFile:
     """A file whose bytes can be locked separately.
 
-    The system frees record locks when their process ends, even if it is killed. A forked child does not inherit them. By
-    contrast, a child that outlives a killed parent (a worker of a ``DataLoader``) would keep locks of ``flock``. Record locks
+    The system frees record locks when their process ends, even a killed one. A forked child does not inherit locks. By
+    contrast, a child that outlives a killed parent (a ``DataLoader`` worker) would keep ``flock`` locks. Record locks
     belong to a process, so closing another descriptor of the file frees them. Raises ``OSError`` if the system has no record
     locks.
     """
@@ -67,17 +67,17 @@ class LockFile:
         return self._lock(self._fcntl.LOCK_EX | self._fcntl.LOCK_NB, byte)
 
     def wait_for(self, byte: int) -> None:
-        """Wait until no other process holds the lock on a byte, and hold it alone."""
+        """Take the lock on a byte alone, after waiting for all other holders."""
         self._lock(self._fcntl.LOCK_EX, byte)
 
     def holder(self, byte: int, *, alone: bool) -> str | None:
-        """Return the process that prevents this one from locking a byte; ``None`` if none does.
+        """Return the process whose lock on a byte blocks this process; ``None`` if there is none.
 
         The system identifies the process, so the note of a dead process is ignored.
 
         Args:
             byte: The byte to lock.
-            alone: Whether this process wants to hold the lock alone (`take`) or to share it (`share`).
+            alone: Whether this process wants the lock alone (`take`) or shared (`share`).
 
         Returns:
             A clause such as ``"process 4711 (tests/test_gpt.py::test_step)"``.
@@ -112,11 +112,11 @@ class LockFile:
 
     @property
     def is_removed(self) -> bool:
-        """True if the file was removed after it was opened. Other processes then open a new file."""
+        """True if the open file was removed. Other processes then open a new file."""
         return os.fstat(self.descriptor).st_nlink == 0
 
     def remove(self) -> None:
-        """Remove the file. Processes that opened it earlier have to check `is_removed`."""
+        """Remove the file. Other processes have to check `is_removed`."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class LockFile:
 
 
 def file_name_of(name: str, suffix: str) -> str:
-    """Return a file name for the device called ``name``. It contains no separator, so it cannot leave its folder."""
+    """Return a file name for the device called ``name``. The name contains no separator, so the file is in its folder."""
     return re.sub(r"[^A-Za-z0-9-]", "_", name) + suffix
 
 
@@ -144,7 +144,7 @@ def folder_of_user() -> Path:
 
 
 def _open_private(folder: Path, file_name: str) -> int:
-    """Return the descriptor of a file to lock, in a folder that only this user may enter.
+    """Return a descriptor for a file to lock, in a folder with access for this user only.
 
     Another user may have created a file or folder with this name in the temporary folder. A symbolic link is not followed, and
     another user's folder is not used. Raises ``OSError``.

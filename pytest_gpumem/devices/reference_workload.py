@@ -25,12 +25,12 @@ _RING = 2**22
 
 
 class ReferenceWorkload:
-    """Matrix products in cache, calls of small operators, and copies between two rings of buffers, on a single thread.
+    """Matrix products in cache, calls to small operators, and copies between two buffer rings, on a single thread.
 
     Steps depend on all three. The amounts were chosen in an experiment on two cores of an AMD EPYC, with computing and with
     copying on the other core. The median seconds of small GPT-2 steps, training and inference, varied by 7 % to 9 %
     (coefficient of variation). Seconds times this pace varied by 4 % to 5 %. Products alone do not follow the steps if the
-    clock is constant (9 % remains 9 %), and copies alone follow too strongly (14 %). None of the three reacts to another
+    clock is constant (9 % remains 9 %), and copies alone follow too strongly (14 %). The three parts do not react to another
     process on the same core.
 
     For example, a step takes 10 ms at a pace of 2,000 runs per second, which is 20 runs. If a neighbour slows both down by
@@ -43,7 +43,7 @@ class ReferenceWorkload:
         def ones(*shape: int) -> torch.Tensor:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
 
-        # Tensors from a test's inference mode could not be written to outside of that mode.
+        # A tensor from a test's inference mode is read-only outside this mode.
         with torch.inference_mode(False):
             self._left, self._right, self._product = (ones(_SIDE, _SIDE) for _ in range(3))
             self._few, self._result = ones(8), ones(8)
@@ -55,7 +55,7 @@ class ReferenceWorkload:
         self.pace()
 
     def pace(self) -> float:
-        """Return the runs per second from the fastest of three counts of each part. Takes under 1 ms, allocates nothing."""
+        """Return the runs per second. Each part counts with its fastest of three runs. Takes under 1 ms, allocates nothing."""
         import torch
 
         with one_thread(), torch.no_grad():

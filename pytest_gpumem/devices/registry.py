@@ -39,8 +39,8 @@ def make_cuda() -> Device:
 
     runtime = TorchCuda()
     name = "gpu-" + runtime.properties().uuid
-    others = [OtherGpu(TorchCuda(index)) for index in gpus_beside(runtime.torch_device())]
-    return CudaDevice(runtime, DeviceLock(name), MemoryLedger(name), others)
+    other_gpus = [OtherGpu(TorchCuda(index)) for index in gpus_beside(runtime.torch_device())]
+    return CudaDevice(runtime, DeviceLock(name), MemoryLedger(name), other_gpus)
 
 
 def _take_gpu_of_rank() -> None:
@@ -70,7 +70,7 @@ def make_cpu() -> Device:
     lock = DeviceLock("cpu", spoken="the CPU")
     if launch is None:
         return CpuDevice(lock)
-    # The ranks of a job share the CPU, and keep tests of other jobs away together.
+    # A job's ranks share the CPU, and keep other jobs' tests away together.
     return CpuDevice(lock if launch.local_rank == 0 else None, other_ranks=lambda: siblings_with("MASTER_PORT"))
 
 
@@ -110,7 +110,7 @@ class Devices:
         self._devices: dict[str, Device | str] = {}
 
     def get(self, name: str) -> Device:
-        """Return the device called ``name``; ``auto`` is CUDA if it is available, otherwise the CPU.
+        """Return the device called ``name``; ``auto`` is CUDA if available, otherwise the CPU.
 
         Raises:
             DeviceUnavailable: The device does not exist, or cannot be used on this machine.
@@ -132,11 +132,11 @@ class Devices:
         return device
 
     def slugs(self) -> frozenset[str]:
-        """Return the slugs of the devices that are available on this machine."""
+        """Return the slugs of all available devices."""
         return self.slugs_of(self._factories)
 
     def slugs_of(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the slugs of the devices in ``names`` that are available on this machine."""
+        """Return the slugs of the available devices in ``names``."""
         present = set()
         for name in names:
             with suppress(DeviceUnavailable):
@@ -145,5 +145,5 @@ class Devices:
 
 
 def slugs_of(factories: Mapping[str, DeviceFactory], names: Iterable[str]) -> frozenset[str]:
-    """Return the slugs of the devices in ``names`` that are available on this machine."""
+    """Return the slugs of the available devices in ``names``."""
     return Devices(factories).slugs_of(names)

@@ -16,14 +16,14 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
-    """Return the GPUs that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs for this process, as entries in ``CUDA_VISIBLE_DEVICES``.
 
     An entry may be an index, a UUID or a MIG instance. The list ends before the first ``-1``, as in the driver. For example,
     ``CUDA_VISIBLE_DEVICES=2,0,-1,1`` gives ``["2", "0"]``.
 
     Args:
         environ: The environment variables.
-        installed: The number of GPUs in the machine, all of which are visible without the variable.
+        installed: The number of GPUs in the machine. Without the variable all are visible.
     """
     setting = environ.get(CUDA_VISIBLE_DEVICES)
     if setting is None:
@@ -56,7 +56,7 @@ def installed_gpus() -> int:
 
 
 def give_worker_its_gpu(worker_id: str) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Call it before CUDA is first used."""
+    """Set ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Call this function before CUDA is first used."""
     gpu = gpu_of_worker(visible_gpus(os.environ, installed_gpus()), worker_id)
     if gpu is not None:
         os.environ[CUDA_VISIBLE_DEVICES] = gpu

@@ -1,6 +1,6 @@
 """Signs of life from ranks, and the decision which rank is stuck.
 
-All functions are pure except `position_of`, which reads the call stack of a thread.
+All functions are pure except `position_of`, which reads a thread's call stack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Folders of torch with functions that may wait for other ranks in C++, because they run collectives."""
+"""Folders in torch whose functions may wait for other ranks in C++, because they run collectives."""
 _SILENT = 10.0
 """After this many seconds without a sign of life, the report mentions the silence."""
 
@@ -40,7 +40,7 @@ class Position:
 
     line: str
     within: str = ""
-    """The library function that this line called; empty if it called none."""
+    """The library function that this line called; empty if there is none."""
     collective: bool = False
     """True if the library function may be waiting for other ranks."""
 
@@ -100,13 +100,13 @@ def is_stuck(beats: Sequence[Beat | None]) -> bool:
 
 
 def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: float, failed: Mapping[int, str]) -> str:
-    """Return a clause of several lines with the stuck ranks and the position of every rank.
+    """Return a clause with the stuck ranks, and a line for the position of each rank.
 
     Args:
         beats: The latest sign of life from each rank; ``None`` if the rank gave none.
         silent: For each rank, the seconds since its latest sign of life.
         seconds: The time without progress on any rank, in seconds.
-        failed: The failure text of each rank on which the test failed. Other ranks wait for these ranks in vain.
+        failed: The failure text for each rank with a failed test. Other ranks wait for these ranks in vain.
     """
     world = len(beats)
     stuck = sorted(failed) or _stuck(beats, silent)

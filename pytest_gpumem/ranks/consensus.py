@@ -1,6 +1,6 @@
 """Decisions that ranks make together while they measure, for example how often a step runs.
 
-A step may exchange data with the same step on other ranks. If a single rank ran another step, it would wait forever.
+A step may exchange data with the same step on other ranks. A single rank with an extra step would wait forever.
 
 For example, two ranks ask whether their peaks have settled. Rank 0 calls ``consensus.all(True)`` and rank 1 calls
 ``consensus.all(False)``. Both calls return ``False``, so both ranks run another step.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""Poll interval as a share of the elapsed wait. Ranks that time a step resume almost together.
+"""The poll interval as a share of the elapsed wait, so ranks resume almost together for a timed step.
 
 For example, after a wait of 10 ms a rank polls again within 1 ms.
 """
@@ -59,7 +59,7 @@ class Alone:
         return any(self.exchange(value))
 
     def first(self, clause: str | None) -> str | None:
-        """Return the clause of the lowest rank that passes one, preceded by the rank's name if there are several ranks."""
+        """Return the clause from the first rank with a clause, preceded by the rank's name if there are several ranks."""
         return clause
 
     @contextmanager
@@ -82,12 +82,12 @@ ALONE = Alone()
 
 
 def failure_key(test: int, rank: int) -> str:
-    """Return the store's key for the text of a test failure that started on this rank."""
+    """Return the store's key for a failure text. The failure started on this rank."""
     return f"test/{test}/failed/{rank}"
 
 
 def _others_sleep() -> bool:
-    """Return whether all other threads of the process sleep. Return true if the system has no ``/proc``."""
+    """Return whether all other threads in the process sleep. Return true if the system has no ``/proc``."""
     own_thread = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         # A thread that has ended in the meantime has no file.
@@ -117,7 +117,7 @@ def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
     """
     deadline, sleeping_looks = time.monotonic() + _MOST_SECONDS_OF_REST, 0
     while sleeping_looks < looks and time.monotonic() < deadline:
-        time.sleep(seconds)  # releases the interpreter's lock, because a thread may wait for it
+        time.sleep(seconds)  # releases the interpreter's lock for waiting threads
         sleeping_looks = sleeping_looks + 1 if _others_sleep() else 0
 
 
@@ -144,7 +144,7 @@ class Consensus(Alone):
         self._board = board
         self._scope = "session"
         self._all_reduced: torch.Tensor | None = None
-        """The tensor that `release` passes to a collective. The process group keeps it alive, so it is made only once."""
+        """The tensor for `release`'s collective. Made only once, because the process group keeps the tensor alive."""
 
     def comes_to(self, where: str) -> None:
         """Report this rank's current work before its next sign of life, because the rank may crash during the work."""
@@ -225,7 +225,7 @@ class Consensus(Alone):
         self.point = self.point._replace(waits=False)
 
     def decision(self) -> Any:
-        """Return the verdict that rank 0 sent."""
+        """Return the verdict from rank 0."""
         keys = [f"{self._scope}/decision"]
         self._wait_for(keys, ending=True, ranks=[0])
         self.point = self.point._replace(waits=False)
@@ -236,7 +236,7 @@ class Consensus(Alone):
         self._board.put(f"ended/{self.rank.number}", report)
 
     def ends_of_sessions(self) -> list[Any]:
-        """Return the report that each rank sent at the end of its tests."""
+        """Return the ranks' reports from the end of their tests."""
         return self._board.get_all(self._wait_for_all_ranks("ended"))
 
     def leave(self) -> None:

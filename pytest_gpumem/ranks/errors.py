@@ -14,5 +14,5 @@ class BoardError(RuntimeError):
 class RankLost(BaseException):
     """Another rank will not come. The message is a clause with its name.
 
-    It is no `Exception`, so a test's ``except Exception`` cannot swallow it.
+    The class does not derive from `Exception`, so a test's ``except Exception`` cannot swallow the error.
     """

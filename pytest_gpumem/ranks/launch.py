@@ -1,4 +1,4 @@
-"""The launch of a distributed job's ranks, from the environment that torchrun sets."""
+"""The launch of a distributed job's ranks, from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process in a distributed job.
+    """This process's place in a distributed job.
 
-    For example, on the second of two machines with four GPUs each, the first rank has ``rank`` 4 of 8, ``local_rank`` 0 and
+    For example, with two machines and four GPUs each, the second machine's first rank has ``rank`` 4 of 8, ``local_rank`` 0 and
     ``ranks_here`` 4.
     """
 
@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words before pytest's arguments that launch the same number of ranks."""
+        """The words before pytest's arguments to launch as many ranks."""
         nodes = self.rank.world // self.ranks_here
         nodes_option = [f"--nnodes={nodes}"] if nodes > 1 else []
         return ("torchrun", *nodes_option, f"--nproc-per-node={self.ranks_here}", "-m", "pytest")

@@ -1,4 +1,4 @@
-"""A thread of each rank that gives signs of life, and ends the process if a rank is stuck or gone.
+"""A thread in each rank, to give signs of life and to end the process if a rank is stuck or gone.
 
 The main thread may wait in a collective, in C++. Nothing can interrupt this wait, so the thread ends the whole process.
 """
@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0
 """After a test has failed on a rank, ranks may make no progress for at most this long, in seconds."""
 _SECONDS_FOR_LAST_WORDS = 2.0
-"""The time that rank 0 waits at the end of a job for the last words of other ranks, in seconds."""
+"""Rank 0 waits this many seconds at the job's end for the last words from other ranks."""
 _SECONDS_FOR_THE_FIRST = 15.0
 """The time that other ranks wait longer than rank 0, in seconds. Rank 0 has to write a report."""
 _SECONDS_TO_WRITE = 20.0
@@ -130,15 +130,15 @@ class Watch(threading.Thread):
             self._board.put(f"left/{self._rank.number}", True)
             self._die("", 1)
         self._read_beats(range(self._rank.world) if self._rank.is_first else [0])
-        now = time.monotonic()
+        moment = time.monotonic()
         if self._rank.is_first:
-            self._look_for_the_stuck(now)
-        elif now - self._seen[0][1] > self._seconds + _SECONDS_FOR_THE_FIRST:
-            self._die(f"rank 0 gave no sign of life for {now - self._seen[0][1]:.0f} s", 1)
+            self._look_for_the_stuck(moment)
+        elif moment - self._seen[0][1] > self._seconds + _SECONDS_FOR_THE_FIRST:
+            self._die(f"rank 0 gave no sign of life for {moment - self._seen[0][1]:.0f} s", 1)
 
-    def _look_for_the_stuck(self, now: float) -> None:
-        beats, silent = [beat for beat, _ in self._seen], [now - since for _, since in self._seen]
-        passed = now - self._progressed
+    def _look_for_the_stuck(self, moment: float) -> None:
+        beats, silent = [beat for beat, _ in self._seen], [moment - since for _, since in self._seen]
+        passed = moment - self._progressed
         if passed <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
             return
         texts = {number: self._failure_of(number, beat) for number, beat in enumerate(beats)}
@@ -148,7 +148,7 @@ class Watch(threading.Thread):
             self._end_the_job(stuck_text(beats, silent, seconds, failed))
 
     def _failure_of(self, number: int, beat: Beat | None) -> str | None:
-        """Return the failure text of a rank that waits for the other ranks to end the test; ``None`` if it has none."""
+        """Return the failure text of a rank that waits for the end of the test; ``None`` if there is none."""
         if beat is None or not beat.point.waits:
             return None
         text: str | None = self._board.maybe(failure_key(beat.point[0], number))
@@ -178,9 +178,9 @@ class Watch(threading.Thread):
         if not self._rank.is_first:
             self._board.put(f"terminated/{self._rank.number}", True)
             os._exit(128 + signal.SIGTERM)
-        others = range(1, self._rank.world)
+        other_ranks = range(1, self._rank.world)
         deadline = time.monotonic() + _SECONDS_FOR_LAST_WORDS
-        while (missing := [number for number in others if not self._has_last_words(number)]) and (
+        while (missing := [number for number in other_ranks if not self._has_last_words(number)]) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.05)
@@ -221,7 +221,7 @@ class Watch(threading.Thread):
 def _missing_text(
     missing: list[int], seen: Sequence[tuple[Beat | None, float]], works: Mapping[int, str | None]
 ) -> str:
-    """Return which ranks are missing, with the last work of each rank from its sign of life or a later report.
+    """Return a text about the missing ranks. A rank's last work comes from its sign of life or a later report.
 
     For example, ``rank 1 of 2 ended without a word: ...`` and ``rank 1: last in tests/test_gpt.py::test_step (call), at
     test_gpt.py:18 in step``.

@@ -1,1 +1,1 @@
-"""Step configs: the meaning of each word, and the repeated blocks of a model."""
+"""Step configs: what each word means, and a model's repeated blocks."""

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, detected or named by a pattern."""
+"""A model's repeated blocks, detected or named by a pattern."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[list[Block]]:
-    """Return the lists of repeated blocks in a model. The model runs the blocks of a list in sequence.
+    """Return the lists of repeated blocks in a model. The model runs a list's blocks in sequence.
 
     Without a pattern, the function selects the ``ModuleList`` or ``Sequential`` with the most parameters whose members have the
     same type. It adds all other lists with this type, such as the stages of a ResNet, or encoder and decoder. For example,
@@ -41,7 +41,7 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
     lists = [
         (path, module, kind) for path, module in model.named_modules() if (kind := _type_of_members(module)) is not None
     ]
-    # A list of leaves (embeddings, projections) counts as a list of blocks only if there is no other list.
+    # Use a list of leaves (embeddings, projections) only if there is no other list.
     deep = [listing for listing in lists if any(True for member in listing[1].children() for _ in member.children())]
     if not lists:
         raise ConfigError(
@@ -90,10 +90,10 @@ def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[s
 
     Args:
         model: The model.
-        called: The ids of the modules that forward calls. All modules of the pattern are among them.
+        called: The ids of all modules that forward calls.
 
     Returns:
-        The pattern and its modules; ``None`` if no pattern matches at least two called modules.
+        The pattern and its modules, all of them called; ``None`` if no pattern matches at least two called modules.
     """
     best: tuple[int, str, list[Block]] = (0, "", [])
     patterns = [
@@ -139,7 +139,7 @@ def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
 
 
 def _type_of_members(module: torch.nn.Module) -> type | None:
-    """Return the common type of a list's members, of which there must be at least two; otherwise ``None``."""
+    """Return the common type of a list's members; ``None`` if there is none, or only a single member."""
     import torch
 
     if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
@@ -149,7 +149,7 @@ def _type_of_members(module: torch.nn.Module) -> type | None:
 
 
 def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Return the modules that are not inside another module of the list, in which outer modules come first."""
+    """Return the modules without the modules inside them. In the argument, outer modules come first."""
     outermost: list[tuple[str, torch.nn.Module]] = []
     for path, module in modules:
         if not any(path.startswith(f"{outer}.") or not outer for outer, _ in outermost):

@@ -1,8 +1,8 @@
-"""The kinds of activation checkpointing. A row of the table has everything that is specific to a kind.
+"""The kinds of activation checkpointing. Each kind is a row in a table.
 
 A row's functions raise ``ValueError`` with a message for the test's author. Only these functions import torch.
 
-For example, a model has a list of four blocks. ``blocks`` recomputes each of them. ``every:2`` recomputes the second and the
+For example, a model has a list with four blocks. ``blocks`` recomputes each block. ``every:2`` recomputes the second and the
 fourth. ``sequential:2`` and ``sqrt`` recompute the first two as a group and the last two as another.
 """
 
@@ -52,7 +52,7 @@ class Snippet:
 class CheckpointKind:
     """A kind of checkpointing. It acts in up to three ways: ``recomputed``, ``around_forward`` and ``setting``.
 
-    `Device.lacks` returns a reason for the name of a kind that the device cannot run.
+    `Device.lacks` returns a reason if the device cannot run a kind.
     """
 
     name: str
@@ -61,9 +61,9 @@ class CheckpointKind:
     _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
-    """True if it acts on a model's repeated blocks, which ``blocks=PATTERN`` selects."""
+    """True if the kind acts on a model's repeated blocks (``blocks=PATTERN``)."""
     recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
-    """Return the groups of modules to recompute, given lists of modules and the argument. A group is recomputed as a whole.
+    """Return groups of modules, given lists of modules and the argument. Backward recomputes each group as a whole.
 
     With ``on_blocks`` the lists are the model's blocks. Otherwise they are the modules whose path matches the argument.
     """
@@ -76,7 +76,7 @@ class CheckpointKind:
     part_of_compiler: str = ""
     """The torch.compile feature that implements this kind. Without a compile mode the kind does nothing."""
     cached_casts: bool = True
-    """True if autocast may cache the cast copy of a weight that is used several times."""
+    """True if autocast may cache the cast copy of a reused weight."""
     search_order: int = 0
     """The position in the order in which ``gpumem advise`` tries kinds without an argument; 0 if it does not try the kind."""
     snippet: Snippet = Snippet()

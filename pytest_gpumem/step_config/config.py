@@ -78,7 +78,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """Settings of a step: precision, checkpointing, optimizer and more, for ``config=`` of a fixture method.
+    """Settings for a step: precision, checkpointing, optimizer and more. Fixture methods take it as ``config=``.
 
     A config is a text or this frozen value. The text has a precision and ``name=value`` pairs in any order, separated by
     commas. A config without any setting is ``plain``. The text is part of a measurement's workload, so a baseline is compared
@@ -119,7 +119,7 @@ class StepConfig:
     updates its running statistics twice in a recomputed block, as with ``torch.utils.checkpoint``.
     """
     blocks: str | None = None
-    """A pattern for the repeated blocks: the path of their list (``transformer.h``), or of the blocks
+    """A pattern for the repeated blocks: the path of their list (``transformer.h``), or the blocks' paths
     (``attn_layers.layers.*.1``).
 
     By default, the step uses the ``ModuleList`` or ``Sequential`` with the most parameters whose members have the same type. It
@@ -138,8 +138,8 @@ class StepConfig:
     """The number of micro-batches. The batch is cut into equal parts, and their gradients are added up.
 
     Every tensor with the same first dimension as the batch's first tensor is cut. All other tensors are the same in each part.
-    A ``[T, T]`` mask is cut as well if T is the number of samples. `peak_forward` and `peak_backward` are the largest peaks of
-    all micro-batches. For example, ``accumulate=4`` cuts an ``int64[8, 256]`` batch into four ``int64[2, 256]`` parts.
+    A ``[T, T]`` mask is cut as well if T is the number of samples. `peak_forward` and `peak_backward` are the largest peaks
+    among all micro-batches. For example, ``accumulate=4`` cuts an ``int64[8, 256]`` batch into four ``int64[2, 256]`` parts.
     """
     compile: str = "none"
     """A mode or backend for ``torch.compile``. torch's compile caches are reset before and after the step."""
@@ -148,26 +148,26 @@ class StepConfig:
     weights: str | None = None
     """Weight-only quantization for an infer step. By default weights are not quantized."""
     shard: str = NONE
-    """The sharding across the ranks of a job: at most one kind that shares the batch, and any parts, separated by plus signs.
+    """The sharding across the ranks of a job: at most one data-parallel kind, and any parts, separated by plus signs.
 
     Examples: ``shard=fsdp,world=8``, ``shard=fsdp+tp:8,world=64``. ``ddp`` and ``zero1`` cannot be combined with parts, and
     ``pp:N`` cannot be combined with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as one
     and cannot be combined with ``fully_shard``. A gradient scaler cannot be combined with ``pp:N``.
 
-    The process group is the test's own, or consists of the ranks that ``torchrun`` started. Otherwise a single rank runs:
+    The process group is the test's own, or consists of ``torchrun``'s ranks. Otherwise a single rank runs:
     torch's ``fake`` backend returns the rank's own parts in place of the others', so sizes are right and values are wrong. A
-    single rank does not show the memory that NCCL allocates, memory that asynchronous collectives hold a little longer,
+    single rank does not show NCCL's memory, memory that asynchronous collectives hold a little longer,
     differences between ranks (experts, sequence lengths), and time.
 
     Under data parallelism the batch belongs to the rank. ``fully_shard``, ``tp:N`` and ``pp:N`` replace parameters, so a
     function builds the model (``lambda: copy.deepcopy(model)``). Parameters get memory only when they are sharded, so a model
     may be larger than the device. They get new values: normal with a standard deviation of 0.02, biases 0, one-dimensional
     weights 1. Buffers keep their values. A model that reads its parameters during construction is built whole.
-    ``peak_backward`` of a pipeline stage is the peak of its schedule, which alternates forward and backward. A stage has no
+    For a pipeline stage, ``peak_backward`` is its schedule's peak. The schedule alternates forward and backward. A stage has no
     ``peak_forward``.
     """
     world: int | None = None
-    """The number of ranks in the job. By default it is the size of the process group, or the product of the parts in ``shard``.
+    """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``.
     """
     rank: int = 0
     """The rank to run if this process is the only one, a whole number below ``world``."""
@@ -203,7 +203,7 @@ class StepConfig:
             raise ConfigError(f"weights={self.weights} goes with fp32, bf16 or fp16, not with {self.precision}")
 
     def _check_sharding(self) -> None:
-        """Raise `ConfigError` for ranks that are not numbers, and for settings that contradict the sharding."""
+        """Raise `ConfigError` for invalid rank numbers, and for settings that contradict the sharding."""
         try:
             if self.world is not None:
                 object.__setattr__(self, "world", whole_number(self.world))

@@ -1,4 +1,4 @@
-"""The kinds of sharding across the ranks of a job, a row each, and the readers for ``shard=`` and ``offload=``."""
+"""The kinds of sharding across a job's ranks, a row each, and the readers for ``shard=`` and ``offload=``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OFFLOADS = {
 class ShardKind:
     """A kind of sharding.
 
-    A kind with a ``degree`` splits the model or the sequence into this number of parts. A kind without a degree is data
-    parallelism: it shares the batch among the remaining factor of ranks. A config has at most one such kind.
+    A kind with a ``degree`` splits the model or the sequence into parts. A kind without a degree is data
+    parallelism: it shares the batch among ``world`` divided by all degrees. A config has at most one data-parallel kind.
 
     For example, ``shard=fsdp+tp:8,world=64`` splits matrices into 8 parts (``tp``) and the batch among 8 ranks (``fsdp``).
     """
@@ -93,7 +93,7 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "hsdp",
-            "`fsdp` within each of 2 model copies; `hsdp:R` has R copies. `world=` is a multiple of the number of copies.",
+            "`fsdp` within each of 2 model copies; `hsdp:R` has R copies. `world=` is a multiple of R.",
             fully=True,
             replicas=True,
         ),
@@ -187,7 +187,7 @@ class Sharding:
         For example, ``Sharding.parse("fsdp+tp:8").over(64)`` has 8 ``data_ranks`` and 8 ``shards``.
 
         Args:
-            world: The number of ranks; ``None`` for the product of the degrees.
+            world: The number of ranks; ``None`` for the product of all degrees.
             rank: The measured rank, counted from 0.
 
         Raises:
@@ -216,7 +216,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The ranks of a job, and the rank that is measured."""
+    """A job's ranks, and the measured rank."""
 
     sharding: Sharding
     world: int
@@ -224,12 +224,12 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that share the batch."""
+        """How many ranks share the batch."""
         return self.world // math.prod(degree for _, degree in self.sharding.parts)
 
     @property
     def shards(self) -> int:
-        """The number of shards that ``fully_shard`` creates from a parameter."""
+        """How many shards ``fully_shard`` creates from a parameter."""
         return self.data_ranks // self.sharding.replicas if self.sharding.fully else 1
 
 

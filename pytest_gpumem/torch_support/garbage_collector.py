@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 MOST_YOUNGER = 20_000
-"""The most unfrozen objects before the heap is frozen again. A collection visits all of them, which takes 5 to 10 ms."""
+"""The most unfrozen objects before the heap is frozen again. A collection visits all unfrozen objects in 5 to 10 ms."""
 _OF_PYTHON = 1000
 """More objects than Python freezes at its start (375 in 3.12). A program that freezes its heap has many thousands."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """The part of a device that a collection needs (`pytest_gpumem.devices.contract.Device`)."""
+    """A device's interface for a collection (`pytest_gpumem.devices.contract.Device`)."""
 
     def quiesce(self) -> None: ...
 
@@ -54,7 +54,7 @@ def is_heap_frozen() -> bool:
 
 
 class FrozenHeap:
-    """Objects from before a measured test, frozen so that collections skip them.
+    """Objects from before a measured test. They are frozen, so collections skip them.
 
     With torch loaded there are half a million objects. Each measurement collects several times, and each collection would take
     a quarter of a second.
@@ -64,8 +64,8 @@ class FrozenHeap:
     any more. `collect_everything` collects frozen garbage at other times. If other code starts a full collection, all objects
     are thawed first, as without the plugin. They stay thawed until the next measured test.
 
-    For example, a session fixture owns a model. It is set up for the first of 50 tests, and torn down after the last. The first
-    test freezes the heap. The other tests only collect younger objects, unless a test leaves live bytes on the device.
+    For example, on the CPU a session fixture creates a model for 50 tests. The first test freezes the heap, and the other 49
+    tests only collect younger objects. On a GPU, the model's live bytes make every test freeze the heap again.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class FrozenHeap:
             self.frozen = False
 
     def begin(self, device: _Allocator) -> None:
-        """Collect the garbage that could affect the figures of the next measured test."""
+        """Collect the garbage that could affect the next measured test's figures."""
         # pytest keeps the last failure until the next call begins. Its frames would then become garbage during the test.
         for name in _LAST_FAILURE:
             vars(sys).pop(name, None)
@@ -133,7 +133,7 @@ class FrozenHeap:
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
         """Thaw everything before a full collection that other code starts."""
-        # A frame in a local variable of itself would be a reference cycle that includes all calling frames.
+        # A frame in its own local variable would be a reference cycle with all calling frames.
         if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()
 
@@ -195,7 +195,7 @@ class _FinderBeforeOthers:
 
 
 class _ClearingLoader:
-    """A temporary loader for a module. When it executes the module, it first restores the module's own loader.
+    """A temporary loader for a module. Before executing the module, the loader restores the module's own loader.
 
     Nested imports are loaded without this class. Their frames are newer than the list of frames from before the import, so the
     outer import clears them.
@@ -229,7 +229,7 @@ class _ClearingLoader:
 
 
 def _is_for_loading(caller: FrameType) -> bool:
-    """Return whether ``import`` asks for a spec. Other callers (`importlib.util.find_spec`) keep the loader to read from it."""
+    """Return whether ``import`` asks for a spec. Other callers (`importlib.util.find_spec`) keep the loader for later."""
     asking_frame = caller.f_back
     return asking_frame is not None and asking_frame.f_code.co_name == "_find_and_load_unlocked"
 
@@ -242,7 +242,7 @@ def _finders_behind(finder: object) -> list[Any]:
 
 
 def _clear_frames(besides: list[FrameType]) -> None:
-    """Clear the frames of functions that have ended, except the frames in ``besides``. Empty this list at the end.
+    """Clear the frames of ended functions, except the frames in ``besides``. Empty this list at the end.
 
     The list contains the caller's own frame.
     """
@@ -255,7 +255,7 @@ def _clear_frames(besides: list[FrameType]) -> None:
 
 
 def _frames() -> list[FrameType]:
-    """Return the frames of functions that the collector tracks. Generators are left out, because clearing would close them."""
+    """Return all functions' frames from the collector's objects, without generators, because clearing would close them."""
     generators = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return [frame for frame in gc.get_objects() if type(frame) is FrameType and not frame.f_code.co_flags & generators]
 
@@ -265,7 +265,7 @@ def frames_cleared_behind_imports() -> Iterator[None]:
     """Clear the frames that modules leave behind when they are first imported within the context.
 
     A function may store the frame of its caller in a local variable. For example, `torch.fx.wrap` does so to find the calling
-    module. The result is a cycle of frames that refers to all callers, including the test and its model. The first test to
+    module. The frames then form a cycle with all callers, including the test and its model. The first test to
     import such a module would keep its model alive, so figures would depend on the order of tests. After a failed import
     nothing is cleared, because a traceback may still need the frames.
     """
@@ -281,7 +281,7 @@ def frames_cleared_behind_imports() -> Iterator[None]:
 
 @contextmanager
 def _import_lock() -> Iterator[None]:
-    """Keep other threads from asking a finder within the context. ``import`` holds this lock while it asks finders."""
+    """Keep other threads from asking a finder within the context. ``import`` holds this lock while asking finders."""
     _imp.acquire_lock()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Autograd graphs: the tensors that they saved for backward, and the Python tensors that keep each graph alive."""
+"""Autograd graphs: their saved tensors, and the Python tensors that keep each graph alive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the roots of the graphs that saved the memory at ``addresses`` for backward.
+    """Return the roots of the graphs that saved the blocks at ``addresses`` for backward.
 
     For example, after ``loss = (x * y).sum()`` the address of ``x`` gives ``[loss]``, because the product saved ``x``.
 
-    A saved tensor is not unpacked, because that would run the hooks of `torch.autograd.graph.saved_tensors_hooks`.
+    A saved tensor is not unpacked, because this would run the hooks from `torch.autograd.graph.saved_tensors_hooks`.
 
     Args:
         addresses: Addresses of blocks.
@@ -56,7 +56,7 @@ def _saved_below(root: Any, inner: set[int]) -> set[int]:
     stack = [root]
     while stack:
         node = stack.pop()
-        # A pack hook may have packed a tensor into a tuple. A leaf's gradient belongs to the leaf, so it is not counted.
+        # A pack hook may have packed a tensor into a tuple. A leaf's gradient belongs to the leaf and is not counted.
         packed = saved_by(node)
         packed += [part for value in packed if is_a(value, tuple, list) for part in contents_of(value)]
         saved |= blocks_of(value for value in packed if is_a(value, torch.Tensor)).keys()

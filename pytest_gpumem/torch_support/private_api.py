@@ -46,16 +46,16 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
-    """Return the module and name of each torch function that resets a peak of this device type. A release may lack some."""
+    """Return the module and name of each torch function to reset a peak on this device type. A release may lack some."""
     public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
     private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
     return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
-    """Return the allocations, in order, from a stopped profiler that ran with ``profile_memory=True``.
+    """Return the allocations, in order, from a stopped profiler with ``profile_memory=True``.
 
-    The public views of a profile sum up allocations by operator and lose their addresses. The event tree keeps both.
+    A profile's public views sum up allocations by operator and lose their addresses. The event tree keeps both.
     """
     # sorted() is stable and the tree is walked in order, so events at the same nanosecond keep their order.
     return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
@@ -77,14 +77,14 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
         event = stack.pop()
         stack.extend(reversed(event.children))
         if event.tag == allocation:
-            # Each read of an event's attribute converts it again.
+            # Each read of an attribute converts the value again.
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 yield AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size)
 
 
 def bfloat16_instructions() -> str | None:
-    """Return the bfloat16 instructions that oneDNN finds on an x86 CPU, or ``None`` if torch cannot tell.
+    """Return oneDNN's bfloat16 instructions on an x86 CPU, or ``None`` if torch cannot tell.
 
     oneDNN picks its kernels by these instructions, and the kernels need different workspaces. A bfloat16 training step of the
     example's GPT with checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none``
@@ -102,7 +102,7 @@ def bfloat16_instructions() -> str | None:
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
 
-    Otherwise the first matrix product of a process looks like a leak of the test that runs it (pytorch/pytorch#95668).
+    Otherwise the first matrix product of a process looks like a leak in its test (pytorch/pytorch#95668).
     """
     import torch
 
@@ -113,7 +113,7 @@ def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
     """Call ``call`` in autograd's backward thread for ``device``, on the current stream, without allocations.
 
     Afterwards, the thread has released everything from earlier backward passes. The thread wakes its waiters first and only
-    then drops a pass's last gradients, but it does so before it starts the next pass.
+    then drops a pass's last gradients, but always before the next pass.
 
     For example, ``run_in_backward(lambda: None, device)`` waits until the gradients of the previous pass are released.
 
@@ -180,7 +180,7 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
     Args:
         operator: An overload of an operator in ``torch.ops``.
-        key: The dispatch key of the kernel: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or similar.
+        key: The kernel's dispatch key: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or similar.
         args: The operator's positional arguments.
         kwargs: The operator's keyword arguments.
 
@@ -200,7 +200,7 @@ def is_higher_order(operator: object) -> bool:
 
 
 def compiled_graphs() -> int:
-    """Return the number of graphs that torch.compile has compiled in this process, including recompiled graphs."""
+    """Return how many graphs torch.compile has compiled in this process, including recompiled graphs."""
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters
@@ -209,14 +209,14 @@ def compiled_graphs() -> int:
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
-    """Limit the activations that torch.compile saves to ``fraction`` (0 to 1) of the activations that it saves by default."""
+    """Limit torch.compile's saved activations to ``fraction`` (0 to 1) of the default."""
     import torch._functorch.config
 
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
 
 
 def load_compiler() -> None:
-    """Load torch.compile's default backend now. Silence the import, because it warns about torch's own use of torch.jit."""
+    """Load torch.compile's default backend now. Silence the import, because it warns about torch.jit in torch itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -232,7 +232,7 @@ def compiles_within_modes() -> bool:
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return a wrapper around ``function`` that torch.compile does not compile, including all callees.
 
-    `torch.compiler.disable` does the same, but it loads the compiler at the first call.
+    `torch.compiler.disable` does the same, but loads the compiler at the first call.
     """
     from torch._C._dynamo import eval_frame
 
@@ -286,7 +286,7 @@ def watched_operators(
     """Call ``called`` in place of every operator below autograd.
 
     Enter this context before `flop_counter`, which keeps torch.compile out of ``called``. The mode's module is private,
-    although its documentation recommends it for this purpose.
+    although torch's documentation recommends the mode for this purpose.
 
     Args:
         called: Called as ``called(operator, args, kwargs, run)``, where ``run()`` runs the operator. Its result replaces the
@@ -348,7 +348,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
-    """Keep torch calls within the context out of the trace that `torch.jit.trace` records.
+    """Keep torch calls within the context out of `torch.jit.trace`'s trace.
 
     A trace turns sizes into tensors. ``tensor.numel() == 0`` then calls ``Tensor.__bool__``, and adds operators to the trace.
 
@@ -395,7 +395,7 @@ def beneath_modes() -> Iterator[None]:
 def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
     """Run autograd's engine within ``around(roots)``, so a `TorchFunctionMode` sees the Python functions in backward.
 
-    ``backward`` and ``grad`` are overridable functions themselves, and a mode is off while it handles such a function. If a
+    ``backward`` and ``grad`` are overridable functions themselves, and a mode is off while handling such a function. If a
     release lacks the replaced name, backward runs without the mode.
 
     Args:
@@ -421,7 +421,7 @@ _ENGINE_RUN = "_engine_run_backward"
 
 
 def engine_run_is_seen() -> bool:
-    """Return whether `engine_run_within` has an effect. A release may lack the name that it replaces."""
+    """Return whether `engine_run_within` has an effect. A release may lack the replaced name."""
     import torch
 
     return hasattr(torch.autograd, _ENGINE_RUN)
@@ -432,7 +432,7 @@ def replace_python_of_backward(
     differentiating: Callable[[Callable[..., Any]], Callable[..., Any]],
     unpacking: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Wrap all Python functions that autograd's engine calls, for the rest of the process.
+    """Wrap all Python functions that autograd's engine calls, until the process ends.
 
     For example, ``tensor.register_hook(hook)`` then registers ``differentiating(hook)``.
 
@@ -522,14 +522,14 @@ def next_nodes(node: Any) -> list[Any]:
 
 
 def next_node_number() -> int:
-    """Return the number that autograd assigns to the next node that this thread creates."""
+    """Return autograd's number for this thread's next node."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def running_node_number() -> int | None:
-    """Return the number of the autograd node that this thread runs; ``None`` outside of backward."""
+    """Return the number of this thread's running autograd node; ``None`` outside of backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -537,7 +537,7 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the autograd node that this thread runs (``"ProdBackward0"``); ``None`` outside of backward."""
+    """Return the name of this thread's running autograd node (``"ProdBackward0"``); ``None`` outside of backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -546,9 +546,9 @@ def running_node_name() -> str | None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Run the context outside of all autocast contexts, with autocast off.
+    """Run the block outside all autocast contexts, with autocast off.
 
-    torch caches cast copies of weights and frees them when the outermost autocast ends. Inside another autocast the copies
+    torch caches cast weights and frees them when the outermost autocast ends. Inside another autocast the copies
     would outlive a forward pass.
     """
     import torch
@@ -573,8 +573,8 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 for float32 matrix products, convolutions and recurrent layers on a GPU.
 
     Since torch 2.9 each backend has its own setting. This context also sets the older common settings to the same value first,
-    because reading a common setting raises an error if it differs from a backend's. Models read it around a loss with
-    ``torch.backends.cudnn.flags``.
+    because reading a common setting raises an error if a backend's setting differs. Models read common settings around a loss
+    with ``torch.backends.cudnn.flags``.
     """
     import torch
 
@@ -599,7 +599,7 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 
 def _read_setting(setting: Callable[[], R]) -> R | None:
-    """Return a common setting; ``None`` if it has no value because the backends' settings differ."""
+    """Return a common setting; ``None`` if the backends' settings differ, so there is no common value."""
     try:
         return setting()
     except RuntimeError:
@@ -638,7 +638,7 @@ def recording_no_operators() -> Iterator[None]:
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
-    """Return the threads of a stopped profiler's events, by start time in nanoseconds.
+    """Return the threads for a stopped profiler's events, by start time in nanoseconds.
 
     The event tree lacks the thread that created an autograd node.
     """
@@ -660,7 +660,7 @@ def cuda_has_allocated(index: int) -> bool:
 
 
 def cuda_history_is_on() -> bool:
-    """Return whether torch records the history of the CUDA caching allocator."""
+    """Return whether torch records the CUDA caching allocator's history."""
     import torch
 
     return bool(torch._C._cuda_isHistoryEnabled())
@@ -680,13 +680,13 @@ MOST_ENTRIES = 2**20
 
 
 def start_cuda_history(*, frames: bool = True) -> None:
-    """Record every allocation and free of the CUDA caching allocator.
+    """Record every allocation and free in the CUDA caching allocator.
 
-    Frames of frees are not recorded. Memory may be freed while an exception propagates, for example when checkpointing stops
-    early. If torch 2.11 reads frames at that time, it loses the exception (``SystemError: ... returned NULL without setting``).
+    Frees are recorded without frames. Memory may be freed while an exception propagates, for example when checkpointing stops
+    early. If torch 2.11 reads frames at that time, the exception is lost (``SystemError: ... returned NULL without setting``).
 
     Args:
-        frames: Whether to record the Python frames of allocations.
+        frames: Whether to record the allocations' Python frames.
     """
     import torch
 
@@ -698,14 +698,14 @@ def start_cuda_history(*, frames: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the history of the CUDA caching allocator, and delete it."""
+    """Stop recording the CUDA caching allocator's history, and delete it."""
     import torch
 
     torch.cuda.memory._record_memory_history(None)
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """Return the state and history of the CUDA caching allocator in the form of ``torch.cuda.memory._dump_snapshot``.
+    """Return the CUDA caching allocator's state and history, as in ``torch.cuda.memory._dump_snapshot``.
 
     The call adds an entry to the history.
     """
@@ -744,7 +744,7 @@ def in_backward() -> bool:
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Call ``call`` when this process first uses CUDA, or now if it already has. A process that forks must not use CUDA."""
+    """Call ``call`` when this process first uses CUDA, or now if CUDA is already in use. A forking process must not use CUDA."""
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
@@ -775,7 +775,7 @@ def expandable_segments_are_on() -> bool:
 
 
 def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Print GPU tensors from a copy on the host, for the rest of the process.
+    """Print GPU tensors from a copy on the host, until the process ends.
 
     Printing switches dispatch modes off and selects elements on the GPU, and an emulated GPU would miss these operators.
 
@@ -812,7 +812,7 @@ def script_as(function: Callable[..., object], operator: str) -> None:
 
 
 def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManager[object]]) -> None:
-    """Run TorchScript functions and methods within a context when Python calls them, for the rest of the process.
+    """Run TorchScript functions and methods within a context when Python calls them, until the process ends.
 
     Args:
         around: Returns the context. Its arguments are the function or method, and the tuple of call arguments.
@@ -832,7 +832,7 @@ def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManag
 
 
 def lists_of_script(script: Any) -> list[str]:
-    """Return the types of the lists that a TorchScript function or method creates with ``tolist``: ``List[int]``."""
+    """Return the list types that a TorchScript function or method creates with ``tolist``: ``List[int]``."""
     graph = script.inlined_graph  # keeps its nodes alive
     return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
 
@@ -843,8 +843,8 @@ def around_collectives(
 ) -> Iterator[None]:
     """Observe collectives within the context.
 
-    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. It waits for other ranks in C++,
-    and this function cannot observe such waits.
+    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. Its own waits for other ranks happen
+    in C++, and this function cannot observe them.
 
     Args:
         waited: Called after Python has waited for a collective.
@@ -884,7 +884,7 @@ def around_collectives(
 
 
 FAKE = "fake"
-"""The backend of a process group whose other ranks do not exist."""
+"""The backend for a process group without real other ranks."""
 
 
 def store_of_nobody() -> Any:
@@ -910,7 +910,7 @@ def forget_meshes() -> None:
 
 
 def forget_operators_of_meshes() -> None:
-    """Clear torch's cache of sharded operators. Its keys are meshes, and their process groups may have ended."""
+    """Clear torch's cache for sharded operators. Its keys are meshes, and their process groups may have ended."""
     from torch.distributed.tensor import DTensor, debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)

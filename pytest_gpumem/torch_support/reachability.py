@@ -1,4 +1,4 @@
-"""Find all tensors that Python code can reach from a value, and the memory of these tensors."""
+"""Find all tensors that Python code can reach from a value, and their memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "loggi
 
 
 def alive(kind: type[T]) -> list[T]:
-    """Return the live objects of a class that Python's collector tracks, without frozen ones."""
-    # Check types, because a proxy's ``__class__`` is that of another object. Each type is checked once, for speed.
+    """Return the live instances of a class from Python's collector, without frozen objects."""
+    # Check types, because a proxy's ``__class__`` belongs to another object. Each type is checked once, for speed.
     objects = gc.get_objects()
     types_by_id = {id(type(value)): type(value) for value in objects}
     matching_ids = {number for number, candidate in types_by_id.items() if issubclass(candidate, kind)}
@@ -55,17 +55,17 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
-    """Return every object reachable from ``roots`` that can refer to tensors.
+    """Return the reachable objects from ``roots``, if they can refer to tensors.
 
-    The walk does not follow a function's globals, classes and modules, because they are shared by all code. It does not follow
-    autograd graphs either, because reading saved tensors would unpack them. It never runs code of the objects. An object that
-    cannot be read counts as empty.
+    The walk does not follow a function's globals, classes and modules, because they are shared by all code. Autograd graphs
+    are not followed either, because reading saved tensors would unpack them. The walk never runs the objects' code. An
+    unreadable object counts as empty.
     """
     return (value for value, _ in _walk(roots))
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
-    """Yield the reachable objects, and for each whether it is a tensor."""
+    """Yield each reachable object, with a flag for tensors."""
     import torch
 
     # All objects stay referenced, including classes, so no id is reused.
@@ -135,7 +135,7 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = Non
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of ``tensors`` on ``device`` (default: any) that have memory. A storage may repeat."""
+    """Yield the storages with memory of ``tensors`` on ``device`` (default: any). A storage may repeat."""
     for tensor in tensors:
         own = _own_storage(tensor)
         # A subclass made of other tensors (DTensor, quantized weights) has no storage. Its parts are reached separately.
@@ -174,7 +174,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Return whether a storage has memory. Storages of fake and empty tensors have none."""
+    """Return whether a storage has memory. Fake and empty tensors have storages without memory."""
     with warnings.catch_warnings():
         # For a fake tensor, torch warns or raises, depending on the release.
         warnings.simplefilter("error")
@@ -209,5 +209,5 @@ def is_host(device: torch.device) -> bool:
 
 
 def means_host(word: object) -> bool:
-    """Return whether ``device=word`` means the host, because it is missing or ``"cpu"``."""
+    """Return whether ``device=word`` means the host: ``None`` or ``"cpu"``."""
     return word in (None, HOST)

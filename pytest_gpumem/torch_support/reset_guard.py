@@ -1,7 +1,7 @@
 """Read peaks before measured code resets the process's peak statistics.
 
 Test suites of model libraries often call ``torch.cuda.reset_peak_memory_stats()``. A process has only one peak per device, so a
-call in the middle of a measured test would hide everything before it.
+call during a measured test would hide everything before it.
 
 For example, a step peaks at 40 MB, resets the statistics, and then peaks at 10 MB. `Device.pop_peak` still returns 40 MB.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def before_each_reset(read_peak: Callable[[], object], device_type: str) -> Iterator[None]:
-    """Call ``read_peak`` before each torch function that resets the peak statistics of a device type.
+    """Call ``read_peak`` before each torch function that resets a device type's peak statistics.
 
     A suite may hold a reference to the public function, for example in a table of backends. The public function calls a private
     function, and this context replaces both.

@@ -2,7 +2,7 @@
 
 ``isinstance`` reads an object's ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`). An attribute
 may be a property, a container's methods may be overridden, and a metaclass may answer for a class. These functions therefore
-identify an object by its type, and read it with the methods of the built-in base type. A model may also override
+identify an object by its type, and use the methods of the built-in base type. A model may also override
 ``named_modules`` and ``named_parameters``, and both hash modules, which a model may forbid.
 
 For example, ``is_a(weakref.proxy(tensor), torch.Tensor)`` is false, but ``isinstance(weakref.proxy(tensor), torch.Tensor)`` is
@@ -40,12 +40,12 @@ _mro, _namespace, _module_of, _qualname = (
 
 
 def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Return whether the type of ``value`` is one of ``kinds`` or inherits from one."""
+    """Return whether ``value``'s type is among ``kinds`` or inherits from them."""
     return issubclass(type(value), kinds)
 
 
 def class_name(kind: type) -> str:
-    """Return the qualified name of a class, without the function that defines it."""
+    """Return a class's qualified name, without the defining function."""
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
@@ -62,12 +62,12 @@ def package_of(kind: type) -> str:
 
 
 def class_namespace(kind: type) -> dict[str, Any] | None:
-    """Return the dict of a class's own attributes, not a view; ``None`` if it is not accessible."""
+    """Return the dict with a class's own attributes, not a view; ``None`` if there is no access to the dict."""
     return next((value for value in gc.get_referents(_namespace.__get__(kind)) if type(value) is dict), None)
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """Return the attribute ``name`` of a class or its bases without invoking descriptors; ``None`` if there is none."""
+    """Return the attribute ``name`` from a class or its bases without invoking descriptors; ``None`` if there is none."""
     for base in _mro.__get__(kind):
         namespace = _namespace.__get__(base)
         if name in namespace:
@@ -76,20 +76,20 @@ def class_attribute(kind: type, name: str) -> Any:
 
 
 def class_values(kind: type) -> Iterator[object]:
-    """Return the values of all attributes of a class and its bases."""
+    """Return the attribute values of a class and its bases."""
     for base in _mro.__get__(kind):
         yield from list(_namespace.__get__(base).values())
 
 
 def instance_dict(value: object) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of ``value``, not a copy; ``None`` if it has no readable one."""
+    """Return the ``__dict__`` of ``value``, not a copy; ``None`` if there is no readable dict."""
     dictionary = layout_of(type(value)).dictionary
     own = None if dictionary is None else dictionary.__get__(value)
     return own if is_a(own, dict) else None
 
 
 def attribute(value: object, name: str) -> Any:
-    """Return an attribute of ``value`` or a plain attribute of its class; ``None`` if only running code could return it."""
+    """Return an attribute from ``value``, or a plain attribute from its class; ``None`` for computed attributes."""
     own = instance_dict(value) or {}
     if dict.__contains__(own, name):
         return dict.__getitem__(own, name)
@@ -103,7 +103,7 @@ def attribute(value: object, name: str) -> Any:
 
 
 def contents_of(value: object) -> Iterable[object]:
-    """Return the contents of a container, the bound objects of a function, method or partial, or a generator's locals."""
+    """Return a container's contents, the bound objects in a function, method or partial, or a generator's locals."""
     contents = layout_of(type(value)).contents
     return () if contents is None else contents(value)
 
@@ -127,7 +127,7 @@ class AttributeLayout:
     """The slots."""
 
     def attributes(self, value: object) -> list[object]:
-        """Return the values of all attributes of an object of the class, from its ``__dict__`` and its slots."""
+        """Return an object's attribute values, from its ``__dict__`` and its slots."""
         values: list[object] = []
         if self.dictionary is not None:
             own = self.dictionary.__get__(value)
@@ -208,7 +208,7 @@ _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
 
 
 def tensor_property(tensor: torch.Tensor, name: str) -> Any:
-    """Return a property as defined by `torch.Tensor`, because a subclass may override it or intercept torch functions."""
+    """Return a property as `torch.Tensor` defines it, because a subclass may override the property or intercept functions."""
     import torch
 
     with outside_torch_function():
@@ -216,7 +216,7 @@ def tensor_property(tensor: torch.Tensor, name: str) -> Any:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a leaf; ``None`` for other tensors, because torch would warn about them."""
+    """Return a leaf's gradient; ``None`` for other tensors, because torch would warn about them."""
     return tensor_property(tensor, "grad") if tensor_property(tensor, "is_leaf") else None
 
 
@@ -229,12 +229,12 @@ def clear_gradient(tensor: torch.Tensor) -> None:
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor consists of other tensors (DTensor, quantized weights) and has no memory of its own."""
+    """Return whether a tensor consists of other tensors (DTensor, quantized weights) and has no own memory."""
     return class_attribute(type(tensor), "__tensor_flatten__") is not None
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the tensors that a tensor consists of, each once. For most tensors this is the tensor itself."""
+    """Return a tensor's component tensors, each once. For most tensors this is the tensor itself."""
     import torch
 
     stack, seen = [tensor], {id(tensor)}
@@ -250,7 +250,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of a tensor's elements; ``None`` for a tensor that is sparse or consists of other tensors."""
+    """Return the bytes in a tensor's elements; ``None`` for a sparse tensor, or a tensor made from other tensors."""
     import torch
 
     if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
@@ -259,7 +259,7 @@ def dense_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def elements_of(tensor: torch.Tensor) -> int:
-    """Return the number of a tensor's elements; 0 for a parameter of a lazy module that was not called yet."""
+    """Return how many elements a tensor has; 0 for a lazy module's parameter before the first call."""
     return math.prod(tensor_property(tensor, "shape"))
 
 
@@ -311,14 +311,14 @@ def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """Return the number of a module's parameters. Tied parameters count once."""
+    """Return how many parameters a module has. Tied parameters count once."""
     return sum(map(elements_of, module.parameters()))
 
 
 def reads_any(function: object, attributes: Collection[str], below: str | None = None) -> bool:
-    """Return whether a function, or a function that it calls, reads one of ``attributes`` from any object.
+    """Return whether a function or its callees read any of ``attributes`` from any object.
 
-    The search follows called functions from the same module. It also follows functions from other modules if their file is in
+    The search follows called functions from the same module, and functions from other modules if their file is in
     the folder ``below`` and is not part of an installed package.
 
     For example, ``def step(x): return scale(x)`` and ``def scale(x): return x * x.max().item()`` in the same module give true
@@ -358,7 +358,7 @@ def _is_below(folder: str, code: types.CodeType) -> bool:
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
-    """Return a function and the functions that it wraps, outermost first. Decorators often come from another module."""
+    """Return a function and its wrapped functions, outermost first. Decorators often come from another module."""
     functions: list[types.FunctionType] = []
     seen: set[int] = set()
     while value is not None and id(value) not in seen:
@@ -371,7 +371,7 @@ def _unwrapped(value: object) -> list[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return the code of a function, and of the functions, lambdas and comprehensions inside it."""
+    """Return a function's code, and the code of functions, lambdas and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""Exceptions from a repeated step, and the release of the objects that tracebacks keep alive."""
+"""Exceptions from a repeated step, and the release of objects in tracebacks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exce
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of ``error``, its cause, its context, and the errors that it collects.
+    """Clear the frames of ``error``, its cause, its context, and its collected errors.
 
-    Collected errors are, for example, the members of an exception group or the failed examples of a doctest.
+    Collected errors are, for example, an exception group's members or a doctest's failed examples.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
