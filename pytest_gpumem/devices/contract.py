@@ -464,13 +464,13 @@ class Device(ABC):
         Raises:
             MeasuringError: The recording was cut short.
         """
-        before = self.live()
+        live_before = self.live()
         recording: list[Token] = []
         with self.unrecorded(), profiled(recording, self.torch_device, operands=operands) as profiles:
             yield profiles
             self.synchronize()
         recording = in_order_of_time(recording)
-        check_change(recording, self.live() - before, f"the {self.name} device", "its own counter")
+        check_change(recording, self.live() - live_before, f"the {self.name} device", "its own counter")
         tokens.extend(recording)
 
     def keep_snapshot(self, path: Path) -> None:
@@ -550,8 +550,8 @@ class Device(ABC):
         """Return the clock rate for steps; ``None`` if it is unknown.
 
         Seconds times rate give a step's time in cycles. On CUDA the rate is the SM clock in Hz. Read the clock right after
-        a round, before the GPU becomes idle. On the CPU the rate is the runs per second of a fixed workload, which runs for this
-        reading, inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
+        a round, before the GPU becomes idle. On the CPU the rate is the runs per second of a fixed workload, which
+        runs for this reading, inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
         """
         return None
 

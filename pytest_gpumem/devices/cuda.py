@@ -226,7 +226,7 @@ class CudaDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._snapshot = None
-        before = self.live()
+        live_before = self.live()
         requested = self._counter == _REQUESTED
         with self.unrecorded(), self.runtime.recorded(with_history=requested, operands=operands) as region:
             yield region.profiles
@@ -234,7 +234,9 @@ class CudaDevice(Device):
         tokens_in_order = in_order_of_time(region.tokens)
         if requested:
             tokens_in_order = with_requested_sizes(tokens_in_order, region.history)
-        check_change(tokens_in_order, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
+        check_change(
+            tokens_in_order, self.live() - live_before, "the GPU", f"the allocator's statistics ({self._counter})"
+        )
         tokens.extend(tokens_in_order)
 
     def keep_snapshot(self, path: Path) -> None:
@@ -281,17 +283,17 @@ class CudaDevice(Device):
             DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without
                 statistics). Every figure would be 0, and every budget would be met.
         """
-        before = self.runtime.statistics()
+        statistics_before = self.runtime.statistics()
         tensor = self.runtime.allocate(_PROBE_BYTES)
-        after = self.runtime.statistics()
+        statistics_after = self.runtime.statistics()
         del tensor
         for counter in (_REQUESTED, _ALLOCATED):
             name = f"{counter}.all.current"
-            if after.get(name, 0) - before.get(name, 0) >= _PROBE_BYTES:
+            if statistics_after.get(name, 0) - statistics_before.get(name, 0) >= _PROBE_BYTES:
                 return counter
         raise DeviceUnavailable(
             "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): "
-            f"after allocating {_PROBE_BYTES} bytes it still counts {after.get('allocated_bytes.all.current', 0)}"
+            f"after allocating {_PROBE_BYTES} bytes it still counts {statistics_after.get('allocated_bytes.all.current', 0)}"
         )
 
 

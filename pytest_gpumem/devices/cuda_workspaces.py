@@ -76,9 +76,9 @@ class Workspaces:
         self._device.runtime.clear_workspaces()
         if self._are_kept is None:
             with self._device.peak_ignored():
-                bare = self._device.live()
+                bare_bytes = self._device.live()
                 self._device.runtime.make_workspace()
-                self._are_kept = self._device.live() > bare
+                self._are_kept = self._device.live() > bare_bytes
                 self._device.runtime.clear_workspaces()
         self._device.runtime.empty_cache()
 
@@ -87,19 +87,21 @@ class Workspaces:
         live = self._live()
         if live not in self._counted:
             with self._device.peak_ignored():
-                before = {gpu: _streams(gpu) for gpu in self._everywhere if gpu.is_used}
-                own = {(gpu, stream) for gpu, blocks in before.items() for stream in _own_streams(gpu, blocks)}
+                blocks_of_gpus = {gpu: _streams(gpu) for gpu in self._everywhere if gpu.is_used}
+                own_streams = {
+                    (gpu, stream) for gpu, blocks in blocks_of_gpus.items() for stream in _own_streams(gpu, blocks)
+                }
                 self._device.release_workspaces()
-                bare = self._live()
+                bare_bytes = self._live()
                 self._dropped = tuple(
-                    _StreamWorkspaces(gpu, stream, number, (gpu, stream) in own)
-                    for gpu, blocks in before.items()
+                    _StreamWorkspaces(gpu, stream, number, (gpu, stream) in own_streams)
+                    for gpu, blocks in blocks_of_gpus.items()
                     for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(gpu)).items()
                 )
                 self.restore()
             # The next step allocates a workspace that could not be restored, for example another thread's workspace.
             for total in (live, self._live()):
-                self._counted[total] = _beyond(bare, total)
+                self._counted[total] = _beyond(bare_bytes, total)
         return self._counted[live]
 
     def restore(self) -> None:
@@ -128,7 +130,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
         history: The block events of the region.
         sizes: The possible sizes of a workspace, in bytes.
     """
-    live = highest = bare = highest_bare = 0
+    live = highest = live_without = highest_without = 0
     workspace = None
     for entry, next_entry in zip_longest(history, history[1:]):
         if entry.action == ALLOCATED:
@@ -137,13 +139,13 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
             )
             workspace = entry.address if is_transient else workspace
             live += entry.nbytes
-            bare += 0 if is_transient else entry.nbytes
+            live_without += 0 if is_transient else entry.nbytes
         elif entry.action == FREE:
             live -= entry.nbytes
-            bare -= 0 if entry.address == workspace else entry.nbytes
+            live_without -= 0 if entry.address == workspace else entry.nbytes
             workspace = None if entry.address == workspace else workspace
-        highest, highest_bare = max(highest, live), max(highest_bare, bare)
-    return highest - highest_bare
+        highest, highest_without = max(highest, live), max(highest_without, live_without)
+    return highest - highest_without
 
 
 def _streams(device: GpuWithWorkspaces) -> dict[int, int]:

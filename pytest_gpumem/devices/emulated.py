@@ -61,8 +61,8 @@ class EmulatedDevice(CudaDevice):
         """Return cuDNN's release if convolutions ran, and the treatment of recurrent layers if they ran. Both affect peaks."""
         cudnn = self._emulation.cudnn
         planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
-        taken = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
-        return {**planned, **taken}
+        recurrent = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
+        return {**planned, **recurrent}
 
     def forget_libraries(self) -> None:
         cudnn = self._emulation.cudnn

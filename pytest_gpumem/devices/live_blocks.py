@@ -61,7 +61,7 @@ class FreeCallbacks:
         A free without a mark among the events comes at the end. Such a free happened without a recording or in another thread.
         """
         placed: list[AnyToken | AllocationEvent] = []
-        latest: list[tuple[int, AllocationEvent]] = []
+        recent_events: list[tuple[int, AllocationEvent]] = []
         """The latest allocation events, as many as a mark has blocks, with their indices in ``placed``."""
         to_drop: set[tuple[int, int]] = set()
         last = 0
@@ -73,17 +73,17 @@ class FreeCallbacks:
             if (event.address, event.nbytes) in to_drop:
                 to_drop.remove((event.address, event.nbytes))
                 continue
-            latest = [*latest[1 - len(_MARK_SIZES) :], (len(placed), event)]
+            recent_events = [*recent_events[1 - len(_MARK_SIZES) :], (len(placed), event)]
             placed.append(event)
-            blocks = [(event.address, event.nbytes) for _, event in latest]
+            blocks = [(event.address, event.nbytes) for _, event in recent_events]
             if self._freed and blocks == list(zip(self._freed[0][1], _MARK_SIZES, strict=False)):
                 address, _ = self._freed.popleft()
-                first, *further = (index for index, _ in latest)
+                first, *further = (index for index, _ in recent_events)
                 placed[first] = AllocationEvent(last, address, -1)
                 for index in reversed(further):
                     del placed[index]
                 to_drop = {(address, -nbytes) for address, nbytes in blocks}
-                latest = []
+                recent_events = []
         placed += [AllocationEvent(last, address, -1) for address, _ in self._freed]
         self._freed.clear()
         return placed

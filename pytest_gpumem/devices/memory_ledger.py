@@ -220,9 +220,9 @@ class _ProcessLedger:
         file.close()
 
     def begin(self, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
-        held = self._held(read_memory)
-        self.enter(held)
-        entry = Entry(held, request or 0, State.ALONE if request is None else State.SHARES)
+        held_bytes = self._held(read_memory)
+        self.enter(held_bytes)
+        entry = Entry(held_bytes, request or 0, State.ALONE if request is None else State.SHARES)
         assert self._file is not None, "enter() has opened the file"
         try:
             # The first process in the queue waits for memory, and all others wait behind it. Many small tests cannot starve it.
@@ -238,9 +238,9 @@ class _ProcessLedger:
         # A child that was forked during a test has inherited this object, but no lock.
         if self._file is None or not self.runs_a_test or self._process != os.getpid():
             return
-        held = self._held(read_memory)
+        held_bytes = self._held(read_memory)
         with self._alone_with_the_file(self._file) as file:
-            self._write(file, Entry(held, 0, State.RESTS))
+            self._write(file, Entry(held_bytes, 0, State.RESTS))
 
     def _held(self, read_memory: Callable[[], DeviceMemory]) -> int:
         try:

@@ -131,10 +131,10 @@ class NvmlGpu:
         """Return the processes that used the GPU within the last two seconds; ``None`` for a MIG instance."""
         if self._physical is None or self._instance is not self._physical:
             return None
-        since = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
+        start_us = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
         refusals: tuple[type[Exception], ...] = (AttributeError, *self._refusals())
         try:
-            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, since)
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, start_us)
         except refusals as error:
             # nvidia-ml-py raises even a success code if NVML has no samples to copy.
             no_samples = {getattr(self._nvml, name, None) for name in ("NVML_ERROR_NOT_FOUND", "NVML_SUCCESS")} - {None}

@@ -88,13 +88,13 @@ def _is_backward(event: Any) -> bool:
 
 
 def _inputs(inputs: list[Any]) -> list[Seen]:
-    seen = []
+    operands = []
     for value in inputs:
         for tensor in value if isinstance(value, list) else (value,):
             address = getattr(tensor, "storage_data_ptr", None)
             if address:
-                seen.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
-    return seen
+                operands.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
+    return operands
 
 
 _END = -1

@@ -112,17 +112,19 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
     stuck = sorted(failed) or _stuck(beats, silent)
     if failed:
         reason = failed[stuck[0]].partition("\n")[0]
-        first = f"{Rank(stuck[0], world)} failed by itself {reason}"
+        first_line = f"{Rank(stuck[0], world)} failed by itself {reason}"
     elif stuck:
         name = str(Rank(stuck[0], world)) if len(stuck) == 1 else f"{in_words(stuck)} of {world}"
-        first = f"{name} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
-        first += agreeing(len(stuck), "it", "them")
+        first_line = (
+            f"{name} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
+        )
+        first_line += agreeing(len(stuck), "it", "them")
     else:
-        first = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
+        first_line = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
     by_text: dict[str, list[int]] = {}
     for number in sorted(range(world), key=lambda number: (number not in stuck, number)):
         by_text.setdefault(_state_text(beats[number], silent[number]), []).append(number)
-    lines = [first, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
+    lines = [first_line, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
     if failed:
         lines += [f"  and no rank came further within {seconds:g} s", *failed[stuck[0]].split("\n")[1:]]
     return "\n".join(lines)

@@ -138,14 +138,14 @@ class Watch(threading.Thread):
 
     def _look_for_the_stuck(self, moment: float) -> None:
         beats, silent = [beat for beat, _ in self._seen], [moment - since for _, since in self._seen]
-        passed = moment - self._progressed
-        if passed <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
+        seconds_without_progress = moment - self._progressed
+        if seconds_without_progress <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
             return
         texts = {number: self._failure_of(number, beat) for number, beat in enumerate(beats)}
-        failed = {number: text for number, text in texts.items() if text is not None}
-        seconds = min(self._seconds, _SECONDS_AFTER_A_FAILURE) if failed else self._seconds
-        if passed > seconds:
-            self._end_the_job(stuck_text(beats, silent, seconds, failed))
+        failures = {number: text for number, text in texts.items() if text is not None}
+        seconds = min(self._seconds, _SECONDS_AFTER_A_FAILURE) if failures else self._seconds
+        if seconds_without_progress > seconds:
+            self._end_the_job(stuck_text(beats, silent, seconds, failures))
 
     def _failure_of(self, number: int, beat: Beat | None) -> str | None:
         """Return the failure text of a rank that waits for the end of the test; ``None`` if there is none."""

@@ -122,8 +122,8 @@ def in_segments(lists: Iterable[Blocks], segments: int) -> Iterator[Blocks]:
         if segments > len(blocks):
             raise ValueError(f"{segments} segments cannot be made from {len(blocks)} blocks")
         size, larger = divmod(len(blocks), segments)
-        rest = iter(blocks)
-        yield from (list(itertools.islice(rest, size + (number < larger))) for number in range(segments))
+        remaining_blocks = iter(blocks)
+        yield from (list(itertools.islice(remaining_blocks, size + (number < larger))) for number in range(segments))
 
 
 def _in_root_segments(lists: Iterable[Blocks], _argument: object) -> Iterator[Blocks]:

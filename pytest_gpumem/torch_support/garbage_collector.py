@@ -219,13 +219,13 @@ class _ClearingLoader:
         self._spec.loader = self._loader
         if vars(module).get("__loader__") is self:
             module.__loader__ = self._loader
-        before = _frames()
+        frames_before = _frames()
         self._loading.is_under_way = True
         try:
             self._loader.exec_module(module)
         finally:
             self._loading.is_under_way = False
-        _clear_frames(besides=before)
+        _clear_frames(besides=frames_before)
 
 
 def _is_for_loading(caller: FrameType) -> bool:

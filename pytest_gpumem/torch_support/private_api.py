@@ -37,12 +37,12 @@ MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Set an attribute of a module or class to ``value`` within the context."""
-    before = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
@@ -580,13 +580,13 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     common = _read_setting(torch.get_float32_matmul_precision), _read_setting(lambda: cudnn.allow_tf32)
-    own: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
-    before = [holder.fp32_precision for holder in own]
+    backends: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
+    precisions = [backend.fp32_precision for backend in backends]
     try:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         cudnn.allow_tf32 = allowed
-        for holder in own:
-            holder.fp32_precision = "tf32" if allowed else "ieee"
+        for backend in backends:
+            backend.fp32_precision = "tf32" if allowed else "ieee"
         yield
     finally:
         products, convolutions = common
@@ -594,8 +594,8 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
             torch.set_float32_matmul_precision(products)
         if convolutions is not None:
             cudnn.allow_tf32 = convolutions
-        for holder, precision in zip(own, before, strict=True):
-            holder.fp32_precision = precision
+        for backend, precision in zip(backends, precisions, strict=True):
+            backend.fp32_precision = precision
 
 
 def _read_setting(setting: Callable[[], R]) -> R | None:
@@ -744,7 +744,7 @@ def in_backward() -> bool:
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Call ``call`` when this process first uses CUDA, or now if CUDA is already in use. A forking process must not use CUDA."""
+    """Call ``call`` when this process first uses CUDA, or now if already in use. A forking process must not use CUDA."""
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
@@ -843,8 +843,8 @@ def around_collectives(
 ) -> Iterator[None]:
     """Observe collectives within the context.
 
-    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. Its own waits for other ranks happen
-    in C++, and this function cannot observe them.
+    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. Its waits for other ranks are in
+    C++, and this function cannot observe them.
 
     Args:
         waited: Called after Python has waited for a collective.

@@ -137,9 +137,9 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = Non
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
     """Yield the storages with memory of ``tensors`` on ``device`` (default: any). A storage may repeat."""
     for tensor in tensors:
-        own = _own_storage(tensor)
+        own_storage = _own_storage(tensor)
         # A subclass made of other tensors (DTensor, quantized weights) has no storage. Its parts are reached separately.
-        for storage in (own,) if own is not None else map(_own_storage, sparse_parts(tensor)):
+        for storage in (own_storage,) if own_storage is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
 

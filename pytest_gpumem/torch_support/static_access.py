@@ -84,15 +84,15 @@ def class_values(kind: type) -> Iterator[object]:
 def instance_dict(value: object) -> dict[str, Any] | None:
     """Return the ``__dict__`` of ``value``, not a copy; ``None`` if there is no readable dict."""
     dictionary = layout_of(type(value)).dictionary
-    own = None if dictionary is None else dictionary.__get__(value)
-    return own if is_a(own, dict) else None
+    own_dict = None if dictionary is None else dictionary.__get__(value)
+    return own_dict if is_a(own_dict, dict) else None
 
 
 def attribute(value: object, name: str) -> Any:
     """Return an attribute from ``value``, or a plain attribute from its class; ``None`` for computed attributes."""
-    own = instance_dict(value) or {}
-    if dict.__contains__(own, name):
-        return dict.__getitem__(own, name)
+    own_dict = instance_dict(value) or {}
+    if dict.__contains__(own_dict, name):
+        return dict.__getitem__(own_dict, name)
     from_class = class_attribute(type(value), name)
     if type(from_class) is types.MemberDescriptorType:
         try:
@@ -130,9 +130,9 @@ class AttributeLayout:
         """Return an object's attribute values, from its ``__dict__`` and its slots."""
         values: list[object] = []
         if self.dictionary is not None:
-            own = self.dictionary.__get__(value)
-            if issubclass(type(own), dict):
-                values.extend(dict.values(own))
+            own_dict = self.dictionary.__get__(value)
+            if issubclass(type(own_dict), dict):
+                values.extend(dict.values(own_dict))
         elif self.covered:
             # Python code covers the real ``__dict__``, but the collector still visits its values.
             values.extend(gc.get_referents(value))
