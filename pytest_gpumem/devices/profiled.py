@@ -126,7 +126,6 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
         MeasuringError: Another profiler ran in the meantime.
     """
     # torch.profiler.profile wraps this class in a reference cycle, so deleting the wrapper would free nothing.
-    # torch.profiler.profile, which wraps it, is in a reference cycle, so deleting it would free nothing.
     from torch.autograd.profiler import profile
 
     profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)

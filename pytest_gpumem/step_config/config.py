@@ -167,8 +167,7 @@ class StepConfig:
     ``peak_forward``.
     """
     world: int | None = None
-    """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``.
-    """
+    """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``."""
     rank: int = 0
     """The rank to run if this process is the only one, a whole number below ``world``."""
     reduce: str | None = None

@@ -194,7 +194,7 @@ def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_sile
 def test_events_and_a_history_that_do_not_match_are_refused_with_where_they_part(tokens, history, told):
     with pytest.raises(MeasuringError, match=told) as raised:
         with_requested_sizes(tokens, history)
-    assert "another thread allocated meanwhile" in str(raised.value)
+    assert "another thread allocated memory" in str(raised.value)
 
 
 # What threads do that the profiler does not see
