@@ -132,8 +132,8 @@ class Device(ABC):
     The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused for timing, and
     torch's profiler records the allocations when a peak is explained.
 
-    For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB are
-    live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
+    For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB
+    are live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
     """
 
     name: str
