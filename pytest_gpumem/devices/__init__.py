@@ -1,1 +1,1 @@
-"""Devices that steps run on, with readings of their bytes and seconds. Nothing outside this folder asks "is it cuda?"."""
+"""The devices for steps, with readings in bytes and seconds. Code outside this folder never asks "is it cuda?"."""

@@ -1,40 +1,43 @@
-"""Errors by which a program says that a GPU lacks a compute capability, and not that the program is wrong. Pure."""
+"""Tell errors about a GPU's missing compute capability from errors in the program. Pure."""
 
 from __future__ import annotations
 
 import re
 
 FLASH_ATTENTION = (8, 0)
-"""The compute capability from which on PyTorch has flash attention, its own and cuDNN's (``sdp_utils.cpp``)."""
+"""The lowest compute capability with flash attention, PyTorch's own and cuDNN's (``sdp_utils.cpp``)."""
 _LACKS = re.compile(
     r"compute capabilit|cuda capability|only supports gpu architectures|ampere gpus? or newer|requires sm_?\d|"
     r"requires \.target sm_|no kernel image is available",
     re.IGNORECASE,
 )
-"""Words of PyTorch (``_scaled_mm``, sparse products, flash attention), cuDNN, Triton, ptxas, CUDA, and of vLLM and others."""
+"""Words from PyTorch (``_scaled_mm``, sparse products, flash attention), cuDNN, Triton, ptxas, CUDA, vLLM and others."""
 _NO_ATTENTION = re.compile(r"no available kernel", re.IGNORECASE)
 _RAISED = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*(?P<error>[A-Z]\w*): (?P<words>.+)$", re.MULTILINE)
-"""A line of a traceback, with the name of an exception; torchrun and pytest-xdist begin it with the process."""
+"""A traceback line with the name of an exception. torchrun and pytest-xdist put the process in front."""
 
 
 def lacking(error: str, capability: tuple[int, int]) -> str | None:
-    """Return the words of an error as a clause where they say that a GPU lacks something; ``None`` for another error.
+    """Return an error's words as a clause if the GPU lacks something; ``None`` for other errors.
+
+    For example, ``"RuntimeError: No available kernel. Aborting execution."`` at capability (7, 5) gives a clause that ends with
+    "(flash attention needs compute capability 8.0, and this GPU has 7.5)", and at (9, 0) it gives ``None``.
 
     Args:
-        error: The name of its class and its message: ``"RuntimeError: No available kernel. Aborting execution."``
+        error: The error's class name and message.
         capability: The GPU's compute capability.
     """
     words = " ".join(error.split()).rstrip(".")
     if _LACKS.search(words):
         return words
-    # It says the same of tensors that no GPU has a kernel for; why is in warnings, which a program may filter.
+    # torch has the same message for tensors without a kernel on any GPU. The reason is in warnings, which may be filtered.
     if _NO_ATTENTION.search(words) and capability < FLASH_ATTENTION:
-        needed, has = (".".join(map(str, one)) for one in (FLASH_ATTENTION, capability))
+        needed, has = (".".join(map(str, version)) for version in (FLASH_ATTENTION, capability))
         return f"{words} (flash attention needs compute capability {needed}, and this GPU has {has})"
     return None
 
 
 def lacking_in(output: str, capability: tuple[int, int]) -> str | None:
-    """Return the same for the end of a program's output: of the first of its exceptions that says it."""
-    found = (lacking(f"{one['error']}: {one['words']}", capability) for one in _RAISED.finditer(output))
-    return next((clause for clause in found if clause is not None), None)
+    """Return the clause from the first exception in a program's output about a missing GPU feature."""
+    clauses = (lacking(f"{raised['error']}: {raised['words']}", capability) for raised in _RAISED.finditer(output))
+    return next((clause for clause in clauses if clause is not None), None)

@@ -1,4 +1,4 @@
-"""The base class of a device: what measuring needs to know of where a step runs."""
+"""The base class of a device: the interface through which a step's bytes and seconds are measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ Blocks = Mapping[int, int]
 
 
 BlockIds = frozenset[tuple[int, int]]
-"""Blocks that a device knew at some moment, by address and number: another block at the same address is another one."""
+"""Blocks that a device knew at a moment, by address and number.
+
+A new block at a freed address counts as a different block. For example, a tensor at ``0x7f00`` is ``(0x7f00, 12)``. After it is
+freed, the allocator reuses the address, and the new tensor is ``(0x7f00, 57)``.
+"""
 
 
 class DeviceUnavailable(Exception):
@@ -53,22 +57,25 @@ class DeviceUnavailable(Exception):
 
 
 class CannotRun(Exception):
-    """Error of a device that cannot run a step under its config; the message is a clause that says why."""
+    """The device cannot run a step under its config. The message is a clause with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes live at once, in the device's own counting: only differences of two readings mean anything."""
+    """The most bytes live at once, by the device's own counter. Only differences between two readings are meaningful."""
 
     allocated: int
     reserved: int | None = None
-    """``None`` where the device has no such thing."""
+    """Bytes that the allocator reserved; ``None`` if the device does not reserve."""
     reaching: int | None = None
-    """The same as ``allocated`` with the most that unplanned workspaces take; ``None`` if the device plans all workspaces."""
+    """``allocated`` plus the most that unplanned workspaces take; ``None`` if the device plans all workspaces."""
 
 
 def highest(first: Peak | None, second: Peak) -> Peak:
-    """Return the larger of two peaks, field by field; ``None`` where one of them has ``None``. The first may be missing."""
+    """Return the larger of two peaks, field by field. A field is ``None`` if either peak has ``None``.
+
+    For example, ``Peak(100, 512)`` and ``Peak(120, 256)`` give ``Peak(120, 512)``. Without a first peak, return the second.
+    """
     if first is None:
         return second
     pairs = zip(astuple(first), astuple(second), strict=True)
@@ -78,22 +85,26 @@ def highest(first: Peak | None, second: Peak) -> Peak:
 
 @dataclass(slots=True)
 class Window:
-    """The time between `Device.open_window` and `Device.close_window`, in parts that `Device.split` makes."""
+    """The time between `Device.open_window` and `Device.close_window`, cut into parts by `Device.split`.
+
+    For example, a training step has three parts. Peaks of 30.96 MB in forward, 36.73 MB in backward and 42.52 MB in the
+    optimizer give ``parts`` with these three peaks, and ``highest`` is 42.52 MB.
+    """
 
     seen: list[Peak | None] = field(default_factory=lambda: [None])
-    """The highest peak so far in each part; ``None`` where there is none yet."""
+    """The highest peak so far in each part; ``None`` if a part has no peak yet."""
     of_others: tuple[Window, ...] = ()
     """The same region on each of `Device.others`."""
 
     def see(self, peak: Peak) -> None:
-        """Take a peak into the last part."""
+        """Count a peak in the last part."""
         self.seen[-1] = highest(self.seen[-1], peak)
 
     @property
     def parts(self) -> tuple[Peak, ...]:
         """The highest peak in each part, after the window has been closed."""
         peaks = tuple(peak for peak in self.seen if peak is not None)
-        assert len(peaks) == len(self.seen), "a part sees a peak at the latest when it ends"
+        assert len(peaks) == len(self.seen), "a part sees a peak when it ends, if not before"
         return peaks
 
     @property
@@ -113,13 +124,16 @@ class Window:
 
 
 class Device(ABC):
-    """Base class of devices. A new device defines `name` and the abstract members, and overrides the defaults that do not fit.
+    """Base class of devices. A new device defines `name` and the abstract members, and overrides unsuitable defaults.
 
-    Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses, so only differences between readings of one
-    `open` ... `close` region mean anything.
+    Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses. Only differences between readings in the
+    same `open` ... `close` region are meaningful.
 
-    The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused while times are
-    taken, and torch's profiler records the allocations when a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused for timing, and
+    torch's profiler records the allocations when a peak is explained.
+
+    For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB
+    are live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
     """
 
     name: str
@@ -127,24 +141,24 @@ class Device(ABC):
     memory_title = "Memory"
     """The name of the counted memory in failures: ``"GPU memory"`` regressed."""
     tells_time = False
-    """True if seconds on this device mean something. `laps` waits for the device, by default with `synchronize`."""
+    """True if seconds on this device are meaningful. `laps` waits for the device, by default with `synchronize`."""
     seconds_between_readings = 0.0
     """Seconds between readings of pace and conditions, if a reading slows the next steps."""
     lock: DeviceLock | None = None
-    """The lock that keeps measured tests of other processes away while times are taken; ``None`` keeps none away."""
+    """Keeps other processes' measured tests away during timing; ``None`` keeps none away."""
     shared_memory: SharedMemory | None = None
     """The memory that this process shares with others under ``--gpumem-pack``; ``None`` if tests cannot share the device."""
     consensus: Alone = ALONE
-    """Decides how often a step runs: this process alone, or all ranks of its job. The session sets it."""
+    """Decides how often a step runs: this process alone, or all ranks of its job. Set by the session."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
     routing: Routing | None = None
     """The setting ``routing``, which `routed` applies from `open` to `close`."""
     _undo: ExitStack | None = None
-    """Ends what `open` began; ``None`` while closed."""
+    """Undoes `open`; ``None`` while the device is closed."""
     _kept: Peak | None = None
-    """The peak before the device's own was last reset, where that was not by `pop_peak`."""
+    """The peak before the device's last reset, if something other than `pop_peak` reset it."""
     _windows: tuple[Window, ...] = ()
     """The windows that are open."""
 
@@ -163,13 +177,13 @@ class Device(ABC):
 
     @abstractmethod
     def peak(self) -> Peak:
-        """Return the most bytes live at once since `reset_peak`."""
+        """Return the most live bytes since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
         """Start the next peak from the live bytes."""
 
-    # What it is
+    # Properties
 
     @property
     def everywhere(self) -> tuple[Device, ...]:
@@ -178,21 +192,21 @@ class Device(ABC):
 
     @property
     def is_used(self) -> bool:
-        """True if this process has ever allocated on the device. Otherwise it is not read."""
+        """True if this process has ever allocated on the device. An unused device is not read."""
         return True
 
     def lacks(self, feature: str) -> str | None:
         """Return a clause with the reason why no step can use ``feature`` here; ``None`` if steps can.
 
-        A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), a way
-        to shard (``"cp"``, ``"fully_shard"``), or ``"values"``: that tensors are computed at all.
+        A feature is a precision (``"tf32"``), a checkpointing kind (``"offload"``), a torch.compile mode
+        (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), or ``"values"`` for computed tensors.
         """
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
     def emulates(self, feature: str) -> str | None:
-        """Return a clause if the device computes a precision in another, slower one; otherwise ``None``.
+        """Return a clause if the device computes a precision in another, slower precision; otherwise ``None``.
 
-        Its bytes are as of anywhere, so that it is measured, but a fast one is recommended before it.
+        Such a precision is still measured, because its bytes are the same. Advice prefers a fast precision.
         """
         return None
 
@@ -205,23 +219,23 @@ class Device(ABC):
         return nullcontext()
 
     def libraries(self) -> Mapping[str, str]:
-        """Return the releases of libraries that decide the figures since `forget_libraries` (or `open`).
+        """Return the library releases that affected figures since `forget_libraries` (or `open`).
 
-        Details of its environment, beside those of `environment`, which are the same whatever runs.
+        They are details of the measurement's environment. `environment` only has details that are equal for all steps.
         """
         return {}
 
     def forget_libraries(self) -> None:
-        """Forget the libraries so far, because another measurement begins."""
+        """Forget the libraries so far, because a new measurement begins."""
 
     # Random numbers
 
     def random_devices(self) -> Sequence[int]:
-        """Return the indices of the accelerators with random numbers of their own, beside the host's."""
+        """Return the indices of the accelerators with their own random numbers, apart from the host's."""
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
-        """Return the state of an accelerator's random numbers, as bytes on the host."""
+        """Return the state for an accelerator's random numbers, as bytes on the host."""
         import torch
 
         return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
@@ -235,9 +249,13 @@ class Device(ABC):
     # Counting
 
     def open(self) -> None:
-        """Begin to count. Raises `DeviceUnavailable` if the device does not count allocations.
+        """Begin counting.
 
-        Until `close` the device is shared with the measured tests of other processes by way of `lock`.
+        Until `close`, `lock` shares the device with other processes' measured tests.
+
+        Raises:
+            DeviceUnavailable: The device does not count allocations.
+            RuntimeError: The device is already open.
         """
         if self._undo is not None:
             raise RuntimeError(f"the {self.name} device is already open")
@@ -259,9 +277,9 @@ class Device(ABC):
         self._windows = ()
 
     def start(self, undo: ExitStack) -> None:
-        """Start to count, once the device is shared. Callbacks on ``undo`` run at `close`.
+        """Start counting after `open` has taken the lock. Callbacks on ``undo`` run at `close`.
 
-        By default measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
+        By default, measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
         """
         undo.enter_context(before_each_reset(self.keep_peak, self.torch_device.type))
 
@@ -274,7 +292,7 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context without allocations and frees, so all its readings may be those of its beginning."""
+        """Return a context without allocations and frees. The device may serve all its readings from a single reading."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -295,24 +313,24 @@ class Device(ABC):
         self.synchronize()
 
     def release_workspaces(self) -> None:
-        """Wait for the device, and drop the memory that the backend keeps between operations, which is no leak."""
+        """Wait for the device, and drop the memory that the backend caches between operations. Such memory is no leak."""
         self.empty_cache()
 
     def restore_workspaces(self) -> None:
-        """Make the workspaces again that the last `release_workspaces` dropped, as far as possible."""
+        """Allocate the workspaces again that the last `release_workspaces` dropped, as far as possible."""
 
     def workspaces(self) -> tuple[int, ...]:
-        """Return the bytes of the backend's workspaces on each of `everywhere`. It keeps as many afterwards.
+        """Return the bytes in the backend's workspaces on each of `everywhere`. Afterwards, as many bytes are allocated.
 
-        A device that overrides `release_workspaces` overrides this, too.
+        A device that overrides `release_workspaces` must override this method.
         """
         return (0,) * len(self.everywhere)
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list. At the end of the block it has the bytes of the peak that were an operation's workspaces.
+        """Yield a list. The block's end fills it with the workspace bytes in the peak on each of `everywhere`.
 
-        On each of `everywhere`; of those that were dropped with the operation that they were made for.
+        Only workspaces that were dropped after their operation count.
         """
         yield [0] * len(self.everywhere)
 
@@ -321,20 +339,20 @@ class Device(ABC):
         return None
 
     def unused(self) -> int:
-        """Return the reserved bytes without use, in which the next step may find room."""
+        """Return the reserved but unused bytes. The next step may use them."""
         return 0
 
     def turnover(self) -> int:
-        """Return the bytes allocated so far, freed or not. Only differences mean anything. 0 if they are not counted."""
+        """Return the bytes allocated so far, including freed ones; 0 if they are not counted. Use differences only."""
         return 0
 
     def pop_peak(self) -> Peak:
         """Return the peak since the last call (or `open`), and start the next peak from the live bytes.
 
-        Every open window has seen the peak that is returned.
+        The call also counts the peak in every open window.
         """
         peak = highest(self._kept, self.peak())
-        # In this order: a reset of our own is seen by `before_each_reset`, too.
+        # Reset before clearing, because `before_each_reset` reacts to this reset as well.
         self.reset_peak()
         self._kept = None
         for window in self._windows:
@@ -342,18 +360,18 @@ class Device(ABC):
         return peak
 
     def keep_peak(self) -> None:
-        """Keep the peak so far for `pop_peak`, because the measured code is about to reset the device's own.
+        """Save the peak so far for `pop_peak`, because the measured code is about to reset the device's peak.
 
-        Those of `others`, too: whose peak the code resets is an argument of it.
+        Save the peaks on `others` as well, because the code may reset any GPU's peak.
         """
         self._kept = highest(self._kept, self.peak())
         for other in self.others:
-            # One after another is opened, and resets its peak then.
+            # `open` opens the others in turn, and each resets its peak then.
             if other._undo is not None:  # noqa: SLF001 - of this class
                 other.keep_peak()
 
     def open_window(self) -> Window:
-        """Return a window that sees every peak until `close_window`. Windows may overlap."""
+        """Return a window that counts every peak until `close_window`. Windows may overlap."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
@@ -362,7 +380,7 @@ class Device(ABC):
         return window
 
     def split(self, window: Window) -> None:
-        """End a part of ``window`` and begin the next, by one reading."""
+        """End a part of ``window`` and begin the next part with the same reading."""
         self.pop_peak()
         window.seen.append(None)
         for other, its_window in zip(self.others, window.of_others, strict=True):
@@ -380,7 +398,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window that sees the peaks of the block. An error in the block is raised, even if no peak can be read."""
+        """Yield a window for the peaks of the block. If the block raises, its error is raised even without a peak."""
         window = self.open_window()
         try:
             yield window
@@ -392,15 +410,15 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """Hide the peak of the block from every window."""
+        """Hide the block's peak from every window."""
         self.keep_peak()
-        kept = self._kept
+        peak_before = self._kept
         try:
             with ExitStack() as ignoring:
                 for other in self.others:
                     ignoring.enter_context(other.peak_ignored())
                 yield
-            # A device that counts events has to read those of the region before it can reset its peak.
+            # A device that counts events has to read the block's events before it can reset its peak.
             self.peak()
         except BaseException:
             with suppress(MeasuringError):
@@ -408,59 +426,59 @@ class Device(ABC):
             raise
         finally:
             self.reset_peak()
-            self._kept = kept
+            self._kept = peak_before
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Register storages from before `open`, so their deallocation is noticed."""
+        """Register storages that existed before `open`, so their deallocation is noticed."""
 
     def hold_known(self) -> None:
         """Account for frees that were missed, for example by gloo's threads, so later readings are not affected."""
 
     def known(self) -> BlockIds:
-        """Return the identities of the live blocks; empty if the device knows sums only."""
+        """Return the live blocks' identities; empty if the device only knows sums."""
         return frozenset()
 
     def blocks(self) -> Blocks:
-        """Return the live blocks; empty if the device knows sums only."""
+        """Return the live blocks; empty if the device only knows sums."""
         return {}
 
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
-        """Record allocations and the spans in which they happen. ``tokens`` is filled at the end.
+        """Record allocations and their surrounding spans. ``tokens`` is filled at the end.
 
-        Readings are not possible within.
+        No readings are possible inside the block.
 
         Args:
             tokens: The list to fill.
-            operands: Whether to record the tensors that operators take. The profile then keeps the inner tensors of
+            operands: Whether to record the operators' input tensors. The profile then keeps the inner tensors of
                 `torch.vmap` and the parts of sparse CSR tensors alive (see `profiled`).
 
         Yields:
-            A list with the profile. Clear it when the context has ended: live bytes then fall by those that the profile
-            kept alive.
+            A list with the profile. Clear the list after the context to free the tensors that the profile kept alive.
+            The live bytes fall accordingly.
 
         Raises:
             MeasuringError: The recording was cut short.
         """
-        before = self.live()
-        found: list[Token] = []
-        with self.unrecorded(), profiled(found, self.torch_device, operands=operands) as profiles:
+        live_before = self.live()
+        recording: list[Token] = []
+        with self.unrecorded(), profiled(recording, self.torch_device, operands=operands) as profiles:
             yield profiles
             self.synchronize()
-        found = in_order_of_time(found)
-        check_change(found, self.live() - before, f"the {self.name} device", "its own counter")
-        tokens.extend(found)
+        recording = in_order_of_time(recording)
+        check_change(recording, self.live() - live_before, f"the {self.name} device", "its own counter")
+        tokens.extend(recording)
 
     def keep_snapshot(self, path: Path) -> None:
-        """Write the allocator's own record of the latest `recorded` region to a whole file. Raises ``OSError``.
+        """Write the allocator's own record of the latest `recorded` region to a file. Raises ``OSError``.
 
         A device whose allocator records nothing writes no file.
         """
 
     def unrecorded(self) -> AbstractContextManager[None]:
-        """Return a context for taking times, in which nothing is recorded or slowed down. No window sees its peak.
+        """Return a context for timing, in which nothing is recorded or slowed down. No window sees its peak.
 
-        Allocations and frees may go unnoticed in it; `reconcile` sets that right.
+        The device may miss allocations and frees inside. Call `reconcile` afterwards.
         """
         return self.peak_ignored()
 
@@ -469,41 +487,41 @@ class Device(ABC):
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
-        """Yield a function that returns the peak of all live memory since the context began, whoever resets it meanwhile.
+        """Yield a function for the peak since the context began. The peak includes all memory, and resets do not affect it.
 
-        ``None`` on a device that reserves nothing.
+        Yield ``None`` on a device that reserves nothing.
         """
         yield None
 
-    # Taking times
+    # Timing
 
     def lost(self) -> str | None:
         """Return a clause if readings since the last call (or `open`) are not valid; ``None`` if they are."""
         return None
 
     def take_reads(self) -> UnknownReads:
-        """Return the reads of values that the device does not compute, since the last call (or `open`)."""
+        """Return the reads of uncomputed values since the last call (or `open`)."""
         return NOTHING_READ
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Return a context with an assumption about choices among values that the device does not compute.
+        """Return a context with an assumption about choices that depend on uncomputed values.
 
-        ``None`` leaves it as it is, and so does a device that computes values.
+        ``None`` keeps the current assumption. A device that computes values ignores this call.
         """
         return nullcontext()
 
     def choices_assumed(self) -> int:
-        """Return the number of choices made by an assumption so far."""
+        """Return how many choices were made by assumption so far."""
         return 0
 
     def time(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the device needed for ``run``."""
+        """Return the device's seconds for ``run``."""
         return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Return the seconds that the device needed for each of ``runs``, one after another and without other waits.
+        """Return the device's seconds for each run. The runs happen in sequence without other waits.
 
-        By default by the host's clock, which is read when the device has done each of them.
+        The default reads the host's clock after the device has finished each run.
         """
         self.synchronize()
         borders = [time.perf_counter()]
@@ -514,30 +532,34 @@ class Device(ABC):
         return [end - start for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        """Run a function and return its kernel launches by name. Return ``None`` without running it if there are no kernels."""
+        """Run a function and return its kernel launches by name. A device without kernels returns ``None`` and runs nothing."""
         return None
 
     def conditions(self) -> Conditions:
-        """Return the interference counters. The reading is cheap enough for the time between two rounds.
+        """Return the interference counters. The reading is cheap enough to take between two rounds.
 
-        For the calling thread: the two readings of a region must be its own.
+        They include the calling thread's waiting, so both readings of a region must come from the same thread.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
-        """Return the rate of the clock that steps run by: seconds times rate is a step's time in cycles.
+        """Return the clock rate for steps; ``None`` if it is unknown.
 
-        On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
-        per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where it is not known.
+        Seconds times rate give a step's time in cycles. On CUDA the rate is the SM clock in Hz. Read the clock right after
+        a round, before the GPU becomes idle. On the CPU the rate is the runs per second of a fixed workload, which
+        runs for this reading, inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
         """
         return None
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Keep measured tests in this user's other processes away from the device while times are taken.
+        """Reserve the device for this process during timing.
 
-        Yields ``None``, or a clause that says why they could not be kept off. Between `open` and `close` the device is shared
-        with others, and never while one of them has it for itself. May be nested.
+        Between `open` and `close` the device is shared with other processes of the same user. While a process has
+        the device to itself, their measured tests wait. Calls may be nested.
+
+        Yields:
+            ``None``, or a clause that says why other processes may run at the same time.
         """
         if self._undo is None:
             raise RuntimeError(f"the {self.name} device is not open")

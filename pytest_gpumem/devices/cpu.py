@@ -1,6 +1,6 @@
-"""The CPU as a device: bytes from torch's own allocator events, as the profiler records them.
+"""The CPU as a device. The bytes come from torch's allocator events, which the profiler records.
 
-Not the process's RSS: that counts pages, the interpreter and everybody's caches, and does not repeat.
+The process's RSS would be no substitute: the RSS counts pages, the interpreter and caches, and varies between runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.interference import Conditions
 
 _PROBE_BYTES = 61
-"""Allocated at the end of every recording: a recording that lacks it has lost what came before, too."""
+"""The size of the last allocation in each recording. If this allocation is missing, earlier events are missing as well."""
 
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
@@ -60,29 +60,31 @@ _CUT_SHORT = (
 
 
 class CpuDevice(Device):
-    """Peaks of host memory that tensors hold.
+    """Peaks of the tensors' host memory.
 
-    Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so a figure
-    would depend on the machine's cores: while open, torch runs on one intra-op thread. Only the thread that opened the
-    device is seen, and backward runs on it.
+    Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so figures would
+    depend on the machine's cores. An open device therefore limits torch to a single intra-op thread. The device only
+    counts the opening thread, and backward runs on this thread.
 
-    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
+    For example, ``torch.ones(256)`` raises `live` by 1,024 bytes.
+
+    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait.
     """
 
     name = "cpu"
     tells_time = True
     seconds_between_readings = 0.1
-    """Both leave the caches full of their own: 9 ms of small steps behind either of them took 1.3 % to 2.7 % longer."""
+    """Readings of pace or conditions fill the caches. The next 9 ms of small steps then took 1.3 % to 2.7 % longer."""
 
     def __init__(
         self, lock: DeviceLock | None = None, *, other_ranks: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """Make the device, which is not open.
+        """Create a closed device.
 
         Args:
-            lock: Keeps the measured tests of other processes off.
-            other_ranks: Returns the processes of this machine that take part in the same steps; called once. ``None`` where
-                none do.
+            lock: Keeps other processes' measured tests away.
+            other_ranks: Returns the processes on this machine that take part in the same steps. Called once. ``None`` if
+                the process has no other ranks.
         """
         self.lock = lock
         self._other_ranks = None if other_ranks is None else functools.cache(other_ranks)
@@ -169,10 +171,10 @@ class CpuDevice(Device):
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
-        known = self._live_blocks.addresses
+        known_addresses = self._live_blocks.addresses
         for storage in storages:
             address = storage.data_ptr()
-            if address not in known:
+            if address not in known_addresses:
                 self._live_blocks.register_existing({address: storage.nbytes()})
                 self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
 
@@ -191,7 +193,7 @@ class CpuDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._pause()
-        # The next profiler starts before this profile is deleted, so it reports the frees of what this one kept alive.
+        # The next profiler starts before this profile is deleted, and reports the frees of tensors from this profile.
         profiles = [self._start(operators=True, operands=operands)]
         try:
             yield profiles
@@ -214,26 +216,26 @@ class CpuDevice(Device):
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         self._flush()
-        seen = self._live_blocks.addresses
+        known_addresses = self._live_blocks.addresses
         blocks: dict[int, int] = {}
         for storage in storages:
             address = storage.data_ptr()
-            if address not in seen and address not in blocks:
+            if address not in known_addresses and address not in blocks:
                 self._free_callbacks.watch(storage, recording=lambda: self._profiler is not None)
             blocks[address] = storage.nbytes()
         self._live_blocks.restrict(since, blocks)
 
     def conditions(self) -> Conditions:
-        found = replace(super().conditions(), tick=proc.tick_seconds())
+        conditions = replace(super().conditions(), tick=proc.tick_seconds())
         times = proc.cpu_times()
         if times is None:
-            return found
-        return replace(found, stolen=times.stolen, others=times.busy - self._own_seconds(), cores=times.cores)
+            return conditions
+        return replace(conditions, stolen=times.stolen, others=times.busy - self._own_seconds(), cores=times.cores)
 
     def _own_seconds(self) -> float:
-        """Return the CPU seconds of this process, its children, and the other ranks of its job."""
-        others = () if self._other_ranks is None else self._other_ranks()
-        return time.process_time() + proc.seconds_of_children() + proc.seconds_of(others)
+        """Return the CPU seconds used by this process, its children, and its job's other ranks."""
+        other_pids = () if self._other_ranks is None else self._other_ranks()
+        return time.process_time() + proc.seconds_of_children() + proc.seconds_of(other_pids)
 
     def pace(self) -> float:
         if self._reference_workload is None:
@@ -241,21 +243,21 @@ class CpuDevice(Device):
         return self._reference_workload.pace()
 
     def _let_threads_release(self) -> None:
-        """Have frees by threads of a collective over with before this one goes on: theirs are not reported."""
+        """Wait until a collective's threads have freed their blocks, because the profiler does not report their frees."""
         if self._profiler is not None:
             let_threads_rest()
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Let all blocks that are allocated within count as freed at the end, whichever thread frees them."""
+        """Count all blocks from inside the context as freed at its end, even if another thread frees them."""
         if self._profiler is None or self._records_operators:  # a recording of operators must not be cut in two
             yield
             return
-        known = self.known()
+        known_blocks = self.known()
         yield
         self._let_threads_release()
         self._flush()
-        self._live_blocks.keep_only(known)
+        self._live_blocks.keep_only(known_blocks)
 
     def _end(self) -> None:
         if self._profiler is not None:
@@ -263,7 +265,7 @@ class CpuDevice(Device):
                 self._stop(allocation_events)
 
     def _start(self, *, operators: bool = False, operands: bool = False) -> Profile:
-        # What torch.profiler.profile wraps: that one loads the compiler, 2 s, and a reading takes half as long again.
+        # torch.profiler.profile wraps this class. The wrapper loads the compiler (2 s), and readings take 1.5 times as long.
         from torch.autograd.profiler import profile
 
         profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
@@ -273,30 +275,30 @@ class CpuDevice(Device):
         return cast("Profile", profiler)
 
     def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
-        """Stop recording, and return what ``read`` finds in the profile, with the frees of watched storages in their places."""
+        """Stop recording. Return the tokens from ``read``, with the frees of watched storages inserted."""
         import torch
 
         profiler: Any = self._profiler
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
-        # A mode of the test's own would see the probe, or take its place (`FakeTensorMode`).
+        # A mode of the test would see the probe or replace it (`FakeTensorMode`).
         with beneath_modes():
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.__exit__(None, None, None)
             tokens = read(profiler)
-        except RuntimeError:  # torch 2.6 refuses to stop what other code has stopped; later ones give no events
+        except RuntimeError:  # torch 2.6 raises if other code has stopped the profiler; later releases return no events
             tokens = []
-        # The probe is a temporary: its allocation and its free are the last two events.
-        latest = [index for index, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
-        probe = [token.nbytes for index in latest if isinstance(token := tokens[index], AllocationEvent)]
+        # The probe is temporary, so its allocation and its free are the last two events.
+        last_two = [index for index, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
+        probe = [token.nbytes for index in last_two if isinstance(token := tokens[index], AllocationEvent)]
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return self._free_callbacks.put_into([token for index, token in enumerate(tokens) if index not in latest])
+        return self._free_callbacks.put_into([token for index, token in enumerate(tokens) if index not in last_two])
 
     def _pause(self) -> None:
-        """Stop recording; start again at once if the recording was cut short."""
+        """Stop recording. If the recording was cut short, start again at once."""
         try:
             self._live_blocks.apply(self._stop(allocation_events))
         except MeasuringError:

@@ -1,4 +1,4 @@
-"""A CUDA GPU as a device: bytes from the caching allocator's statistics, what they are from its history and the profiler."""
+"""A CUDA GPU as a device. Bytes come from the caching allocator's statistics, details from its history and the profiler."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ _BFLOAT16 = frozenset({"amp-bf16", "bf16", "mp-bf16"})
 
 
 def cuda_slug(device: str) -> str:
-    """Return a GPU's name as a folder's name: ``"NVIDIA H100 80GB HBM3"`` is ``"nvidia-h100-80gb-hbm3"``."""
+    """Return a GPU's slug: ``"NVIDIA H100 80GB HBM3"`` becomes ``"nvidia-h100-80gb-hbm3"``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class CudaDevice(Device):
-    """Peaks of the memory that tensors hold on the current CUDA device.
+    """Peaks of the tensors' memory on the current CUDA device.
 
-    ``allocated`` is the allocator's ``requested_bytes``: what was asked for, before rounding. How far a block is rounded
-    up depends on what lies beside it in the cache, so the rounded figure (``allocated_bytes``) is not the same in every
-    order of tests, and this one is. An allocator backend that does not count requests is read by ``allocated_bytes``.
+    ``allocated`` is the allocator's ``requested_bytes``, the sizes before rounding. The allocator rounds a block according to
+    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the tests' order. The requested sum does
+    not. For an allocator backend without requested sizes, ``allocated`` is ``allocated_bytes``.
 
-    While open, it is shared with the measured tests of other processes by way of ``lock``; without one, none are kept off.
-    Of its memory each process reserves a part in the ``ledger``, where tests are packed; without one they are not. Its
-    ``others`` are the further GPUs that this process sees.
+    For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
+
+    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait. If tests
+    are packed, each process reserves memory in the ``ledger``. Without a ledger, tests are not packed.
+    ``others`` are the other GPUs that this process sees.
     """
 
     name = "cuda"
@@ -107,7 +109,7 @@ class CudaDevice(Device):
         return f"TF32 needs a GPU of compute capability 8.0, and this one has {self._version}"
 
     def emulates(self, feature: str) -> str | None:
-        # torch.cuda.is_bf16_supported() is true: autocast takes it, and cuBLAS and torch's kernels compute in float32.
+        # torch.cuda.is_bf16_supported() is true on older GPUs as well, because cuBLAS and torch's kernels compute in float32.
         if feature not in _BFLOAT16 or self._capability >= _AMPERE:
             return None
         return f"torch emulates bfloat16 on a GPU of compute capability {self._version}, which is slow: 8.0 has it"
@@ -143,7 +145,7 @@ class CudaDevice(Device):
         def peak() -> Peak:
             peaks.take()
             indices = self.random_devices()
-            return Peak(max(peaks.allocated[one] for one in indices), max(peaks.reserved[one] for one in indices))
+            return Peak(max(peaks.allocated[i] for i in indices), max(peaks.reserved[i] for i in indices))
 
         with before_each_reset(peaks.take, "cuda"):
             yield peak
@@ -164,13 +166,13 @@ class CudaDevice(Device):
             other.synchronize()
 
     def finish_backward(self) -> None:
-        """Wait until autograd has let go of what it worked on; else that is live for a while, and taken for workspaces."""
+        """Wait until autograd has released its tensors. Otherwise they stay live for a while and count as workspaces."""
         self.runtime.finish_backward()
         for other in self._others:
             other.finish_backward()
 
     def empty_cache(self) -> None:
-        # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
+        # A block that another stream has used is freed after the stream's event. Emptying the cache checks these events.
         self.finish_backward()
         self.synchronize()
         self.runtime.empty_cache()
@@ -186,16 +188,18 @@ class CudaDevice(Device):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        found = [0] * len(self.everywhere)
-        is_told = self._counter == _REQUESTED and not self._workspaces.are_kept
-        sizes = self.runtime.workspace_sizes() if is_told else frozenset()
+        nbytes = [0] * len(self.everywhere)
+        has_history = self._counter == _REQUESTED and not self._workspaces.are_kept
+        sizes = self.runtime.workspace_sizes() if has_history else frozenset()
         if not sizes:
-            yield found
+            yield nbytes
             return
         with self.runtime.traced() as traces:
-            yield found
-        sizes |= self.runtime.workspace_sizes()  # which the code may set
-        found[:] = [transient_in_peak(traces.get(one.torch_device.index or 0, ()), sizes) for one in self.everywhere]
+            yield nbytes
+        sizes |= self.runtime.workspace_sizes()  # the measured code may set new sizes
+        nbytes[:] = [
+            transient_in_peak(traces.get(device.torch_device.index or 0, ()), sizes) for device in self.everywhere
+        ]
 
     def live(self) -> int:
         return self._statistic(f"{self._counter}.all.current")
@@ -222,7 +226,7 @@ class CudaDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._snapshot = None
-        before = self.live()
+        live_before = self.live()
         requested = self._counter == _REQUESTED
         with self.unrecorded(), self.runtime.recorded(with_history=requested, operands=operands) as region:
             yield region.profiles
@@ -230,7 +234,9 @@ class CudaDevice(Device):
         tokens_in_order = in_order_of_time(region.tokens)
         if requested:
             tokens_in_order = with_requested_sizes(tokens_in_order, region.history)
-        check_change(tokens_in_order, self.live() - before, "the GPU", f"the allocator's statistics ({self._counter})")
+        check_change(
+            tokens_in_order, self.live() - live_before, "the GPU", f"the allocator's statistics ({self._counter})"
+        )
         tokens.extend(tokens_in_order)
 
     def keep_snapshot(self, path: Path) -> None:
@@ -243,14 +249,14 @@ class CudaDevice(Device):
         return self.runtime.laps(runs, used) if used else self.runtime.laps(runs)
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        def to_its_end() -> None:
+        def run_and_wait() -> None:
             run()
             self.synchronize()
 
-        return self.runtime.launches(to_its_end)
+        return self.runtime.launches(run_and_wait)
 
     def conditions(self) -> Conditions:
-        """Return only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
+        """Return the interference counters. On the host only this thread's waiting counts, because it launches the kernels."""
         gpu = self.runtime.gpu()
         return replace(
             super().conditions(),
@@ -271,30 +277,31 @@ class CudaDevice(Device):
         return self.runtime.statistics()[name]
 
     def _probe(self) -> str:
-        """Return the statistic that counts what tensors hold, found by allocating a tensor and looking.
+        """Return the statistic for tensors' bytes. Allocate a tensor to find the statistic.
 
-        Raises `DeviceUnavailable` when none moves (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, a pluggable allocator without
-        statistics): every figure would be 0, and every budget met.
+        Raises:
+            DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without
+                statistics). Every figure would be 0, and every budget would be met.
         """
-        before = self.runtime.statistics()
+        statistics_before = self.runtime.statistics()
         tensor = self.runtime.allocate(_PROBE_BYTES)
-        after = self.runtime.statistics()
+        statistics_after = self.runtime.statistics()
         del tensor
         for counter in (_REQUESTED, _ALLOCATED):
             name = f"{counter}.all.current"
-            if after.get(name, 0) - before.get(name, 0) >= _PROBE_BYTES:
+            if statistics_after.get(name, 0) - statistics_before.get(name, 0) >= _PROBE_BYTES:
                 return counter
         raise DeviceUnavailable(
             "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): "
-            f"after allocating {_PROBE_BYTES} bytes it still counts {after.get('allocated_bytes.all.current', 0)}"
+            f"after allocating {_PROBE_BYTES} bytes it still counts {statistics_after.get('allocated_bytes.all.current', 0)}"
         )
 
 
 class OtherGpu(CudaDevice):
-    """A further GPU of a process, read beside its current one.
+    """Another GPU of a process, read together with the current GPU.
 
-    As long as the process has not used it, neither is anything allocated on it nor waited for, as that would make a context
-    there, of hundreds of MB.
+    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Both would create a CUDA context
+    with hundreds of MB.
     """
 
     def __init__(self, runtime: TorchCuda) -> None:
@@ -306,7 +313,7 @@ class OtherGpu(CudaDevice):
         return self.runtime.has_allocated()
 
     def start(self, undo: ExitStack) -> None:
-        """Start to count as the current GPU does, which also watches for resets."""
+        """Do nothing, because the current GPU watches for resets."""
 
     def synchronize(self) -> None:
         if self.is_used:
@@ -325,10 +332,10 @@ class OtherGpu(CudaDevice):
 
 
 class CudaMemory:
-    """A `SharedMemory`: what a process holds of a GPU is its context and what its allocator has reserved.
+    """A `SharedMemory` for a GPU. A process holds its context and the memory that its allocator has reserved.
 
-    The context, with the code of kernels, which is loaded when they are first used, is what NVML tells of the process beyond
-    the allocator's bytes. It is taken to be `CONTEXT_BYTES` at least: that much it will be once kernels of all kinds ran.
+    The context includes the kernels' code, which is loaded at their first use. Its size is the process's memory according to
+    NVML minus the allocator's bytes, and at least `CONTEXT_BYTES`, the size after all kinds of kernels have run.
     """
 
     def __init__(self, runtime: TorchCuda, ledger: MemoryLedger) -> None:
@@ -353,8 +360,8 @@ class CudaMemory:
         return self._runtime.statistics().get("num_ooms", 0)
 
     def _context(self) -> int:
-        whole = self._runtime.bytes_of_process()
-        return CONTEXT_BYTES if whole is None else max(CONTEXT_BYTES, whole - self._reserved())
+        process_bytes = self._runtime.bytes_of_process()
+        return CONTEXT_BYTES if process_bytes is None else max(CONTEXT_BYTES, process_bytes - self._reserved())
 
     def _reserved(self) -> int:
         return self._runtime.statistics()["reserved_bytes.all.current"]

@@ -1,7 +1,7 @@
-"""A recorded region of CUDA: the profiler's events and the caching allocator's history made one list of tokens. Pure.
+"""Merge the profiler's events and the CUDA caching allocator's history into a single list of tokens. Pure.
 
-The profiler records the spans of allocations, whose sizes are those of the allocator's blocks. The allocator's history has
-the requested sizes, and the times when blocks were really free: a block that another stream still uses is not.
+The profiler records the spans around allocations, but only the allocator's rounded block sizes. The allocator's history has the
+requested sizes and the real times when blocks were freed. A block is not free while another stream still uses its memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT = "alloc", "free_requested", "free_complet
 _USED_ACTIONS = (ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT)
 _NUMBERS_OF_A_THREAD = 2**40
 _AT_ONCE_NS = 100_000
-"""A block that comes back this soon, with nothing in between, was not waited for."""
+"""A block that is freed within this time, with no event in between, was not in use by another stream."""
 
 
 class HistoryEntry(NamedTuple):
-    """An entry of the allocator's history, under torch's own name for what happened; ``nbytes`` as it was asked for.
+    """An entry of the allocator's history, with torch's name for the action and the requested bytes.
 
-    An allocation that is ``apart`` was made by a thread that the program started, which the profiler does not see.
+    ``apart`` marks an allocation from the program's own thread, which the profiler does not see.
+
+    For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation with 5,000 bytes.
     """
 
     time_ns: int
@@ -38,9 +40,11 @@ class HistoryEntry(NamedTuple):
 
 
 def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = False) -> list[HistoryEntry]:
-    """Return what happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's.
+    """Return the block events from an element of ``device_traces`` in torch's snapshot, without segment events.
 
-    With ``threads_apart`` the frames of allocations tell which were made by a `threading.Thread`.
+    Args:
+        trace: The entries of a device.
+        threads_apart: Whether to mark allocations whose frames begin in a `threading.Thread`.
     """
     return [
         HistoryEntry(
@@ -56,7 +60,7 @@ def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = Fals
 
 
 def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the outermost of Python's frames is that in which any `threading.Thread` begins."""
+    """Return whether the outermost Python frame is the first function in every `threading.Thread`."""
     return bool(frames) and (PurePath(frames[-1]["filename"]).name, frames[-1]["name"]) == (
         "threading.py",
         "_bootstrap",
@@ -64,9 +68,11 @@ def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """Return ``tokens`` with autograd's numbers made unique: each thread counts from 0, and backward has its own.
+    """Return ``tokens`` with unique autograd numbers, because each thread counts from 0, and backward runs in its own thread.
 
-    ``threads`` are those of operators and nodes, by the time at which they began.
+    Args:
+        tokens: The tokens of all threads.
+        threads: The threads of operators and nodes, by their start time.
     """
     return [
         token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))
@@ -81,34 +87,34 @@ def _counting(span: Open, threads: Threads) -> int:
 
 
 def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
-    """Return the tokens of several threads, of which one runs at a time, in order of time and nested.
+    """Return the tokens from several threads, ordered by time and nested. Only a single thread runs at a time.
 
-    The profiler hangs the operators of another thread (backward's) on what the first one happened to run when they began,
-    or on nothing. Tokens of the same moment stay as they are, and what an operator took stays with it. A span of another
-    thread may end a moment after what waited for it (``torch.jit.fork``): with the mark that both are in, at the latest.
+    The profiler attaches another thread's operators (backward's) to an arbitrary operator from the first thread, or to none.
+    Tokens with the same time keep their order, and an operator keeps its inputs. A span from another thread may end shortly
+    after its waiting span (``torch.jit.fork``). Such a span ends with their common mark at the latest.
     """
     moments: list[int] = []
-    begun: list[int] = []
+    open_spans: list[int] = []
     opened_at: dict[int, int] = {}
     for index, token in enumerate(tokens):
         if isinstance(token, Seen):
             moments.append(moments[-1])
         elif isinstance(token, Close):
-            opened_at[index] = begun.pop()
-            # Of a span that did not end the time is none.
+            opened_at[index] = open_spans.pop()
+            # An unfinished span has no valid end time.
             moments.append(max(token.time_ns, moments[opened_at[index]]))
         else:
             moments.append(token.time_ns)
             if isinstance(token, Open):
-                begun.append(index)
+                open_spans.append(index)
     return _nested(tokens, sorted(range(len(tokens)), key=moments.__getitem__), opened_at)
 
 
 def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[int, int]) -> list[Token]:
-    """Return ``tokens`` in ``order``, with spans that nest.
+    """Return ``tokens`` in ``order``, with nested spans.
 
-    A mark, which is the recording thread's, ends the spans within it that are still open. Any other span waits for them: of two
-    threads it is not known which one's an allocation is.
+    A mark belongs to the recording thread and ends all spans within it. Any other span waits for the spans within it, because
+    an allocation between them may belong to either thread.
     """
     ordered: list[Token] = []
     stack: list[int] = []
@@ -135,11 +141,17 @@ def _is_mark(token: Token) -> bool:
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
-    """Return ``tokens`` with requested sizes, and with each free where the block could be used again.
+    """Return ``tokens`` with requested sizes, and with each free at the time when the block could be reused.
 
-    Both have the same allocations in the same order. What only the history has stands between what both have, as near as
-    its clock shows: blocks that another stream used for longer, what threads did that are not profiled, and allocations
-    that failed (of 0 bytes, at `NOWHERE`). Raises `MeasuringError` when the two do not match.
+    Both arguments have the same allocations in the same order. Events that only the history has are inserted between common
+    events, as accurately as its clock allows. They are delayed frees because of another stream, events from unprofiled
+    threads, and failed allocations (0 bytes at `NOWHERE`).
+
+    For example, the profiler has an allocation with 5,120 bytes at ``0x7f00``, and the history's allocation there has 5,000
+    bytes. The result has 5,000 bytes.
+
+    Raises:
+        MeasuringError: The allocations do not match.
     """
     join = _Join(tokens, history)
     for token in tokens:
@@ -148,12 +160,14 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
 
 
 class _Join:
+    """The state of the merge: the remaining history, the tokens so far, and the current time."""
+
     def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
         self._left = deque(entry for entry in history if entry.action in _USED_ACTIONS)
         self._tokens: list[Token] = []
         self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
         self._ahead = 0
-        """The lead of the profiler's clock over the history's, by the latest event that both have."""
+        """The difference between the profiler's clock and the history's, from the latest common event."""
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
@@ -183,11 +197,11 @@ class _Join:
     def _allocated(self, token: AllocationEvent) -> None:
         self._seen += 1
         entry = self._reach(ALLOCATED)
-        known = f"allocation {self._seen} is {token.nbytes} bytes at {token.address:#x} to the profiler"
+        event_text = f"allocation {self._seen} is {token.nbytes} bytes at {token.address:#x} to the profiler"
         if entry is None:
-            raise self._mismatch(f"{known}, and the history has ended")
+            raise self._mismatch(f"{event_text}, and the history has ended")
         if entry.address != token.address or entry.nbytes > token.nbytes:
-            raise self._mismatch(f"{known}, and {entry.nbytes} bytes at {entry.address:#x} to the history")
+            raise self._mismatch(f"{event_text}, and {entry.nbytes} bytes at {entry.address:#x} to the history")
         self._ahead = token.time_ns - entry.time_ns
         self._tokens.append(token._replace(nbytes=entry.nbytes))
 
@@ -199,21 +213,21 @@ class _Join:
                 "and the history none"
             )
         self._ahead = token.time_ns - entry.time_ns
-        after = self._left[0] if self._left else None
+        next_entry = self._left[0] if self._left else None
         if (
-            after is not None
-            and (after.action, after.address) == (FREE, token.address)
-            and after.time_ns - entry.time_ns <= _AT_ONCE_NS
+            next_entry is not None
+            and (next_entry.action, next_entry.address) == (FREE, token.address)
+            and next_entry.time_ns - entry.time_ns <= _AT_ONCE_NS
         ):
             self._emit(self._left.popleft())
 
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
-        """Return whether only the history has it."""
+        """Return whether only the history has this entry."""
         return entry.apart or entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
-        """Return the next such entry, once the ones before it are emitted; ``None`` when an allocation, or the end, does."""
+        """Emit all entries before the next match, and return the match; ``None`` if an allocation or the end comes first."""
         while self._left:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address) and not entry.apart:
@@ -225,7 +239,7 @@ class _Join:
         return None
 
     def _emit(self, entry: HistoryEntry) -> None:
-        # At the time of the tokens around it: the history's clock is another one.
+        # Use the time of the surrounding tokens, because the history has a different clock.
         if entry.action == FREE:
             self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
@@ -233,25 +247,27 @@ class _Join:
         elif entry.apart:
             self._tokens.append(AllocationEvent(self._now, entry.address, entry.nbytes, apart=True))
 
-    def _mismatch(self, what: str) -> MeasuringError:
-        profiled, kept = self._counts
+    def _mismatch(self, difference: str) -> MeasuringError:
+        profiled, recorded = self._counts
         return MeasuringError(
-            f"the profiler tells of {profiled} allocations on the GPU and the allocator's history of {kept}, and they do not "
-            f"match: {what}; another thread allocated meanwhile, or the measured code profiled itself or recorded the "
+            f"the profiler has {profiled} allocations on the GPU and the allocator's history has {recorded}, and they do not "
+            f"match: {difference}; another thread allocated memory, or the measured code ran a profiler or recorded the "
             "history (torch.cuda.memory._record_memory_history)"
         )
 
 
 def live_blocks(segments: list[dict[str, Any]], size: str) -> dict[int, int]:
-    """Return the blocks that tensors hold, by address, in the segments of ``torch.cuda.memory_snapshot()``.
+    """Return the tensors' blocks as address -> bytes, from the segments in ``torch.cuda.memory_snapshot()``.
 
-    ``size`` is the key of their bytes: ``size``, or ``requested_size`` for what was asked for.
+    Args:
+        segments: The segments.
+        size: The key of a block's bytes: ``size``, or ``requested_size`` for the bytes before rounding.
     """
-    found: dict[int, int] = {}
+    blocks: dict[int, int] = {}
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                found[address] = block[size]
+                blocks[address] = block[size]
             address += block["size"]
-    return found
+    return blocks

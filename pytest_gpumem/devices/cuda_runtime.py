@@ -1,6 +1,6 @@
-"""The seam between `CudaDevice` and torch.cuda: what it calls, and nothing that it decides.
+"""The calls from `CudaDevice` to torch.cuda, without any decisions.
 
-Tests put recorded statistics of a real GPU in its place.
+Tests replace this module with recorded statistics from a real GPU.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuProperties:
-    """``total_memory`` is in bytes; ``driver`` is ``"unknown"`` where NVML does not answer; ``uuid`` names the physical GPU.
+    """Properties of a GPU.
 
-    ``capability`` is the compute capability: (9, 0) of an H100.
+    ``total_memory`` is in bytes. ``driver`` is ``"unknown"`` if NVML does not answer. ``uuid`` identifies the physical GPU.
+    ``capability`` is the compute capability, (9, 0) on an H100.
     """
 
     name: str
@@ -61,9 +62,10 @@ class GpuProperties:
 
 @dataclass(slots=True)
 class RecordedRegion:
-    """A recording of a region, once it has ended: the profiler's tokens, as its event tree has them.
+    """A recording of a region, filled at the region's end.
 
-    ``history`` and ``snapshot`` are the allocator's, if they were asked for. ``profiles`` are those of `profiled`.
+    ``tokens`` come from the profiler, in the order of its event tree. ``history`` and ``snapshot`` come from the allocator if
+    they were requested. ``profiles`` come from `profiled`.
     """
 
     tokens: list[Token] = field(default_factory=list)
@@ -73,14 +75,14 @@ class RecordedRegion:
 
 
 def gpus_beside(device: torch.device) -> list[int]:
-    """Return the indices of the further GPUs that this process sees."""
+    """Return the indices of all other visible GPUs."""
     import torch
 
     return [index for index in range(torch.cuda.device_count()) if index != device.index]
 
 
 class TorchCuda:
-    """torch.cuda itself, for the GPU with an ``index``, by default the current one. Raises `DeviceUnavailable` without any."""
+    """The calls to torch.cuda for a GPU, by default the current GPU. Raises `DeviceUnavailable` if there is no GPU."""
 
     def __init__(self, index: int | None = None) -> None:
         import torch
@@ -88,7 +90,7 @@ class TorchCuda:
         if torch.version.cuda is None and torch.version.hip is None:
             raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} is built without CUDA")
         with warnings.catch_warnings():
-            # A missing or old driver is reported by a warning, which a suite may have turned into an error.
+            # torch reports a missing or old driver with a warning, and a suite may turn warnings into errors.
             warnings.simplefilter("ignore")
             available = torch.cuda.is_available()
         if not available:
@@ -102,7 +104,7 @@ class TorchCuda:
     def torch_device(self) -> torch.device:
         import torch
 
-        # A mode of the test's own sees even this.
+        # A mode of the test would see even this call.
         with beneath_modes():
             return torch.device("cuda", self._index)
 
@@ -124,7 +126,7 @@ class TorchCuda:
         return dict(torch.cuda.memory_stats(self._index))
 
     def has_allocated(self) -> bool:
-        """Return whether this process has ever allocated on the GPU; without `statistics`, which take ten times as long."""
+        """Return whether this process has ever allocated on the GPU, ten times faster than `statistics`."""
         return cuda_has_allocated(self._index)
 
     def reset_peaks(self) -> None:
@@ -136,18 +138,27 @@ class TorchCuda:
         clear_cublas_workspaces()
 
     def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
-        """Have cuBLAS make its workspace for a stream, by default the current one, as before a product, if there is none.
+        """Have cuBLAS allocate its workspace for a stream, as before a matrix product, unless the workspace exists.
 
-        A thread has its own: that of the caller, or that of autograd in which backward runs. Without room there is none.
+        Each thread has its own workspace. If the GPU's memory is full, nothing is allocated.
+
+        Args:
+            stream: The stream's handle; by default the current stream.
+            in_backward: Whether to allocate the workspace for autograd's backward thread instead of the calling thread.
         """
         import torch
 
-        on = torch.cuda.current_stream(self._index)
+        cuda_stream = torch.cuda.current_stream(self._index)
         if stream == 0:
-            on = torch.cuda.default_stream(self._index)
-        elif stream not in (None, on.cuda_stream):
-            on = torch.cuda.ExternalStream(stream, self._index)  # type: ignore[no-untyped-call]
-        with suppress(torch.OutOfMemoryError), torch.cuda.device(self._index), torch.cuda.stream(on), beneath_modes():
+            cuda_stream = torch.cuda.default_stream(self._index)
+        elif stream not in (None, cuda_stream.cuda_stream):
+            cuda_stream = torch.cuda.ExternalStream(stream, self._index)  # type: ignore[no-untyped-call]
+        with (
+            suppress(torch.OutOfMemoryError),
+            torch.cuda.device(self._index),
+            torch.cuda.stream(cuda_stream),
+            beneath_modes(),
+        ):
             if in_backward:
                 run_in_backward(torch.cuda.current_blas_handle, self.torch_device())
             else:
@@ -167,7 +178,7 @@ class TorchCuda:
         torch.cuda.synchronize(self._index)
 
     def finish_backward(self) -> None:
-        """Wait until the thread in which autograd ran backward has let go of what it worked on."""
+        """Wait until autograd's backward thread has released its tensors."""
         if not in_backward():
             with beneath_modes():
                 run_in_backward(lambda: None, self.torch_device())
@@ -179,9 +190,11 @@ class TorchCuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
     def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]:
-        """Return seconds of each, by events on the stream: the host does not wait for the GPU but at the end.
+        """Return the seconds of each run from events on the stream. The host waits for the GPU only after the last run.
 
-        The stream waits at the end of each for the GPUs ``beside`` it, given by index.
+        Args:
+            runs: The functions to run in sequence.
+            beside: Other GPUs' indices. The stream waits for these GPUs after each run.
         """
         import torch
 
@@ -208,17 +221,25 @@ class TorchCuda:
     def segments(self) -> list[dict[str, Any]]:
         import torch
 
-        everywhere: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [segment for segment in everywhere if segment["device"] == self._index]
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in segments if segment["device"] == self._index]
 
     @contextmanager
     def recorded(self, *, with_history: bool, operands: bool = True) -> Iterator[RecordedRegion]:
-        """Record a region, and yield what is filled at its end. Raises `MeasuringError` when the recording was cut short.
+        """Record a region.
 
-        ``operands`` are recorded as in `profiled`.
+        Backward runs on a thread of its own, as without a recording, because each thread has its own cuBLAS workspace
+        (33,554,432 bytes on an H100). On a single thread, the step would need less memory than the measured step.
 
-        Backward runs on a thread of its own, as ever: a thread has its own cuBLAS workspace (33,554,432 bytes on an H100),
-        and a step that ran on one would need less than the one that was measured.
+        Args:
+            with_history: Whether to record the allocator's history as well.
+            operands: Whether to record the operators' input tensors, as in `profiled`.
+
+        Yields:
+            A recording that is filled at the end.
+
+        Raises:
+            MeasuringError: The recording was cut short.
         """
         region = RecordedRegion()
         if not with_history:
@@ -231,34 +252,34 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            # Of one that the program started they look like those of the others.
+            # In a thread that the program started, our own allocations have frames like other threads' allocations.
             in_main_thread = threading.current_thread() is threading.main_thread()
             entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
             region.history = history_of(entries, threads_apart=in_main_thread)
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
-        """Yield a mapping that gets, at the end, the events of blocks by the GPU's index; none where they were too many."""
-        found: dict[int, Sequence[HistoryEntry]] = {}
+        """Yield a mapping from GPU indices to block events, filled at the end unless there were too many events."""
+        histories: dict[int, Sequence[HistoryEntry]] = {}
         with _history(frames=False) as before:
-            yield found
+            yield histories
             for index, trace in enumerate(cuda_snapshot()["device_traces"]):
                 if before or len(trace) < MOST_ENTRIES:
-                    found[index] = history_of(trace[before.get(index, 0) :])
+                    histories[index] = history_of(trace[before.get(index, 0) :])
 
     def free_and_total(self) -> tuple[int, int]:
-        """Return the bytes that no process has taken of the GPU, and all that it has."""
+        """Return the free bytes and the total bytes of the GPU."""
         import torch
 
         free, total = torch.cuda.mem_get_info(self._index)
         return int(free), int(total)
 
     def bytes_of_process(self) -> int | None:
-        """Return the bytes that this process has taken of the GPU, its context included; ``None`` where NVML does not tell."""
+        """Return this process's bytes on the GPU, including its context; ``None`` if NVML does not report them."""
         return self._nvml.bytes_of(os.getpid())
 
     def limit(self, fraction: float) -> None:
-        """Let the allocator take no more than a ``fraction`` of the GPU's memory; one of another kind may know no limit."""
+        """Limit the allocator to this ``fraction`` of the GPU's memory. An allocator without limits ignores this call."""
         import torch
 
         with suppress(RuntimeError):
@@ -273,7 +294,7 @@ class TorchCuda:
 
 @contextmanager
 def _history(*, frames: bool) -> Iterator[Mapping[int, int]]:
-    """Have the allocator's history recorded within; yields how long that of each GPU was already, if it was recorded before."""
+    """Record the allocator's history. Yield each GPU's earlier history length if the program records as well."""
     if cuda_history_is_on():
         yield {index: len(trace) for index, trace in enumerate(cuda_snapshot()["device_traces"])}
         return

@@ -1,8 +1,12 @@
-"""cuBLAS's workspaces: those that torch keeps between products are counted, and left as the program has them.
+"""cuBLAS's workspaces. Workspaces that torch keeps between matrix products are counted and then restored.
 
-Up to 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, it keeps one for each thread and stream that ran a product, and tells
-nobody how many. They are counted by what is free when they are dropped. Then they are made again where they were, as the next
-step of the program alone would find them there. Later releases make one for each product, and drop it right after.
+Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that ran a
+product, without an interface to count them. This module counts the bytes that become free when workspaces are dropped. Then the
+workspaces are allocated again, because the program's next step would find them. Later torch releases allocate a workspace for
+each product and drop it right afterwards.
+
+For example, on an H100 a workspace has 33,554,432 bytes. After a training step, the main thread and the backward thread have a
+workspace each, so 67,108,864 bytes are counted.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class GpuWithWorkspaces(Protocol):
-    """The part of a CUDA GPU that counting workspaces needs."""
+    """A CUDA GPU's interface for the count."""
 
     @property
     def runtime(self) -> TorchCuda: ...
@@ -38,8 +42,8 @@ class GpuWithWorkspaces(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _OfStream:
-    """The workspaces of one stream of a GPU: how many, and whether this thread's is one of them."""
+class _StreamWorkspaces:
+    """The number of workspaces on a GPU's stream, and whether the calling thread owns a workspace there."""
 
     device: GpuWithWorkspaces
     stream: int
@@ -48,92 +52,104 @@ class _OfStream:
 
 
 class Workspaces:
-    """The workspaces of a GPU and its `others`. A count holds as long as the live bytes of all are as they were then."""
+    """The workspaces on a GPU and its `others`. A count stays valid while the live bytes stay the same."""
 
-    def __init__(self, device: GpuWithWorkspaces, others: Sequence[GpuWithWorkspaces]) -> None:
+    def __init__(self, device: GpuWithWorkspaces, other_gpus: Sequence[GpuWithWorkspaces]) -> None:
         self._device = device
-        self._everywhere = (device, *others)
+        self._everywhere = (device, *other_gpus)
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Bytes of workspaces on each of `Device.everywhere`, by the bytes that were live on each."""
-        self._kept: tuple[_OfStream, ...] = ()
-        """The workspaces that `restore` makes again."""
+        """Workspace bytes on each of `Device.everywhere`, by the live bytes on each."""
+        self._dropped: tuple[_StreamWorkspaces, ...] = ()
+        """The workspaces that `restore` allocates again."""
         self._are_kept: bool | None = None
 
     @property
     def are_kept(self) -> bool:
-        """True if they are kept between products; also where that was not found out yet."""
+        """True if torch keeps workspaces between products, and also before this is known."""
         return self._are_kept is not False
 
     def release(self) -> None:
-        """Drop them, and give back what the allocator keeps."""
+        """Drop the workspaces, and empty the allocator's cache."""
         self._counted = {}
         self._device.finish_backward()
         self._device.synchronize()
         self._device.runtime.clear_workspaces()
         if self._are_kept is None:
             with self._device.peak_ignored():
-                bare = self._device.live()
+                bare_bytes = self._device.live()
                 self._device.runtime.make_workspace()
-                self._are_kept = self._device.live() > bare
+                self._are_kept = self._device.live() > bare_bytes
                 self._device.runtime.clear_workspaces()
         self._device.runtime.empty_cache()
 
     def count(self) -> tuple[int, ...]:
-        """Return their bytes on each of `Device.everywhere`; as many are there afterwards, but for those of other threads."""
+        """Return the workspace bytes on each of `Device.everywhere`. Restore the workspaces, except for other threads."""
         live = self._live()
         if live not in self._counted:
             with self._device.peak_ignored():
-                before = {one: _streams(one) for one in self._everywhere if one.is_used}
-                own = {(one, stream) for one, blocks in before.items() for stream in _own_streams(one, blocks)}
+                blocks_of_gpus = {gpu: _streams(gpu) for gpu in self._everywhere if gpu.is_used}
+                own_streams = {
+                    (gpu, stream) for gpu, blocks in blocks_of_gpus.items() for stream in _own_streams(gpu, blocks)
+                }
                 self._device.release_workspaces()
-                bare = self._live()
-                self._kept = tuple(
-                    _OfStream(one, stream, number, (one, stream) in own)
-                    for one, blocks in before.items()
-                    for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(one)).items()
+                bare_bytes = self._live()
+                self._dropped = tuple(
+                    _StreamWorkspaces(gpu, stream, number, (gpu, stream) in own_streams)
+                    for gpu, blocks in blocks_of_gpus.items()
+                    for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(gpu)).items()
                 )
                 self.restore()
-            # A workspace that could not be made again, of a thread of the program's own, is made by the next step.
+            # The next step allocates a workspace that could not be restored, for example another thread's workspace.
             for total in (live, self._live()):
-                self._counted[total] = _beyond(bare, total)
+                self._counted[total] = _beyond(bare_bytes, total)
         return self._counted[live]
 
     def restore(self) -> None:
-        """Make again those of the last count, after `Device.release_workspaces`."""
-        for kept in self._kept:
-            if kept.has_own:
-                kept.device.runtime.make_workspace(kept.stream)
-            if kept.number > kept.has_own:
-                kept.device.runtime.make_workspace(kept.stream, in_backward=True)
+        """Allocate the workspaces of the last count again, after `Device.release_workspaces`."""
+        for workspaces in self._dropped:
+            if workspaces.has_own:
+                workspaces.device.runtime.make_workspace(workspaces.stream)
+            if workspaces.number > workspaces.has_own:
+                workspaces.device.runtime.make_workspace(workspaces.stream, in_backward=True)
 
     def _live(self) -> tuple[int, ...]:
-        return tuple(one.live() for one in self._everywhere)
+        return tuple(gpu.live() for gpu in self._everywhere)
 
 
 def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -> int:
-    """Return how many bytes of the peak of a region are workspaces, of ``sizes``, that were freed right after they were made.
+    """Return how many bytes lower a region's peak would be without transient workspaces.
 
-    That is how much lower the peak would be without them. Such a workspace is freed with nothing in between: products are
-    launched, and the allocator does not wait for them.
+    A transient workspace is freed right after its allocation, with no event in between, because the allocator does not wait
+    for the product's kernel.
+
+    For example, a region allocates a tensor (100 bytes), then allocates and frees a workspace (32 bytes), and then allocates
+    another tensor (20 bytes).
+    The peak is 132 bytes. Without the workspace the peak is 120 bytes, so the result is 12.
+
+    Args:
+        history: The block events of the region.
+        sizes: The possible sizes of a workspace, in bytes.
     """
-    live = highest = bare = highest_bare = 0
+    live = highest = live_without = highest_without = 0
     workspace = None
-    for entry, after in zip_longest(history, history[1:]):
+    for entry, next_entry in zip_longest(history, history[1:]):
         if entry.action == ALLOCATED:
-            is_transient = entry.nbytes in sizes and after is not None and after[1:3] == (GIVEN_BACK, entry.address)
+            is_transient = (
+                entry.nbytes in sizes and next_entry is not None and next_entry[1:3] == (GIVEN_BACK, entry.address)
+            )
             workspace = entry.address if is_transient else workspace
             live += entry.nbytes
-            bare += 0 if is_transient else entry.nbytes
+            live_without += 0 if is_transient else entry.nbytes
         elif entry.action == FREE:
             live -= entry.nbytes
-            bare -= 0 if entry.address == workspace else entry.nbytes
+            live_without -= 0 if entry.address == workspace else entry.nbytes
             workspace = None if entry.address == workspace else workspace
-        highest, highest_bare = max(highest, live), max(highest_bare, bare)
-    return highest - highest_bare
+        highest, highest_without = max(highest, live), max(highest_without, live_without)
+    return highest - highest_without
 
 
 def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
-    """Return the streams of live blocks by their addresses; none where the allocator has no such list."""
+    """Return the live blocks' streams by address; empty if the allocator cannot list blocks."""
     with suppress(RuntimeError):
         return {
             address: segment["stream"]
@@ -144,7 +160,7 @@ def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
 
 
 def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterator[int]:
-    """Yield the streams on which this thread has a workspace: asking for it makes none. Others are dropped soon after."""
+    """Yield the streams on which this thread has a workspace. On these streams a request allocates nothing."""
     for stream in {*blocks.values()}:
         live = device.live()
         device.runtime.make_workspace(stream)
@@ -153,4 +169,4 @@ def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterat
 
 
 def _beyond(bare: tuple[int, ...], live: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(now - before for before, now in zip(bare, live, strict=True))
+    return tuple(current - base for base, current in zip(bare, live, strict=True))

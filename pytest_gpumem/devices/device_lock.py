@@ -1,6 +1,6 @@
-"""A readers-writer lock on a device: measured tests of one user share it, and the one that is being timed holds it alone.
+"""A readers-writer lock on a device. A user's measured tests share the lock, and a timed test holds the lock alone.
 
-Between processes: workers of one session, and sessions. The system holds the locks and frees those of a dead process.
+A session's workers and separate sessions use the same lock. The system frees a dead process's locks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
-"""No process holds a device alone for as long, unless its step hangs or is in a debugger."""
+"""The longest waits, in seconds. Only a step that hangs or is in a debugger holds a device alone for so long."""
 SECONDS_UNTIL_TOLD = 5.0
-"""Seconds after which the holder that this process waits for is named."""
+"""After waiting this many seconds, a process prints the name of the lock's holder."""
 MOST_SECONDS_NEXT_TIME = 5.0
-"""The longest wait after one that timed out, in seconds: a suite must not wait a minute in each of its tests."""
+"""The longest wait after a timeout, in seconds, because a suite must not wait a minute in each of its tests."""
 
 
-_Waits = Callable[[str | None], None]
+_WaitReporter = Callable[[str | None], None]
 
 
 def _tell(sentence: str) -> None:
@@ -37,11 +37,17 @@ def _tell(sentence: str) -> None:
 
 
 class DeviceLock:
-    """The lock on the device called ``name`` (a GPU's UUID, ``"cpu"``), in ``folder`` (default: this user's).
+    """The lock on the device called ``name`` (a GPU's UUID, ``"cpu"``), in ``folder`` (default: this user's folder).
 
-    All locks of one name and folder are the same to a process: it never waits for itself. Where the folder cannot be used,
-    and on Windows, there is no lock: nothing fails, and in a worker of pytest-xdist, beside which others run, `exclusive`
-    yields the reason.
+    All locks with the same name and folder are the same lock in a process, so a process never waits for itself. There is no
+    lock on Windows, or if the folder cannot be used. Nothing fails then, but `exclusive` yields the reason in a pytest-xdist
+    worker, because other workers run at the same time.
+
+    Example:
+        >>> with lock.shared():  # other measured tests run
+        ...     warm_up()
+        ...     with lock.exclusive() as refused:  # other measured tests wait
+        ...         time_the_step()
     """
 
     def __init__(self, name: str, *, spoken: str = "the GPU", folder: Path | None = None) -> None:
@@ -49,13 +55,13 @@ class DeviceLock:
         self._spoken = spoken
         self._folder = folder
         self.tell: Callable[[str], object] = _tell
-        """Called once with a sentence where others are waited for, after `SECONDS_UNTIL_TOLD`."""
+        """Called once with a sentence after waiting `SECONDS_UNTIL_TOLD` for other processes."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock together with others."""
+        """Hold the lock together with other processes."""
         lock = self._of_this_process()
-        lock.acquire_shared(self._waits)
+        lock.acquire_shared(self._report_wait)
         try:
             yield
         finally:
@@ -63,23 +69,25 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Hold the lock alone, within a `shared` region.
+        """Hold the lock alone, within a `shared` region. Wait at most `MOST_SECONDS_FOR_EXCLUSIVE`.
 
-        Waits at most `MOST_SECONDS_FOR_EXCLUSIVE`. Yields ``None``, or a clause that says why others are not kept off. The
-        shared lock is released meanwhile, so that two processes that both want this do not deadlock, and is held again
-        afterwards.
+        The shared lock is released before the wait and taken again afterwards. Otherwise two processes that both call this
+        method would deadlock.
+
+        Yields:
+            ``None``, or a clause with the reason why other processes may run.
         """
         lock = self._of_this_process()
-        refused = lock.acquire_exclusive(self._spoken, self._waits)
+        refused = lock.acquire_exclusive(self._spoken, self._report_wait)
         try:
             yield refused
         finally:
             lock.release_exclusive()
 
-    def _waits(self, holder: str | None) -> None:
-        who = "another process" if holder is None else holder
+    def _report_wait(self, holder: str | None) -> None:
+        name = "another process" if holder is None else holder
         self.tell(
-            f"waiting for {self._spoken}, which is held by {who}: timed steps are alone on a device. To avoid it, run one "
+            f"waiting for {self._spoken}, which is held by {name}: timed steps are alone on a device. To avoid it, run one "
             "session after the other, or with --no-gpumem-time"
         )
 
@@ -88,7 +96,7 @@ class DeviceLock:
 
 
 class _ProcessLock:
-    """The lock as this process holds it: the system's record locks belong to a process, not to an object."""
+    """A process's state of the lock. All `DeviceLock` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -100,14 +108,14 @@ class _ProcessLock:
         self._refused: str | None = None
         self._shared_holders = 0
         self._exclusive_holders = 0
-        self._told = False
+        self._has_reported = False
         self._for_shared = _Timeout(MOST_SECONDS_FOR_SHARED)
         self._for_exclusive = _Timeout(MOST_SECONDS_FOR_EXCLUSIVE)
 
-    def acquire_shared(self, waits: _Waits) -> None:
+    def acquire_shared(self, report_wait: _WaitReporter) -> None:
         with self._guard:
             if self._is_free():
-                self._begin(waits)
+                self._begin(report_wait)
             self._shared_holders += 1
 
     def release_shared(self) -> None:
@@ -117,12 +125,12 @@ class _ProcessLock:
             self._shared_holders -= 1
             self._close_if_free()
 
-    def acquire_exclusive(self, spoken: str, waits: _Waits) -> str | None:
+    def acquire_exclusive(self, spoken: str, report_wait: _WaitReporter) -> str | None:
         with self._guard:
-            if self._is_free():  # in a child that was forked within a region
-                self._begin(waits)
+            if self._is_free():  # this is a child that was forked within a region
+                self._begin(report_wait)
             if self._exclusive_holders == 0:
-                self._refused = self._why_not_exclusive(spoken, waits)
+                self._refused = self._why_not_exclusive(spoken, report_wait)
             self._exclusive_holders += 1
             return self._refused
 
@@ -136,21 +144,23 @@ class _ProcessLock:
                     self._lock.downgrade()
             self._close_if_free()
 
-    def _teller(self, lock: _ReadersWriterLock, waits: _Waits, *, alone: bool) -> Callable[[], None]:
-        """Return what tells once, of all waits of this process, for whom it waits."""
+    def _holder_reporter(
+        self, lock: _ReadersWriterLock, report_wait: _WaitReporter, *, alone: bool
+    ) -> Callable[[], None]:
+        """Return a function that reports the lock's holder, only once for each process."""
 
-        def tell() -> None:
-            if not self._told:
-                self._told = True
-                waits(lock.kept_by(alone=alone))
+        def report_holder() -> None:
+            if not self._has_reported:
+                self._has_reported = True
+                report_wait(lock.kept_by(alone=alone))
 
-        return tell
+        return report_holder
 
-    def _begin(self, waits: _Waits) -> None:
+    def _begin(self, report_wait: _WaitReporter) -> None:
         self._broken = None
         try:
             self._lock = lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
-            self._for_shared.wait_for(lock.acquire_shared, self._teller(lock, waits, alone=False))
+            self._for_shared.wait_for(lock.acquire_shared, self._holder_reporter(lock, report_wait, alone=False))
             lock.note(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
         except OSError as error:
             self._give_up(error)
@@ -158,38 +168,40 @@ class _ProcessLock:
             self._close()
             raise
 
-    def _why_not_exclusive(self, spoken: str, waits: _Waits) -> str | None:
+    def _why_not_exclusive(self, spoken: str, report_wait: _WaitReporter) -> str | None:
         seconds = 0.0
         try:
             if self._lock is not None:
-                seconds = self._wait_for_exclusive(self._lock, waits)
+                seconds = self._wait_for_exclusive(self._lock, report_wait)
         except OSError as error:
             self._give_up(error)
         if self._broken is not None:
-            # One process is the rule; the device's conditions show others.
+            # A session usually has a single process. The device's conditions reveal other processes.
             if "PYTEST_XDIST_WORKER" not in os.environ:
                 return None
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
         return f"another measured test kept {spoken} busy for {seconds:.0f} s" if seconds else None
 
-    def _wait_for_exclusive(self, lock: _ReadersWriterLock, waits: _Waits) -> float:
-        """Exchange the shared lock for the exclusive one.
+    def _wait_for_exclusive(self, lock: _ReadersWriterLock, report_wait: _WaitReporter) -> float:
+        """Exchange the shared lock for the exclusive lock.
 
         Returns:
-            0.0, or after a timeout the seconds that were waited in vain; then the lock is shared again.
+            0.0 if this process now holds the lock alone. After a timeout, the seconds of the wait. The lock is then shared.
         """
         began = time.monotonic()
-        # Two processes that kept their shared locks would wait for one another for ever.
+        # Two processes with shared locks would wait for each other forever.
         lock.release()
         try:
-            acquired = self._for_exclusive.wait_for(lock.acquire_exclusive, self._teller(lock, waits, alone=True))
+            acquired = self._for_exclusive.wait_for(
+                lock.acquire_exclusive, self._holder_reporter(lock, report_wait, alone=True)
+            )
         except BaseException:  # Ctrl-C while waiting
-            lock.acquire_shared()  # which admits others, too, and does not wait
+            lock.acquire_shared()  # this also frees the turnstile, and does not wait
             raise
         lock.admit_others()
         seconds = time.monotonic() - began
         if not acquired:
-            self._for_shared.wait_for(lock.acquire_shared, self._teller(lock, waits, alone=False))
+            self._for_shared.wait_for(lock.acquire_shared, self._holder_reporter(lock, report_wait, alone=False))
         return 0.0 if acquired else seconds
 
     def _give_up(self, error: OSError) -> None:
@@ -209,45 +221,55 @@ class _ProcessLock:
             self._lock = None
 
     def _forked(self) -> bool:
-        """Return whether this is a child that was forked within a region: it has inherited this object, and no lock."""
+        """Return whether this process is a child that was forked within a region. The child has this object, but no lock."""
         return self._process != os.getpid()
 
 
 _process_lock = functools.cache(_ProcessLock)
-"""Returns the lock of one process: were there two objects, closing the file of one would free what the other holds."""
+"""Return the process's lock. There is only one, because closing a second file would free all locks of the process."""
 
 
 class _Timeout:
-    """Deadline of waiting for a lock that others hold."""
+    """The longest wait for a lock that another process holds. After a timeout, the next wait is shorter."""
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
         self._timed_out = False
 
-    def wait_for(self, attempt: Callable[[], bool], long: Callable[[], None]) -> bool:
-        """Return whether ``attempt`` succeeded in time. It is made at least once; ``long`` is called while it takes long."""
+    def wait_for(self, attempt: Callable[[], bool], report: Callable[[], None]) -> bool:
+        """Repeat ``attempt`` until success or the end of the time limit.
+
+        Args:
+            attempt: Tries to take the lock. Called at least once.
+            report: Called during a wait longer than `SECONDS_UNTIL_TOLD`.
+
+        Returns:
+            Whether the attempt succeeded.
+        """
         most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._timed_out else self._most_seconds
         began = time.monotonic()
         while not (done := attempt()) and (waited := time.monotonic() - began) < most:
             if waited >= SECONDS_UNTIL_TOLD:
-                long()
+                report()
             time.sleep(SECONDS_BETWEEN_TRIES)
         self._timed_out = not done
         return done
 
 
 class _ReadersWriterLock(LockFile):
-    """Readers-writer lock of POSIX record locks on two bytes of a file: the lock itself, and a turnstile before it.
+    """A readers-writer lock built from POSIX record locks on two bytes of a file: the lock itself and a turnstile.
 
-    Every process passes the turnstile. A writer holds it while it waits for the readers, so that readers that come later
-    cannot starve it.
-    Raises ``OSError`` where record locks cannot be had.
+    Every process passes the turnstile before it takes the lock. A writer holds the turnstile while it waits for the readers,
+    so later readers cannot starve it. Raises ``OSError`` if the system has no record locks.
+
+    For example, A and B share the lock and B wants it alone. B takes the turnstile, C waits at the turnstile, A releases the
+    lock, and B takes it. Then B frees the turnstile.
     """
 
     _TURNSTILE, _LOCK = 0, 1
 
     def acquire_shared(self) -> bool:
-        """Try to hold the lock together with others; fails while a writer holds it or waits for it."""
+        """Try to share the lock. Return ``False`` while a writer holds or awaits the lock."""
         if not self.share(self._TURNSTILE):
             return False
         try:
@@ -256,15 +278,15 @@ class _ReadersWriterLock(LockFile):
             self.admit_others()
 
     def acquire_exclusive(self) -> bool:
-        """Try to hold the lock alone. In any case the turnstile may stay held: see `admit_others`."""
+        """Try to hold the lock alone. The turnstile may remain held, even after a failure; see `admit_others`."""
         return self.take(self._TURNSTILE) and self.take(self._LOCK)
 
     def downgrade(self) -> None:
-        """Turn the exclusive lock into a shared one without a gap in which another writer could come."""
+        """Turn the exclusive lock into a shared lock without a gap for another writer."""
         self.share(self._LOCK)
 
     def kept_by(self, *, alone: bool) -> str | None:
-        """Return who keeps this process from the lock, as a clause."""
+        """Return a clause with the name of the blocking process."""
         return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""An emulated GPU as a device: bytes as of CUDA, kernels by the stand-ins' count, no times."""
+"""An emulated GPU as a device: bytes as on CUDA, kernel launches from the stand-ins, no times."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 
 class EmulatedDevice(CudaDevice):
-    """torch's own allocator, operators and choice of kernels, over memory that is not touched and kernels that do nothing."""
+    """An emulated GPU: torch's own allocator, operators and choice of kernels, on untouched memory and empty kernels."""
 
     memory_title = "Emulated GPU memory"
     tells_time = False
 
     def __init__(self, emulation: Emulation) -> None:
         runtime = _EmulatedCuda(emulation)
-        others = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
-        super().__init__(runtime, ledger=_ledger(runtime), others=others)
+        other_gpus = [OtherGpu(_EmulatedCuda(emulation, index)) for index in gpus_beside(runtime.torch_device())]
+        super().__init__(runtime, ledger=_ledger(runtime), others=other_gpus)
         self._emulation = emulation
         self._convolutions_before = self._recurrent_before = 0
 
     def environment(self) -> Environment:
-        """Return the environment under a slug of its own: figures are not measured ones, and have baselines of their own."""
+        """Return the environment under a slug of its own, because emulated figures need separate baselines."""
         real = super().environment()
         return replace(real, slug=EMULATED_SLUG + cuda_slug(self._emulation.gpu.title))
 
@@ -58,11 +58,11 @@ class EmulatedDevice(CudaDevice):
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """Return which cuDNN planned convolutions and how recurrent layers were taken, as far as they ran: both move peaks."""
+        """Return cuDNN's release if convolutions ran, and the treatment of recurrent layers if they ran. Both affect peaks."""
         cudnn = self._emulation.cudnn
         planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
-        taken = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
-        return {**planned, **taken}
+        recurrent = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
+        return {**planned, **recurrent}
 
     def forget_libraries(self) -> None:
         cudnn = self._emulation.cudnn
@@ -71,7 +71,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        # What was read before belongs to no measured test.
+        # Reads from before `open` belong to no measured test.
         self.lost()
         self.take_reads()
 
@@ -102,7 +102,7 @@ class EmulatedDevice(CudaDevice):
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
-    """Return the ledger of the card that this process shares with others; ``None`` where it has one of its own."""
+    """Return the ledger for a card that several processes share; ``None`` if the process has its own card."""
     card = os.environ.get(EMULATED_CARD)
     if not card:
         return None
@@ -111,7 +111,7 @@ def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
 
 
 class _EmulatedCuda(TorchCuda):
-    """torch.cuda over the stand-ins, which know each launch themselves: there is no CUPTI."""
+    """torch.cuda on top of the stand-ins. They count kernel launches themselves, because there is no CUPTI."""
 
     def __init__(self, emulation: Emulation, index: int | None = None) -> None:
         super().__init__(index)
@@ -121,14 +121,14 @@ class _EmulatedCuda(TorchCuda):
         self._emulation.forget_launches()
         run()
         self.synchronize()
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for symbol, times in self._emulation.launches().items():
-            found[kernel_name(_demangled(symbol))] += times
-        return found
+            counts[kernel_name(_demangled(symbol))] += times
+        return counts
 
 
 def why_no_kernels(gpu: Gpu) -> str | None:
-    """Return why none of torch's kernels runs on a GPU, as a clause; ``None`` where they do."""
+    """Return a clause if no torch kernel runs on a GPU; ``None`` if torch's kernels run there."""
     import torch
 
     return no_kernels(torch.__version__, torch.cuda.get_arch_list(), gpu.capability)
@@ -141,17 +141,17 @@ def _values() -> HostValues | None:
 
 
 def _demangled(symbol: str) -> str:
-    """Return a C++ symbol as its source has it; any other text as it is."""
+    """Return the C++ name of a mangled symbol; any other text unchanged."""
     if not symbol.startswith("_Z"):
         return symbol
     status = ctypes.c_int()
     library = ctypes.CDLL("libstdc++.so.6")  # torch has loaded it
     demangle = getattr(library, "__cxa_demangle")
     demangle.restype = ctypes.c_void_p
-    at = demangle(symbol.encode(), None, None, ctypes.byref(status))
-    if not at:
+    address = demangle(symbol.encode(), None, None, ctypes.byref(status))
+    if not address:
         return symbol
     try:
-        return ctypes.string_at(at).decode("utf-8", "replace")
+        return ctypes.string_at(address).decode("utf-8", "replace")
     finally:
-        library.free(ctypes.c_void_p(at))
+        library.free(ctypes.c_void_p(address))

@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 
 
 _MARK_SIZES = (53, 59)
-"""Bytes of two blocks that are live at once: a tensor of one of the sizes, at the address of a mark to come, is none."""
+"""Sizes of a mark's two blocks. Both are live at the same time, so no ordinary tensor can look like the mark."""
 
 AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """Deallocation callbacks of storages, and the storages that were freed since `put_into` was last called.
+    """Deallocation callbacks for storages, and the freed storages since the last `put_into`.
 
-    The profiler reports the free of a block only if it has seen its allocation. Of an older storage, a weak reference tells
-    that it is freed, and a mark, two tiny allocations at that moment, tells the place among the recorded events.
+    The profiler only reports the free of a block if it saw the block's allocation. For an older storage, a weak reference
+    reports the free. Two tiny allocations at this moment, the mark, show its place among the recorded events.
+
+    For example, a storage at ``0xa000`` from before the recording is freed. The callback allocates 53 and 59 bytes. `put_into`
+    replaces these two allocations and their frees by ``AllocationEvent(time, 0xa000, -1)``.
     """
 
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: deque[tuple[int, list[int]]] = deque()
-        """The address of each, and those of its mark."""
+        """Each freed storage's address, with the addresses in its mark."""
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
-        """Notice when ``storage`` is freed. ``recording()`` says at that moment whether events are being recorded."""
+        """Notice when ``storage`` is freed. ``recording()`` returns whether a profiler records events at that moment."""
         address = storage.data_ptr()
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
@@ -53,13 +56,13 @@ class FreeCallbacks:
         self._watched[address] = weakref.ref(storage, freed)
 
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
-        """Return ``events`` with the frees in their places: each mark, allocations and their frees, becomes a free.
+        """Return ``events`` with the frees inserted. Each mark (two allocations and their frees) becomes a free.
 
-        Frees without a mark among the events (nothing was recording, or it was another thread's) come at the end.
+        A free without a mark among the events comes at the end. Such a free happened without a recording or in another thread.
         """
         placed: list[AnyToken | AllocationEvent] = []
-        latest: list[tuple[int, AllocationEvent]] = []
-        """As many allocation events as a mark has blocks, with their places in ``placed``."""
+        recent_events: list[tuple[int, AllocationEvent]] = []
+        """The latest allocation events, as many as a mark has blocks, with their indices in ``placed``."""
         to_drop: set[tuple[int, int]] = set()
         last = 0
         for event in events:
@@ -70,27 +73,31 @@ class FreeCallbacks:
             if (event.address, event.nbytes) in to_drop:
                 to_drop.remove((event.address, event.nbytes))
                 continue
-            latest = [*latest[1 - len(_MARK_SIZES) :], (len(placed), event)]
+            recent_events = [*recent_events[1 - len(_MARK_SIZES) :], (len(placed), event)]
             placed.append(event)
-            blocks = [(one.address, one.nbytes) for _, one in latest]
+            blocks = [(event.address, event.nbytes) for _, event in recent_events]
             if self._freed and blocks == list(zip(self._freed[0][1], _MARK_SIZES, strict=False)):
                 address, _ = self._freed.popleft()
-                first, *others = (place for place, _ in latest)
+                first, *further = (index for index, _ in recent_events)
                 placed[first] = AllocationEvent(last, address, -1)
-                for place in reversed(others):
-                    del placed[place]
-                to_drop = {(one, -nbytes) for one, nbytes in blocks}
-                latest = []
+                for index in reversed(further):
+                    del placed[index]
+                to_drop = {(address, -nbytes) for address, nbytes in blocks}
+                recent_events = []
         placed += [AllocationEvent(last, address, -1) for address, _ in self._freed]
         self._freed.clear()
         return placed
 
 
 class LiveBlocks:
-    """The blocks that are known to be live, and the most bytes they held since the last `reset_peak`.
+    """The known live blocks, and the most bytes that they had since the last `reset_peak`.
 
-    A free of an unknown block changes nothing; an allocation at a known address means that the earlier block's free was missed,
-    so the new one replaces it. Of a block that `hold_known` held, it was missed before, and its bytes stay in every reading.
+    A free of an unknown block changes nothing. An allocation at a known address means a missed free, so the new block
+    replaces the earlier one. If the earlier block was already known at the last `hold_known`, its bytes stay in every
+    reading, so readings do not change because of the missed free.
+
+    For example, a 100-byte block at ``0xa000`` and then a 60-byte block at ``0xa000`` give 60 live bytes. With
+    `hold_known` in between they give 160.
     """
 
     def __init__(self) -> None:
@@ -100,9 +107,9 @@ class LiveBlocks:
         self.live = 0
         self._peak = 0
         self._held = 0
-        """The number of the latest block that was held."""
+        """The number of the latest block at the last `hold_known`."""
         self.turnover = 0
-        """Bytes of every allocation so far."""
+        """All bytes allocated so far."""
 
     @property
     def blocks(self) -> Blocks:
@@ -114,11 +121,11 @@ class LiveBlocks:
 
     @property
     def known(self) -> BlockIds:
-        """The live blocks. An address is used again and again, so each block has a number, too."""
+        """The live blocks. Each block has a number, because addresses are reused."""
         return frozenset((address, self._numbers[address]) for address in self._blocks)
 
     def apply(self, events: Iterable[AllocationEvent]) -> None:
-        """Add allocations and take frees away, in the order of time."""
+        """Add allocations and subtract frees. The events are ordered by time."""
         for event in events:
             earlier = self._blocks.pop(event.address, 0)
             if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:
@@ -129,28 +136,30 @@ class LiveBlocks:
                 self._peak = max(self._peak, self.live)
 
     def hold_known(self) -> None:
-        """Let the blocks that are known now count as live until their free is seen: one that was missed has been before."""
+        """Count the known blocks as live until their free is seen, because a missed free is in the past."""
         self._held = self._count
 
     def register_existing(self, blocks: Blocks) -> None:
-        """Add blocks that were live all along. The peak rises with them."""
+        """Add blocks that have always been live. The peak grows by their bytes."""
         for address, nbytes in blocks.items():
             if address not in self._blocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
-    def keep_only(self, known: BlockIds) -> None:
-        """Let every block that is not in ``known`` be freed now."""
-        for address in [one for one in self._blocks if (one, self._numbers[one]) not in known]:
+    def keep_only(self, block_ids: BlockIds) -> None:
+        """Count every block that is not in ``block_ids`` as freed now."""
+        for address in [a for a in self._blocks if (a, self._numbers[a]) not in block_ids]:
             self.live -= self._blocks.pop(address)
 
-    def restrict(self, known: BlockIds, blocks: Blocks) -> None:
-        """Remove every block that is neither in ``known`` nor in ``blocks``, and add all of ``blocks``."""
-        kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
+    def restrict(self, block_ids: BlockIds, blocks: Blocks) -> None:
+        """Remove every block that is neither in ``block_ids`` nor in ``blocks``, and add all ``blocks``."""
+        remaining = {
+            address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in block_ids
+        }
         self._blocks = {}
         self.live = 0
-        for address, nbytes in {**kept, **blocks}.items():
-            self._learn(address, nbytes, new=address not in kept)
+        for address, nbytes in {**remaining, **blocks}.items():
+            self._learn(address, nbytes, new=address not in remaining)
         self._peak = self.live
 
     def _learn(self, address: int, nbytes: int, *, new: bool = True) -> None:
@@ -165,5 +174,5 @@ class LiveBlocks:
         return Peak(self._peak)
 
     def reset_peak(self) -> None:
-        """Let the next peak start from what is live now."""
+        """Start the next peak from the bytes that are live now."""
         self._peak = self.live

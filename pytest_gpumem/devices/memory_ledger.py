@@ -1,6 +1,10 @@
-"""A ledger of a device's memory, among all processes of a user: tests whose peaks are known share it as far as they fit.
+"""A ledger of a device's memory, shared by all of a user's processes. Tests with known peaks run together if they fit.
 
-Between processes: workers of one session, and sessions. What a process that died had reserved is given back.
+Workers of a session share the ledger, and so do separate sessions. If a process dies, its reservation ends.
+
+For example, a GPU has 80 GB. Worker A holds 2 GB between tests and runs a test that needs 30 GB, so its entry is
+``Entry(2 GB, 30 GB, SHARES)``. Worker B holds 2 GB and wants to run a test of 50 GB. The total would be 84 GB, so B waits until
+A's test has ended. A test of 40 GB would begin at once, because 74 GB fit.
 """
 
 from __future__ import annotations
@@ -22,26 +26,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_SECONDS = 1800.0
-"""The test whose turn it is begins after so many seconds in any case: whoever has the memory hangs, or is in a debugger."""
+"""The next test begins after this many seconds in any case, because the process with the memory hangs or is in a debugger."""
 _SLOTS = 256
 _SLOT = struct.Struct("<QQB47x")
-# Bytes that are locked, behind those of the slots: a slot's first byte is its process's.
+# The processes lock the first byte of their slots, and these two bytes after the slots.
 _MUTEX, _TURNSTILE = _SLOTS * _SLOT.size, _SLOTS * _SLOT.size + 1
 
 
 class State(IntEnum):
-    """The use that a process makes of a device."""
+    """A process's current use of a device."""
 
     RESTS = 1
-    """Running no test that needs the device's memory."""
+    """The process runs no test on the device."""
     SHARES = 2
-    """Running a test beside others."""
+    """The process runs a test, and other processes may run tests at the same time."""
     ALONE = 3
-    """Running a test that takes the whole device."""
+    """The process runs a test that takes the whole device."""
 
 
 class Entry(NamedTuple):
-    """The share that one process has of a device: ``rest`` bytes also between tests, and ``test`` more while one runs."""
+    """A process's share of a device: ``rest`` bytes between tests, and ``test`` additional bytes during a test."""
 
     rest: int
     test: int
@@ -54,7 +58,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory now, in bytes: ``held`` is this process's part of what is not ``free``."""
+    """A device's memory at a moment, in bytes. ``held`` is this process's part of the used memory.
+
+    For example, ``DeviceMemory(total=80, free=50, held=10)`` shows 20 bytes in other processes.
+    """
 
     total: int
     free: int
@@ -62,48 +69,57 @@ class DeviceMemory:
 
 
 class SharedMemory(Protocol):
-    """The memory of a device that processes share."""
+    """A device's memory, which processes share."""
 
     ledger: MemoryLedger
 
     def now(self) -> DeviceMemory:
-        """Return the memory as it is now."""
+        """Return a reading of the memory."""
         ...
 
     def limit(self, most: int | None) -> None:
-        """Let this process hold at most ``most`` bytes, its context included, from now on; ``None`` for no limit."""
+        """Limit this process to ``most`` bytes, including its CUDA context; ``None`` removes the limit."""
         ...
 
     def release(self) -> None:
-        """Give back what the allocator keeps without a need."""
+        """Return the allocator's unused memory to the device."""
         ...
 
     def refusals(self) -> int:
-        """Return how often memory has run out in this process, whoever caught the error."""
+        """Return how often memory has run out in this process, including errors that the program caught."""
         ...
 
 
-def may_begin(wanted: Entry, others: Iterable[Entry], now: Callable[[], DeviceMemory]) -> bool:
-    """Return whether a process may begin a test, given the entries of the ``others``.
+def may_begin(request: Entry, entries: Iterable[Entry], read_memory: Callable[[], DeviceMemory]) -> bool:
+    """Return whether a process may begin a test.
 
-    It may if no other runs one: nothing that it could wait for will be given back. Beside others that share, it may if what
-    all have reserved fits, and what is not free now would leave room for it, too: programs that have no entry hold memory.
+    If no other process runs a test, the test may begin, because waiting would free no memory. Beside tests that share the
+    device, the test may begin if two sums fit in the total: all reservations, and the memory in use plus this reservation. The
+    second sum accounts for programs without an entry in the ledger.
+
+    For example, a test needs 30 GB on an 80 GB GPU. The other entries sum up to 40 GB, so the first sum is 70 GB and fits. But
+    20 GB are free, this process holds none, and so 60 GB are in use. The second sum is 90 GB, and the test waits.
+
+    Args:
+        request: The entry that the process would write.
+        entries: The entries of all other processes.
+        read_memory: Reads the device's memory. Called only if other tests share the device.
     """
-    everyone = list(others)
-    running = [other for other in everyone if other.state is not State.RESTS]
+    other_entries = list(entries)
+    running = [entry for entry in other_entries if entry.state is not State.RESTS]
     if not running:
         return True
-    if State.ALONE in {wanted.state, *(other.state for other in running)}:
+    if State.ALONE in {request.state, *(entry.state for entry in running)}:
         return False
-    memory = now()
-    reserved = sum(other.total for other in everyone)
-    return max(reserved, memory.total - memory.free - memory.held) + wanted.total <= memory.total
+    memory = read_memory()
+    reserved = sum(entry.total for entry in other_entries)
+    return max(reserved, memory.total - memory.free - memory.held) + request.total <= memory.total
 
 
 class MemoryLedger:
-    """The ledger of the device called ``name`` (a GPU's UUID), in ``folder`` (default: this user's).
+    """The ledger of the device called ``name`` (a GPU's UUID), in ``folder`` (default: this user's folder).
 
-    Raises ``OSError`` from `enter` where there can be none: on Windows, or where the folder cannot be used.
+    `enter` and `reserved` raise ``OSError`` if there can be no ledger: on Windows, or if the folder cannot be used.
     """
 
     def __init__(self, name: str, *, folder: Path | None = None) -> None:
@@ -111,59 +127,65 @@ class MemoryLedger:
         self._folder = folder
 
     def enter(self, rest: int) -> None:
-        """Enter this process with the ``rest`` that it holds between tests. Twice does nothing more."""
+        """Enter this process with the ``rest`` bytes that it holds between tests. A second call does nothing."""
         self._of_this_process().enter(rest)
 
     def leave(self) -> None:
-        """Take this process out, unless it runs a test; the last one removes the file."""
+        """Remove this process's entry, unless it runs a test. The last process removes the file."""
         self._of_this_process().leave()
 
     @contextmanager
-    def reserved(self, wanted: int | None, now: Callable[[], DeviceMemory]) -> Iterator[Reservation]:
-        """Wait until a test may begin, and reserve the device's memory for it within.
+    def reserved(self, request: int | None, read_memory: Callable[[], DeviceMemory]) -> Iterator[Reservation]:
+        """Wait until a test may begin, and reserve the device's memory for the block.
 
         Args:
-            wanted: Bytes that the test needs beside what the process holds; ``None`` for the whole device.
-            now: Reads the device's memory. When the region ends, what the process still holds becomes its rest.
+            request: The test's bytes in addition to the process's ``rest``; ``None`` for the whole device.
+            read_memory: Reads the device's memory. The process's bytes at the end of the block become its ``rest``.
+
+        Yields:
+            The reservation.
         """
         process = self._of_this_process()
         if process.runs_a_test:
-            # A session within a test has what its test has.
-            yield Reservation(process, None, now)
+            # A session within a test shares the test's reservation.
+            yield Reservation(process, None, read_memory)
             return
         try:
-            process.begin(wanted, now)
-            yield Reservation(process, wanted, now)
+            process.begin(request, read_memory)
+            yield Reservation(process, request, read_memory)
         finally:
-            process.end(now)
+            process.end(read_memory)
 
     def _of_this_process(self) -> _ProcessLedger:
         return _process_ledger(self._folder, self._file_name, os.getpid())
 
 
 class Reservation:
-    """A running test's part of a device: ``wanted`` bytes beside what its process held, or ``None``: all of it."""
+    """A running test's part of a device.
 
-    def __init__(self, process: _ProcessLedger, wanted: int | None, now: Callable[[], DeviceMemory]) -> None:
+    ``wanted`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
+    """
+
+    def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
         self._process = process
-        self._now = now
-        self.wanted = wanted
+        self._read_memory = read_memory
+        self.wanted = request
 
     @property
     def limit(self) -> int | None:
-        """The most bytes that the process may hold; ``None`` where the test has the whole device."""
+        """The most bytes that the process may hold; ``None`` if the test has the whole device."""
         return None if self.wanted is None else self._process.entry.total
 
     def take_all(self) -> None:
-        """Exchange what is reserved for the whole device. Others may run in between."""
+        """Exchange the reservation for the whole device. Tests of other processes may run in between."""
         if self.wanted is not None:
             self.wanted = None
-            self._process.end(self._now)
-            self._process.begin(None, self._now)
+            self._process.end(self._read_memory)
+            self._process.begin(None, self._read_memory)
 
 
 class _ProcessLedger:
-    """The ledger as one process has it open: record locks belong to a process, not to an object."""
+    """A process's state of the ledger. All `MemoryLedger` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -181,7 +203,7 @@ class _ProcessLedger:
         while self._file is None:
             with self._alone_with_the_file(LockFile(self._folder or folder_of_user(), self._file_name)) as file:
                 if not file.is_removed:
-                    self._slot = self._claimed(file)
+                    self._slot = self._claim_slot(file)
                     self._write(file, Entry(rest, 0, State.RESTS))
                     self._file = file
             if self._file is None:
@@ -197,46 +219,48 @@ class _ProcessLedger:
         self._file = None
         file.close()
 
-    def begin(self, wanted: int | None, now: Callable[[], DeviceMemory]) -> None:
-        held = self._held(now)
-        self.enter(held)
-        entry = Entry(held, wanted or 0, State.ALONE if wanted is None else State.SHARES)
-        assert self._file is not None, "it was just entered"
+    def begin(self, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
+        held_bytes = self._held(read_memory)
+        self.enter(held_bytes)
+        entry = Entry(held_bytes, request or 0, State.ALONE if request is None else State.SHARES)
+        assert self._file is not None, "enter() has opened the file"
         try:
-            # The first in the queue waits here for room, and the others behind it: many small ones cannot starve it.
+            # The first process in the queue waits for memory, and all others wait behind it. Many small tests cannot starve it.
             while not self._file.take(_TURNSTILE):
                 time.sleep(SECONDS_BETWEEN_TRIES)
             deadline = time.monotonic() + MOST_SECONDS
-            while not self._begun(self._file, entry, now, in_any_case=time.monotonic() >= deadline):
+            while not self._try_to_begin(self._file, entry, read_memory, in_any_case=time.monotonic() >= deadline):
                 time.sleep(SECONDS_BETWEEN_TRIES)
         finally:
             self._file.free(_TURNSTILE)
 
-    def end(self, now: Callable[[], DeviceMemory]) -> None:
-        # A child that was forked within a region has inherited this object, and no lock.
+    def end(self, read_memory: Callable[[], DeviceMemory]) -> None:
+        # A child that was forked during a test has inherited this object, but no lock.
         if self._file is None or not self.runs_a_test or self._process != os.getpid():
             return
-        held = self._held(now)
+        held_bytes = self._held(read_memory)
         with self._alone_with_the_file(self._file) as file:
-            self._write(file, Entry(held, 0, State.RESTS))
+            self._write(file, Entry(held_bytes, 0, State.RESTS))
 
-    def _held(self, now: Callable[[], DeviceMemory]) -> int:
+    def _held(self, read_memory: Callable[[], DeviceMemory]) -> int:
         try:
-            return now().held
+            return read_memory().held
         except RuntimeError:
-            return self.entry.total  # after an illegal access a device tells nothing, and frees nothing
+            return self.entry.total  # after an illegal memory access the device answers no query and frees nothing
 
-    def _begun(self, file: LockFile, entry: Entry, now: Callable[[], DeviceMemory], *, in_any_case: bool) -> bool:
+    def _try_to_begin(
+        self, file: LockFile, entry: Entry, read_memory: Callable[[], DeviceMemory], *, in_any_case: bool
+    ) -> bool:
         with self._alone_with_the_file(file):
             try:
-                begins = in_any_case or may_begin(entry, self._others(file), now)
+                may = in_any_case or may_begin(entry, self._others(file), read_memory)
             except RuntimeError:
-                begins = True  # a process that cannot ask its device cannot take more of it either
-            if begins:
+                may = True  # a process whose device answers no query cannot allocate on it either
+            if may:
                 self._write(file, entry)
-            return begins
+            return may
 
-    def _claimed(self, file: LockFile) -> int:
+    def _claim_slot(self, file: LockFile) -> int:
         for slot in range(_SLOTS):
             if file.take(slot * _SLOT.size):
                 return slot
@@ -244,18 +268,18 @@ class _ProcessLedger:
 
     def _others(self, file: LockFile) -> list[Entry]:
         content = os.pread(file.descriptor, _SLOTS * _SLOT.size, 0)
-        others = []
+        entries = []
         for slot in range(len(content) // _SLOT.size):
             rest, test, state = _SLOT.unpack_from(content, slot * _SLOT.size)
             if slot == self._slot or not state:
                 continue
             if file.take(slot * _SLOT.size):
-                # Its process has ended.
+                # The slot's process has ended.
                 os.pwrite(file.descriptor, bytes(_SLOT.size), slot * _SLOT.size)
                 file.free(slot * _SLOT.size)
             else:
-                others.append(Entry(rest, test, State(state)))
-        return others
+                entries.append(Entry(rest, test, State(state)))
+        return entries
 
     def _write(self, file: LockFile, entry: Entry) -> None:
         os.pwrite(file.descriptor, _SLOT.pack(*entry), self._slot * _SLOT.size)
@@ -271,4 +295,4 @@ class _ProcessLedger:
 
 
 _process_ledger = functools.cache(_ProcessLedger)
-"""Returns the ledger of one process: were there two objects, closing the file of one would free what the other holds."""
+"""Return the process's ledger. There is only one, because closing a second file would free all locks of the process."""

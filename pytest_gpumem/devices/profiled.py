@@ -1,4 +1,4 @@
-"""Recordings of torch's profiler: allocations among operators, nodes and marks, and CUDA's kernel launches."""
+"""Recordings from torch's profiler: allocations with their operators, nodes and marks, and CUDA's kernel launches."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 
 MARK_PREFIX = "gpumem#"
-"""A span of this name and a number is a mark."""
+"""The prefix of a mark's name, which ends with the mark's number: ``"gpumem#3"``."""
 
 _NODE = "autograd::engine::evaluate_function: "
 _ENGINE = "torch::autograd::"
-# The call of a dispatch mode, since torch 2.8 or so: neither an operator nor a mark.
+# The call of a dispatch mode (since about torch 2.8) is neither an operator nor a mark.
 _DISPATCH_MODE = "PythonDispatchMode"
 
 
 def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
-    """Return the tokens of one thread that a stopped profiler recorded with ``profile_memory=True``.
+    """Return a thread's tokens from a stopped profiler with ``profile_memory=True``.
 
-    With ``record_shapes=True`` they include the tensors that operators took.
+    With ``record_shapes=True`` they include the operators' input tensors. The function reads torch's private event tree, as
+    `allocation_events` does, because the public views lose addresses, nesting and order.
 
-    The tree is private to torch, as in `allocation_events`; the public views lose addresses, nesting and order.
+    For example, ``x + x`` on 256 float32 values gives an ``Open`` called ``aten::add``, a ``Seen`` for each operand, an
+    ``AllocationEvent`` of 1024 bytes and a ``Close``.
     """
     tokens: list[Token] = []
     stack: list[Any] = sorted(event_tree(profiler), key=lambda event: event.start_time_ns)[::-1]
@@ -60,7 +62,7 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
 
 
 def _is_of_measured_code(event: Any) -> bool:
-    """Return whether it is a `record_function` of the measured code, or of an optimizer: a name, and no operator."""
+    """Return whether an event is a label: a `record_function` from the measured code or an optimizer."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
@@ -70,12 +72,12 @@ def _opened(event: Any) -> Open:
         return Open(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
     if name.startswith(_NODE):
         return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event))
-    # What a node runs has its number, too, and is not what made it.
+    # An operator inside a node has the node's number, but did not create the node.
     return Open(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
 
 
 def _sequence_of(node: Any) -> int:
-    """Return the number of a node. It is that of its function, which torch only looks for right after the node's beginning."""
+    """Return a node's number, which torch stores in the node's first child event, its function."""
     functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
     function = next(functions, node)
     return int(function.extra_fields.sequence_number)
@@ -86,17 +88,17 @@ def _is_backward(event: Any) -> bool:
 
 
 def _inputs(inputs: list[Any]) -> list[Seen]:
-    seen = []
+    operands = []
     for value in inputs:
         for tensor in value if isinstance(value, list) else (value,):
             address = getattr(tensor, "storage_data_ptr", None)
             if address:
-                seen.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
-    return seen
+                operands.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
+    return operands
 
 
 _END = -1
-"""The mark at the end of every recording: a recording that lacks it has lost what came before, too."""
+"""The mark at the end of each recording. If this mark is missing, earlier events are missing as well."""
 _CUT_SHORT = (
     "the recording of GPU allocations was cut short: only one profiler can run at a time, "
     "and the measured code started or stopped another"
@@ -105,20 +107,25 @@ _CUT_SHORT = (
 
 @contextmanager
 def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True) -> Iterator[list[Profile]]:
-    """Record operators and the allocations on a device; ``tokens`` has them in the end.
+    """Record operators, and allocations on a device. ``tokens`` is filled at the end.
 
-    With ``operands`` torch's profiler refers weakly to each tensor that an operator takes, until the profile is deleted. A
-    weak reference frees a plain tensor's storage, but not a tensor within another: the inner one of `torch.vmap` and
-    `torch.func`, or the values of a sparse CSR tensor. Example: ``torch.vmap(lambda row: (row * 2 + 1).square())(rows)``
-    has 3 results alive at its end instead of 2.
+    With ``operands``, torch's profiler holds a weak reference to each tensor that an operator takes, until the profile is
+    deleted. The weak reference lets a plain tensor's storage be freed. But inner tensors stay alive: the inner tensor of
+    `torch.vmap` and `torch.func`, and the values of a sparse CSR tensor. For example,
+    ``torch.vmap(lambda row: (row * 2 + 1).square())(rows)`` ends with 3 live results instead of 2.
+
+    Args:
+        tokens: The list to fill.
+        device: The device whose allocations are recorded.
+        operands: Whether to record the operators' input tensors.
 
     Yields:
-        A list with the profile, which keeps those tensors alive.
+        A list with the profile. The profile keeps the inner tensors alive.
 
     Raises:
-        MeasuringError: Another profiler came in between.
+        MeasuringError: Another profiler ran in the meantime.
     """
-    # torch.profiler.profile, which wraps it, is in a reference cycle, so deleting it would free nothing.
+    # torch.profiler.profile wraps this class in a reference cycle, so deleting the wrapper would free nothing.
     from torch.autograd.profiler import profile
 
     profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
@@ -132,26 +139,36 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
         with suppress(RuntimeError):
             profiler.__exit__(None, None, None)
         raise
-    found: list[Token] = []
-    # torch 2.6 refuses to stop what other code has stopped; later ones give no events.
+    recording: list[Token] = []
+    # torch 2.6 raises if other code has stopped the profiler; later releases return no events.
     with suppress(RuntimeError):
         profiler.__exit__(None, None, None)
-        found = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
+        recording = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
     ends = [
-        n for n, token in enumerate(found) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
+        n for n, token in enumerate(recording) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
     ]
     if not ends:
         raise MeasuringError(_CUT_SHORT)
     (end,) = ends
-    tokens.extend(found[:end] + found[end + 2 :])
+    tokens.extend(recording[:end] + recording[end + 2 :])
 
 
 def check_change(tokens: Iterable[Token], change: int, device: str, counter: str) -> None:
-    """Raise `MeasuringError` when what was recorded of ``device`` does not change what is live as its ``counter`` has it."""
+    """Check the recorded allocations and frees against the change of a counter.
+
+    Args:
+        tokens: The recorded tokens.
+        change: The change of the counter, in bytes.
+        device: The device's name for the message.
+        counter: The counter's name for the message.
+
+    Raises:
+        MeasuringError: The sums differ.
+    """
     recorded = sum(token.nbytes for token in tokens if isinstance(token, AllocationEvent))
     if recorded != change:
         raise MeasuringError(
-            f"what was recorded of {device} changes what is live by {recorded} bytes, and {counter} by {change}"
+            f"the recorded events of {device} change the live bytes by {recorded}, but {counter} changed by {change}"
         )
 
 
@@ -169,21 +186,27 @@ _NO_KERNELS = (
     "Activity Buffer Request",
     "UVM Activity Init",
 )
-"""Prefixes of the names of other events of CUPTI: copies, fills, and its own work (``CUpti_ActivityOverheadKind``).
+"""Name prefixes for CUPTI events other than kernels: copies, fills and CUPTI's own work (``CUpti_ActivityOverheadKind``).
 
-Such as ``Memcpy DtoH (Device -> Pageable)``. Which of them come depends on what the driver happens to do.
+For example, ``Memcpy DtoH (Device -> Pageable)``. The set of events differs between runs, depending on the driver.
 """
 
 
 _FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
-"""Names of template arguments that say what a kernel of ATen computes."""
+"""Names of template arguments that describe an ATen kernel's computation."""
 _LONGEST_NAME = 100
 
 
 def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> Counter[str] | None:
-    """Return the kernels that ``run`` put on the GPU, by name; ``None`` without CUPTI, when it is not run, or without events.
+    """Run a function, and count its kernel launches on the GPU.
 
-    Only one profiler can run at a time: where ``run`` starts one of its own there are no events, either.
+    Args:
+        run: The function.
+        synchronize: Waits for the GPU.
+
+    Returns:
+        The number of launches by kernel name. ``None`` without CUPTI, in which case the function does not run. ``None`` if
+        there are no events, for example because ``run`` starts a profiler and only one can run at a time.
     """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -196,32 +219,32 @@ def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> C
         run()
         synchronize()
     finally:
-        # torch 2.6 refuses to stop what other code has stopped; later ones give no events.
+        # torch 2.6 raises if other code has stopped the profiler; later releases return no events.
         with suppress(RuntimeError):
             profiler.stop()
     return kernels_in(profiler)
 
 
 def kernels_in(profiler: profile) -> Counter[str] | None:
-    """Return the kernels that ran in what was profiled, without copies and fills; ``None`` where nothing of a GPU was seen."""
+    """Return the kernels in a profile, without copies and fills; ``None`` if the profile has no events from a GPU."""
     try:
         events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError):  # other code has stopped it
+    except (RuntimeError, AssertionError):  # other code has stopped the profiler
         return None
     on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return Counter(kernel_name(event.name) for event in on_gpu if _is_kernel(event)) if on_gpu else None
 
 
 def kernel_name(signature: str) -> str:
-    """Return the short name of a kernel: ``vectorized_elementwise_kernel<MulFunctor>`` of a whole signature in C++."""
-    named = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
-    path, _, arguments = named.partition("<")
+    """Return the short name of a kernel from its C++ signature: ``vectorized_elementwise_kernel<MulFunctor>``."""
+    plain = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
+    path, _, arguments = plain.partition("<")
     base = path.partition("(")[0].rpartition("::")[2].strip()
     functors = _FUNCTOR.findall(arguments.rpartition(">(")[0] or arguments)
     return (f"{base}<{functors[-1]}>" if functors else base or signature)[:_LONGEST_NAME]
 
 
 def _is_kernel(event: Any) -> bool:
-    # Older releases of torch have no such attribute.
+    # Older torch releases lack this attribute.
     kind = getattr(event, "activity_type", None)
     return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

@@ -1,6 +1,6 @@
-"""A fixed small piece of work, and how often a second this machine gets it done now: the pace of a CPU.
+"""A small fixed workload whose current runs per second are the pace of a CPU.
 
-The clock of a virtual machine's core cannot be read, and steps also slow down with a neighbour in the common cache.
+A virtual machine's clock cannot be read, and a neighbour in the shared cache slows steps down at the same clock.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ _CALLS = 100
 _PIECE = 2**18
 _PIECES = 3
 _RING = 2**22
-"""Bytes; with its copy, more than a core's own cache and less than the common one."""
+"""Bytes. Together with its copy, more than a core's own cache and less than the shared cache."""
 
 
 class ReferenceWorkload:
-    """Matrix products in cache, calls of small operators, and copies from ring to ring, on one thread.
+    """Matrix products in cache, calls to small operators, and copies between two buffer rings, on a single thread.
 
-    Steps depend on all three, and the amounts are those that followed best: on two cores of an AMD EPYC, with computing and
-    with copying on the other core, medians of small GPT-2 steps, training and inference, varied by 7 % to 9 % (coefficient
-    of variation of seconds), and times this pace by 4 % to 5 %. Products alone follow by nothing where the clock
-    stays (9 % of 9 %), and copies alone go too far (14 %). Who else uses the core shows in none of them.
+    Steps depend on all three. The amounts were chosen in an experiment on two cores of an AMD EPYC, with computing and with
+    copying on the other core. The median seconds of small GPT-2 steps, training and inference, varied by 7 % to 9 %
+    (coefficient of variation). Seconds times this pace varied by 4 % to 5 %. Products alone do not follow the steps if the
+    clock is constant (9 % remains 9 %), and copies alone follow too strongly (14 %). The three parts do not react to another
+    process on the same core.
+
+    For example, a step takes 10 ms at a pace of 2,000 runs per second, which is 20 runs. If a neighbour slows both down by
+    10 %, the step takes 11 ms at 1,818 runs per second, which is still 20 runs.
     """
 
     def __init__(self) -> None:
@@ -39,19 +43,19 @@ class ReferenceWorkload:
         def ones(*shape: int) -> torch.Tensor:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
 
-        # Not tensors of a test's inference mode, which could not be written to outside of it.
+        # A tensor from a test's inference mode is read-only outside this mode.
         with torch.inference_mode(False):
             self._left, self._right, self._product = (ones(_SIDE, _SIDE) for _ in range(3))
             self._few, self._result = ones(8), ones(8)
             self._source, self._target = (torch.split(ones(_RING // 4), _PIECE // 4) for _ in range(2))
         self._next = 0
-        # The first runs are slower: caches and pages are cold.
+        # The first runs are slower, because caches and pages are cold.
         for _ in range(2 * _RING // (_PIECE * _PIECES)):
             self._copy()
         self.pace()
 
     def pace(self) -> float:
-        """Return the runs per second: of each part the best of a few counts. Takes under 1 ms, and allocates nothing."""
+        """Return the runs per second. Each part counts with its fastest of three runs. Takes under 1 ms, allocates nothing."""
         import torch
 
         with one_thread(), torch.no_grad():

@@ -16,16 +16,20 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
-    """Return the GPUs that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs for this process, as entries in ``CUDA_VISIBLE_DEVICES``.
 
-    ``installed`` is how many the machine has; an entry may be an index, a UUID or a MIG instance. As the driver does, the
-    list ends before the first ``-1``.
+    An entry may be an index, a UUID or a MIG instance. The list ends before the first ``-1``, as in the driver. For example,
+    ``CUDA_VISIBLE_DEVICES=2,0,-1,1`` gives ``["2", "0"]``.
+
+    Args:
+        environ: The environment variables.
+        installed: The number of GPUs in the machine. Without the variable all are visible.
     """
-    chosen = environ.get(CUDA_VISIBLE_DEVICES)
-    if chosen is None:
+    setting = environ.get(CUDA_VISIBLE_DEVICES)
+    if setting is None:
         return [str(index) for index in range(installed)]
     visible: list[str] = []
-    for entry in (part.strip() for part in chosen.split(",")):
+    for entry in (part.strip() for part in setting.split(",")):
         if not entry or entry == "-1":
             break
         visible.append(entry)
@@ -33,7 +37,10 @@ def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
 
 
 def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
-    """Return the one GPU that worker ``gw0``, ``gw1``, ... is given; ``None`` where there is no choice to make."""
+    """Return the GPU for a worker (``gw0``, ``gw1``, ...); ``None`` if there is only one GPU.
+
+    For example, with two visible GPUs ``["0", "3"]``, worker ``gw4`` gets ``"0"``.
+    """
     number = re.search(r"\d+$", worker_id)
     if len(visible) < 2 or number is None:
         return None
@@ -41,7 +48,7 @@ def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
 
 
 def installed_gpus() -> int:
-    """Return how many GPUs the driver lists: read from its files, so that neither CUDA nor the GPU is touched."""
+    """Return the number of GPUs from the driver's files. This touches neither CUDA nor the GPU."""
     try:
         return sum(1 for _ in _DRIVER_GPUS.iterdir())
     except OSError:
@@ -49,7 +56,7 @@ def installed_gpus() -> int:
 
 
 def give_worker_its_gpu(worker_id: str) -> None:
-    """Narrow ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Must come before CUDA is first used."""
+    """Set ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Call this function before CUDA is first used."""
     gpu = gpu_of_worker(visible_gpus(os.environ, installed_gpus()), worker_id)
     if gpu is not None:
         os.environ[CUDA_VISIBLE_DEVICES] = gpu

@@ -1,1 +1,1 @@
-"""The ranks of a distributed job: how they were launched, what they agree on, and which of them is stuck or gone."""
+"""The ranks of a distributed job: their launch, their shared decisions, and the search for stuck or missing ranks."""

@@ -1,4 +1,7 @@
-"""Signs of life of ranks, and from them which rank is stuck. Pure, but for reading where a thread stands."""
+"""Signs of life from ranks, and the decision which rank is stuck.
+
+All functions are pure except `position_of`, which reads a thread's call stack.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,24 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Folders of torch with functions that call C++ which waits for other ranks: collectives, and what has some in it."""
+"""Folders in torch whose functions may wait for other ranks in C++, because they run collectives."""
 _SILENT = 10.0
-"""Seconds without a sign of life after which a process is said to give none."""
+"""After this many seconds without a sign of life, the report mentions the silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a rank's main thread. ``line`` is the innermost one of the project: ``"test_it.py:18 in step"``."""
+    """The position of a rank's main thread.
+
+    For example, a rank that waits in a collective has the position ``"test_it.py:18 in step, within all_reduce"``. ``line`` is
+    the innermost line from the project, ``"test_it.py:18 in step"``.
+    """
 
     line: str
     within: str = ""
-    """The function of a library that it called, if it did."""
+    """The library function that this line called; empty if there is none."""
     collective: bool = False
-    """True if that one may be waiting for other ranks."""
+    """True if the library function may be waiting for other ranks."""
 
     def __str__(self) -> str:
         return f"{self.line}, within {self.within}" if self.within else self.line
@@ -43,30 +50,30 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life of a rank: what it runs, how far it has come, and where it stands."""
+    """A sign of life from a rank: its current work, its progress and its position."""
 
     number: int
     where: str
     """``"tests/test_gpt.py::test_step (call)"``, or a clause."""
     point: Point
     measures: bool
-    """True if it is within a measured test."""
+    """True during a measured test."""
     position: Position
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
-        """The part that changes when the rank comes further."""
+        """The part that changes if the rank makes progress."""
         return (self.where, *self.point)
 
 
 def position_of(thread: int, root: Path) -> Position:
-    """Return where a thread stands.
+    """Return the current position of a thread.
 
     Args:
-        thread: Its identifier.
-        root: The folder of the project, whose lines are shown.
+        thread: The thread's identifier.
+        root: The project's folder. The position is a line from this folder if possible.
     """
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - as faulthandler and debuggers do
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - faulthandler and debuggers do the same
     innermost = frame
     file = "" if innermost is None else innermost.f_code.co_filename
     collective = any(folder in file for folder in _COLLECTIVES)
@@ -88,60 +95,66 @@ def _function(frame: FrameType | None) -> str:
 
 
 def is_stuck(beats: Sequence[Beat | None]) -> bool:
-    """Return whether ranks that come no further hold others up: one waits, has not come, or is within a measured test."""
+    """Return whether a lack of progress is an error: a rank waits, is missing, or runs a measured test."""
     return any(beat is None or beat.measures or beat.point.waits for beat in beats)
 
 
 def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: float, failed: Mapping[int, str]) -> str:
-    """Return which ranks are stuck, and where all of them are, as a clause of several lines.
+    """Return a clause with the stuck ranks, and a line for the position of each rank.
 
     Args:
-        beats: The latest sign of life of each rank; ``None`` where there was none.
-        silent: The seconds since then, of each.
-        seconds: How long none of them has come further.
-        failed: The text of the failure of each rank whose test failed by itself, so that others wait for it in vain.
+        beats: The latest sign of life from each rank; ``None`` if the rank gave none.
+        silent: For each rank, the seconds since its latest sign of life.
+        seconds: The time without progress on any rank, in seconds.
+        failed: The failure text for each rank with a failed test. Other ranks wait for these ranks in vain.
     """
     world = len(beats)
     stuck = sorted(failed) or _stuck(beats, silent)
     if failed:
-        why = failed[stuck[0]].partition("\n")[0]
-        first = f"{Rank(stuck[0], world)} failed by itself {why}"
+        reason = failed[stuck[0]].partition("\n")[0]
+        first_line = f"{Rank(stuck[0], world)} failed by itself {reason}"
     elif stuck:
-        who = str(Rank(stuck[0], world)) if len(stuck) == 1 else f"{in_words(stuck)} of {world}"
-        first = f"{who} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
-        first += agreeing(len(stuck), "it", "them")
+        name = str(Rank(stuck[0], world)) if len(stuck) == 1 else f"{in_words(stuck)} of {world}"
+        first_line = (
+            f"{name} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
+        )
+        first_line += agreeing(len(stuck), "it", "them")
     else:
-        first = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
+        first_line = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
     by_text: dict[str, list[int]] = {}
     for number in sorted(range(world), key=lambda number: (number not in stuck, number)):
-        by_text.setdefault(_where(beats[number], silent[number]), []).append(number)
-    lines = [first, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
+        by_text.setdefault(_state_text(beats[number], silent[number]), []).append(number)
+    lines = [first_line, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
     if failed:
         lines += [f"  and no rank came further within {seconds:g} s", *failed[stuck[0]].split("\n")[1:]]
     return "\n".join(lines)
 
 
 def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
-    """Return the ranks for which the others wait; none where that cannot be told."""
+    """Return the ranks for which the others wait; an empty list if the signs of life do not show them.
+
+    For example, ranks 0 and 2 wait in exchange 4 of a test and rank 1 computes. Rank 1 is stuck. If no rank waits in an
+    exchange, and three of four ranks are at the same line, the fourth rank is stuck.
+    """
     absent = [number for number, beat in enumerate(beats) if beat is None or silent[number] > _SILENT]
     if absent:
         return absent
-    there = [beat for beat in beats if beat is not None]
-    arrived = [beat.point.waits for beat in there]
+    present = [beat for beat in beats if beat is not None]
+    arrived = [beat.point.waits for beat in present]
     if any(arrived):
-        # Those that wait later than others wait for them; those that wait at the same step wait for all that do not wait.
-        furthest = max(beat.point[:2] for beat in there if beat.point.waits)
-        return [number for number, beat in enumerate(there) if not (beat.point.waits and beat.point[:2] == furthest)]
-    waiting = [beat.position.collective for beat in there]
+        # The ranks at the furthest exchange wait for all ranks that are behind them or do not wait.
+        furthest = max(beat.point[:2] for beat in present if beat.point.waits)
+        return [number for number, beat in enumerate(present) if not (beat.point.waits and beat.point[:2] == furthest)]
+    waiting = [beat.position.collective for beat in present]
     if any(waiting) and not all(waiting):
         return [number for number, waits in enumerate(waiting) if not waits]
-    (common, times), *_ = Counter(beat.position for beat in there).most_common(1)
-    if times > len(there) / 2:
-        return [number for number, beat in enumerate(there) if beat.position != common]
+    (common_position, count), *_ = Counter(beat.position for beat in present).most_common(1)
+    if count > len(present) / 2:
+        return [number for number, beat in enumerate(present) if beat.position != common_position]
     return []
 
 
-def _where(beat: Beat | None, silent: float) -> str:
+def _state_text(beat: Beat | None, silent: float) -> str:
     if beat is None:
         return "has not come to its measured tests"
     text = f"in {beat.where}, "

@@ -1,4 +1,4 @@
-"""Small values that ranks share: a client of torch's key/value store, torchrun's own where it serves one."""
+"""Small values that ranks share through torch's key/value store, which torchrun or rank 0 serves."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.launch import Launch
 
 _MOST_BYTES = 4_000_000
-"""The most bytes of one entry: the store closes the connection of a client that sends more than 8 MiB at once."""
+"""The most bytes in an entry. The store closes a connection if its client sends more than 8 MiB at once."""
 
 
 class Board:
-    """A connection of this rank to the store. Not for two threads at once: each has its own."""
+    """A connection from this rank to the store. Each thread needs a board of its own.
+
+    For example, rank 1 calls ``board.put("beat/1", {"number": 7})``, and then rank 0's ``board.get("beat/1")`` returns
+    ``{"number": 7}``.
+    """
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        """Connect to the store, which rank 0 serves where the launcher does not.
+        """Connect to the store. Rank 0 serves the store if the launcher does not.
 
         Args:
-            launch: Where the store is.
-            seconds: How long to try.
+            launch: The launch, with the store's address and port.
+            seconds: The longest time to wait for the store.
 
         Raises:
-            BoardError: There is none at that address within ``seconds``.
+            BoardError: No store answered at this address within ``seconds``.
         """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # documented, not in __all__
 
         try:
-            # As init_process_group makes its own, so that both share one server.
+            # These arguments match those of init_process_group, so the job and gpumem share a server.
             store = TCPStore(
                 launch.address,
                 launch.port,
@@ -47,35 +51,43 @@ class Board:
         except RuntimeError as error:
             raise BoardError(
                 f"{launch.rank} found no store at {launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT) within "
-                f"{seconds:g} s, through which ranks exchange their figures: {_first_line(error)}"
+                f"{seconds:g} s, and ranks exchange their figures through this store: {_first_line(error)}"
             ) from None
         self._store = PrefixStore(f"gpumem/{launch.attempt}", store)
 
     def put(self, key: str, value: Any) -> None:
-        """Set an entry to a value of JSON."""
+        """Set an entry.
+
+        Args:
+            key: The entry's name.
+            value: A value that JSON can express.
+
+        Raises:
+            BoardError: The store cannot be reached. The other methods raise it too.
+        """
         packed = base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
         parts = [packed[start : start + _MOST_BYTES] for start in range(0, len(packed), _MOST_BYTES)]
         try:
             for number, part in enumerate(parts[1:], start=1):
                 self._store.set(f"{key}#{number}", part)
-            # Last, so that the entry is there when all of it is.
+            # Written last, because readers may read all parts as soon as the entry exists.
             self._store.set(key, f"{len(parts)}\n{parts[0]}")
         except RuntimeError as error:
             raise BoardError(_first_line(error)) from None
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Return whether all of these entries are there."""
+        """Return whether all of these entries exist."""
         try:
             return bool(self._store.check(list(keys)))
         except RuntimeError as error:
             raise BoardError(_first_line(error)) from None
 
     def get(self, key: str) -> Any:
-        """Return an entry that is there."""
+        """Return an existing entry."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[Any]:
-        """Return entries that are there, in one round trip where none is large."""
+        """Return existing entries, in a single round trip unless an entry exceeds `_MOST_BYTES`."""
         try:
             return [self._unpacked(key, bytes(entry)) for key, entry in self._entries(keys)]
         except RuntimeError as error:
@@ -90,7 +102,7 @@ class Board:
         return json.loads(zlib.decompress(base64.b64decode(packed)))
 
     def maybe(self, key: str) -> Any:
-        """Return an entry; ``None`` where it is not there."""
+        """Return an entry; ``None`` if it does not exist."""
         return self.get(key) if self.has([key]) else None
 
 

@@ -1,6 +1,9 @@
-"""Decisions that ranks make together while they measure: how often a step runs, until when it is timed.
+"""Decisions that ranks make together while they measure, for example how often a step runs.
 
-A step may exchange data with those of other ranks. One that a single rank ran would wait for the others for ever.
+A step may exchange data with the same step on other ranks. A single rank with an extra step would wait forever.
+
+For example, two ranks ask whether their peaks have settled. Rank 0 calls ``consensus.all(True)`` and rank 1 calls
+``consensus.all(False)``. Both calls return ``False``, so both ranks run another step.
 """
 
 from __future__ import annotations
@@ -24,50 +27,54 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""Poll interval as a share of the time waited so far, so that ranks that time a step resume almost together."""
+"""The poll interval as a share of the elapsed wait, so ranks resume almost together for a timed step.
+
+For example, after a wait of 10 ms a rank polls again within 1 ms.
+"""
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
-"""The shortest, and the longest: a wait must neither cost a step's time nor a core."""
+"""The shortest and the longest poll interval, because polling must neither delay a step nor load a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
 _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
-"""Threads are at rest when they sleep each time that they are looked at."""
+"""Threads are at rest if they sleep in three looks in a row, 3 ms apart. The wait for rest ends after 1 s."""
 _SECONDS_OF_TWO_LOOKS_OF_NCCL = 0.25
-"""A thread of ProcessGroupNCCL looks every 0.1 s which collectives are done."""
+"""A thread of ProcessGroupNCCL checks every 0.1 s for completed collectives. This time covers two checks."""
 
 
 class Alone:
     """A process without other ranks, which decides by itself."""
 
     several = False
-    """True if there are others."""
+    """True if the job has other ranks."""
 
-    def exchange(self, mine: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. Raises `RankLost` if one of them will not give any."""
-        return [mine]
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values from all ranks, ordered by rank. Raises `RankLost` if a rank will not send its value."""
+        return [value]
 
-    def all(self, mine: bool) -> bool:
-        """Return whether every rank says so."""
-        return all(self.exchange(mine))
+    def all(self, value: bool) -> bool:
+        """Return whether ``value`` is true on every rank."""
+        return all(self.exchange(value))
 
-    def any(self, mine: bool) -> bool:
-        """Return whether any rank says so."""
-        return any(self.exchange(mine))
+    def any(self, value: bool) -> bool:
+        """Return whether ``value`` is true on any rank."""
+        return any(self.exchange(value))
 
-    def first(self, mine: str | None) -> str | None:
-        """Return the clause of the first rank that has one, with the rank's name if there are several."""
-        return mine
+    def first(self, clause: str | None) -> str | None:
+        """Return the clause from the first rank with a clause, preceded by the rank's name if there are several ranks."""
+        return clause
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run rank by rank, so that no two of them wait for what the other holds."""
+        """Run the block on each rank in turn, so ranks cannot wait for each other's locks."""
         yield
 
     def rest(self) -> None:
-        """Let threads of collectives release what they hold, before a step."""
+        """Wait before a step until the threads of collectives have released their tensors."""
 
     def release(self) -> None:
-        """Have the process group let go of what its collectives were given, before a measurement and behind it.
+        """Have the process group release the tensors of its collectives, before and after a measurement.
 
-        ProcessGroupNCCL does so in its next collective: else a model that is gone would be freed in the next test's step.
+        ProcessGroupNCCL releases tensors in its next collective. Without this call, a deleted model would be freed during
+        the next test's step.
         """
 
 
@@ -75,18 +82,18 @@ ALONE = Alone()
 
 
 def failure_key(test: int, rank: int) -> str:
-    """Return the key of the text with which a test failed by itself on a rank."""
+    """Return the store's key for a failure text. The failure started on this rank."""
     return f"test/{test}/failed/{rank}"
 
 
 def _others_sleep() -> bool:
-    """Return whether all threads but this one wait for something; where the system does not tell, that they do."""
-    mine = str(threading.get_native_id())
+    """Return whether all other threads in the process sleep. Return true if the system has no ``/proc``."""
+    own_thread = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
-        # A thread that has ended meanwhile has no file.
+        # A thread that has ended in the meantime has no file.
         with suppress(OSError):
             state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
-            if thread.name != mine and state not in (b"S", b"I", b"Z"):
+            if thread.name != own_thread and state not in (b"S", b"I", b"Z"):
                 return False
     return True
 
@@ -100,22 +107,26 @@ def _has_nccl() -> bool:
 
 
 def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
-    """Wait until all other threads sleep each time that they are looked at, or for `_MOST_SECONDS_OF_REST`.
+    """Wait until all other threads sleep in several looks in a row, or for at most `_MOST_SECONDS_OF_REST`.
 
-    A thread of gloo that frees a block after the main one has gone on is not seen to free it.
+    A free by a gloo thread is missed if the main thread has already continued.
 
     Args:
-        looks: How often in a row they have to sleep.
-        seconds: From one look to the next.
+        looks: The number of looks in a row in which all threads have to sleep.
+        seconds: The time between two looks.
     """
-    until, quiet = time.monotonic() + _MOST_SECONDS_OF_REST, 0
-    while quiet < looks and time.monotonic() < until:
-        time.sleep(seconds)  # without the interpreter's lock, for which a thread may wait
-        quiet = quiet + 1 if _others_sleep() else 0
+    deadline, sleeping_looks = time.monotonic() + _MOST_SECONDS_OF_REST, 0
+    while sleeping_looks < looks and time.monotonic() < deadline:
+        time.sleep(seconds)  # releases the interpreter's lock for waiting threads
+        sleeping_looks = sleeping_looks + 1 if _others_sleep() else 0
 
 
 class Point(NamedTuple):
-    """The progress of a rank. ``test`` and ``step`` count from 1; ``waits`` is true if it waits there for the others."""
+    """The progress of a rank. ``test`` and ``step`` count from 1.
+
+    ``waits`` is true while the rank waits for the others. For example, ``Point(2, 5, True)`` waits in the fifth exchange of
+    the second measured test.
+    """
 
     test: int = 0
     step: int = 0
@@ -123,7 +134,7 @@ class Point(NamedTuple):
 
 
 class Consensus(Alone):
-    """One rank, which decides with the others. Every rank has to make the same calls in the same order."""
+    """A rank that decides together with the others. Every rank has to make the same calls in the same order."""
 
     several = True
 
@@ -132,16 +143,16 @@ class Consensus(Alone):
         self.point = Point()
         self._board = board
         self._scope = "session"
-        self._given: torch.Tensor | None = None
-        """The tensor that `release` gives to a collective: kept, as the process group holds it from then on."""
+        self._all_reduced: torch.Tensor | None = None
+        """The tensor for `release`'s collective. Made only once, because the process group keeps the tensor alive."""
 
     def comes_to(self, where: str) -> None:
-        """Tell what this rank runs from now on, before its next sign of life: it may be its last."""
+        """Report this rank's current work before its next sign of life, because the rank may crash during the work."""
         self._board.put(f"where/{self.rank.number}", where)
 
-    def first(self, mine: str | None) -> str | None:
-        clauses = self.exchange(mine)
-        number = next((number for number, clause in enumerate(clauses) if clause is not None), None)
+    def first(self, clause: str | None) -> str | None:
+        clauses = self.exchange(clause)
+        number = next((number for number, value in enumerate(clauses) if value is not None), None)
         return None if number is None else f"on {Rank(number, self.rank.world)}: {clauses[number]}"
 
     @contextmanager
@@ -149,7 +160,7 @@ class Consensus(Alone):
         test, step, _ = self.point
         self.point, key = Point(test, step + 1, waits=True), f"{self._scope}/{step + 1}"
         if not self.rank.is_first:
-            self._wait_for([f"{key}/{self.rank.number - 1}"], ending=False, of=[self.rank.number - 1])
+            self._wait_for([f"{key}/{self.rank.number - 1}"], ending=False, ranks=[self.rank.number - 1])
         self.point = self.point._replace(waits=False)
         try:
             yield
@@ -160,23 +171,23 @@ class Consensus(Alone):
         let_threads_rest(_LOOKS_AT_REST, _SECONDS_OF_REST)
 
     def release(self) -> None:
-        # Whoever is not there is named by the exchange; a collective would wait for it.
+        # The exchange raises an error that names a missing rank. A collective would wait for this rank forever.
         if self.all(_has_nccl()):
             import torch
             import torch.distributed as dist
 
             time.sleep(_SECONDS_OF_TWO_LOOKS_OF_NCCL)
-            with beneath_modes():  # not the test's own, which may make fake tensors
-                if self._given is None:
-                    self._given = torch.zeros(1, device="cuda")
-                dist.all_reduce(self._given)
+            with beneath_modes():  # the test's own modes may make fake tensors
+                if self._all_reduced is None:
+                    self._all_reduced = torch.zeros(1, device="cuda")
+                dist.all_reduce(self._all_reduced)
         self.rest()
 
-    def exchange(self, mine: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         test, step, _ = self.point
         self.point = Point(test, step + 1, waits=True)
         key = f"{self._scope}/{step + 1}"
-        self._board.put(f"{key}/{self.rank.number}", mine)
+        self._board.put(f"{key}/{self.rank.number}", value)
         keys = [f"{key}/{number}" for number in range(self.rank.world)]
         self._wait_for(keys, ending=False)
         values = self._board.get_all(keys)
@@ -184,21 +195,24 @@ class Consensus(Alone):
         return values
 
     def begin_test(self) -> None:
-        """Begin the next measured test: what is exchanged from here on is of that."""
+        """Begin the next measured test. Later exchanges belong to this test."""
         self.point = Point(self.point.test + 1)
         self._scope = f"test/{self.point.test}"
 
-    def end_test(self, mine: Any, failure: str = "") -> list[Any] | None:
-        """End the test with what this rank has to say of it. Returns what all ranks say, on rank 0 only, when all have.
+    def end_test(self, outcome: Any, failure: str = "") -> list[Any] | None:
+        """End the test and send this rank's outcome. Rank 0 waits for all ranks.
 
         Args:
-            mine: This rank's.
-            failure: The text of its failure, where it failed by itself: others may wait for it in a collective.
+            outcome: This rank's outcome, a value for JSON.
+            failure: The failure text, if the test failed by itself on this rank. Others may wait for the rank in a collective.
+
+        Returns:
+            The outcomes of all ranks on rank 0; ``None`` on other ranks.
         """
         self.point = self.point._replace(waits=True)
         if failure:
             self._board.put(failure_key(self.point.test, self.rank.number), failure)
-        self._board.put(f"{self._scope}/end/{self.rank.number}", mine)
+        self._board.put(f"{self._scope}/end/{self.rank.number}", outcome)
         if not self.rank.is_first:
             return None
         keys = [f"{self._scope}/end/{number}" for number in range(self.rank.world)]
@@ -206,64 +220,65 @@ class Consensus(Alone):
         return self._board.get_all(keys)
 
     def decide(self, decision: Any) -> None:
-        """Tell the other ranks how the test ended; by rank 0."""
+        """Send the test's verdict from rank 0 to the other ranks."""
         self._board.put(f"{self._scope}/decision", decision)
         self.point = self.point._replace(waits=False)
 
     def decision(self) -> Any:
-        """Return what rank 0 decided of the test."""
+        """Return the verdict from rank 0."""
         keys = [f"{self._scope}/decision"]
-        self._wait_for(keys, ending=True, of=[0])
+        self._wait_for(keys, ending=True, ranks=[0])
         self.point = self.point._replace(waits=False)
         return self._board.get(keys[0])
 
-    def end_session(self, mine: Any) -> None:
-        """Tell the others that this rank runs no more tests, with what it has to say of those it ran."""
-        self._board.put(f"ended/{self.rank.number}", mine)
+    def end_session(self, report: Any) -> None:
+        """Tell the others that this rank runs no more tests, and send its report."""
+        self._board.put(f"ended/{self.rank.number}", report)
 
     def ends_of_sessions(self) -> list[Any]:
-        """Return what every rank said at the end of its tests."""
-        return self._board.get_all(self._all_of("ended"))
+        """Return the ranks' reports from the end of their tests."""
+        return self._board.get_all(self._wait_for_all_ranks("ended"))
 
     def leave(self) -> None:
-        """Wait until every rank is about to exit: the launcher ends the others as soon as one of them has exited in red."""
+        """Wait until every rank is about to exit, because the launcher ends all ranks when a rank exits with an error."""
         self._board.put(f"left/{self.rank.number}", True)
-        self._all_of("left")
+        self._wait_for_all_ranks("left")
 
-    def _all_of(self, name: str) -> list[str]:
-        """Wait until every rank has an entry of this name, and return their keys."""
+    def _wait_for_all_ranks(self, name: str) -> list[str]:
+        """Wait until every rank has an entry called ``name``, and return the keys of these entries."""
         self.point = self.point._replace(waits=True)
         keys = [f"{name}/{number}" for number in range(self.rank.world)]
-        self._wait_for(keys, ending=True, of=())
+        self._wait_for(keys, ending=True, ranks=())
         self.point = self.point._replace(waits=False)
         return keys
 
-    def _wait_for(self, keys: Sequence[str], *, ending: bool, of: Sequence[int] | None = None) -> None:
-        """Wait until all of ``keys`` are there, which is for the `Watch` to end where it takes too long.
+    def _wait_for(self, keys: Sequence[str], *, ending: bool, ranks: Sequence[int] | None = None) -> None:
+        """Wait until the store has all ``keys``. If this takes too long, the `Watch` ends the process.
 
         Args:
-            keys: Entries, one of each rank.
-            ending: Whether the others may have ended their test already.
-            of: The ranks whose entries they are; all by default, and none to wait for those that ended, too.
+            keys: One entry for each rank, or a single entry.
+            ending: Whether the other ranks may have ended their test already.
+            ranks: The ranks that write the entries; all by default. Ranks in this list must not have ended their session.
 
         Raises:
-            RankLost: One of the ranks has ended its test, or its session, and will not come.
+            RankLost: A rank has ended its test or its session, and will not write its entry.
         """
         shortest, longest = _SECONDS_BETWEEN_LOOKS
-        began = called = time.monotonic()
+        began = last_roll_call = time.monotonic()
         while not self._board.has(keys):
             waited = time.monotonic() - began
             time.sleep(min(max(_SHARE_BETWEEN_LOOKS * waited, shortest), longest))
-            if time.monotonic() - called > _SECONDS_BETWEEN_ROLL_CALLS:
-                called = time.monotonic()
-                self._call_the_roll(keys, range(self.rank.world) if of is None else of, ending=ending)
+            if time.monotonic() - last_roll_call > _SECONDS_BETWEEN_ROLL_CALLS:
+                last_roll_call = time.monotonic()
+                self._call_the_roll(keys, range(self.rank.world) if ranks is None else ranks, ending=ending)
 
     def _call_the_roll(self, keys: Sequence[str], ranks: Sequence[int], *, ending: bool) -> None:
+        """Raise `RankLost` if a rank ended without writing its entry."""
         for number in ranks:
             key = keys[number if len(keys) > 1 else 0]
-            for gone, what in ((f"{self._scope}/end", "has ended the test"), ("ended", "runs no more tests")):
-                if ending and gone != "ended":
+            for end_key, event in ((f"{self._scope}/end", "has ended the test"), ("ended", "runs no more tests")):
+                if ending and end_key != "ended":
                     continue
-                # Looked for in this order, as it may have given its value and then ended.
-                if self._board.has([f"{gone}/{number}"]) and not self._board.has([key]):
-                    raise RankLost(f"{Rank(number, self.rank.world)} {what}")
+                # Check the end first, because the rank may write its entry and then end between the two checks.
+                if self._board.has([f"{end_key}/{number}"]) and not self._board.has([key]):
+                    raise RankLost(f"{Rank(number, self.rank.world)} {event}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """An environment in which ranks cannot find one another; the message says which variable is wrong, and what would be
-    right.
-    """
+    """An environment variable prevents the ranks from finding each other. The message gives its value and the expected one."""
 
 
 class BoardError(RuntimeError):
-    """Error of a store that cannot be reached."""
+    """The store of the ranks cannot be reached."""
 
 
 class RankLost(BaseException):
-    """Another rank will not come; the message is a clause that names it. No test's ``except Exception`` may swallow it."""
+    """Another rank will not come. The message is a clause with its name.
+
+    The class does not derive from `Exception`, so a test's ``except Exception`` cannot swallow the error.
+    """

@@ -1,4 +1,4 @@
-"""The launch of a distributed job's ranks, from the environment that torchrun sets."""
+"""The launch of a distributed job's ranks, from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among the ranks of a job."""
+    """This process's place in a distributed job.
+
+    For example, with two machines and four GPUs each, the second machine's first rank has ``rank`` 4 of 8, ``local_rank`` 0 and
+    ``ranks_here`` 4.
+    """
 
     rank: Rank
     local_rank: int
-    """The rank's number on this machine, by which it has a GPU."""
+    """The rank's number on this machine, which selects its GPU."""
     ranks_here: int
-    """The number of ranks on this machine, as far as the launcher says."""
+    """The number of ranks on this machine according to the launcher."""
     address: str
     port: int
     agent_store: bool
-    """True if the launcher itself serves a key/value store at that address (torchrun), and not rank 0."""
+    """True if the launcher (torchrun) serves the key/value store at this address; false if rank 0 serves it."""
     attempt: str
-    """The run and its restart, by which keys in the store are told apart."""
+    """The run and its restart count, a prefix of the keys in the store."""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words before the arguments of pytest that launch as many ranks."""
+        """The words before pytest's arguments to launch as many ranks."""
         nodes = self.rank.world // self.ranks_here
-        several = [f"--nnodes={nodes}"] if nodes > 1 else []
-        return ("torchrun", *several, f"--nproc-per-node={self.ranks_here}", "-m", "pytest")
+        nodes_option = [f"--nnodes={nodes}"] if nodes > 1 else []
+        return ("torchrun", *nodes_option, f"--nproc-per-node={self.ranks_here}", "-m", "pytest")
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
-    """Return how this process was launched; ``None`` where it is the only one.
+    """Return the launch of this process; ``None`` if the process has no other ranks.
 
     Args:
         environ: ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
 
     Raises:
-        LaunchError: ``WORLD_SIZE`` is more than 1 and another variable is missing, or is no number in its range.
+        LaunchError: ``WORLD_SIZE`` is more than 1, and another variable is missing or not a number in its range.
     """
     if not environ.get(WORLD_SIZE):
         return None

@@ -1,6 +1,6 @@
-"""A thread of each rank that gives signs of life, and ends the process when a rank is stuck or gone.
+"""A thread in each rank, to give signs of life and to end the process if a rank is stuck or gone.
 
-The main thread may be in a collective, in C++, which nothing interrupts: only the end of the process does.
+The main thread may wait in a collective, in C++. Nothing can interrupt this wait, so the thread ends the whole process.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0
-"""The longest time that ranks may come no further after the test has failed on one of them, in seconds."""
+"""After a test has failed on a rank, ranks may make no progress for at most this long, in seconds."""
 _SECONDS_FOR_LAST_WORDS = 2.0
-"""The time that rank 0 waits, when the job is ended, for other ranks to say that they are ended too, in seconds."""
+"""Rank 0 waits this many seconds at the job's end for the last words from other ranks."""
 _SECONDS_FOR_THE_FIRST = 15.0
-"""The seconds that the other ranks wait longer than rank 0, as it has a report to write."""
+"""The time that other ranks wait longer than rank 0, in seconds. Rank 0 has to write a report."""
 _SECONDS_TO_WRITE = 20.0
-"""The time in which rank 0 may go on writing when the job is ended: torchrun kills after 30 s."""
+"""The time in which rank 0 may finish its report when the job ends, in seconds. torchrun kills its ranks after 30 s."""
 
 
 class Watch(threading.Thread):
-    """Watches over the ranks from `start` to `end`."""
+    """A thread that watches the ranks from `start` to `end`."""
 
     def __init__(
         self, launch: Launch, consensus: Consensus, seconds: float, root: Path, lost: Callable[[str], object]
     ) -> None:
-        """Watch over ``launch``'s ranks.
+        """Prepare to watch the ranks of a launch.
 
         Args:
-            launch: This rank.
-            consensus: What it waits in.
-            seconds: How long ranks may come no further while others wait for them.
+            launch: The launch of this rank.
+            consensus: This rank's consensus, which knows its progress.
+            seconds: The longest time without progress while ranks wait for others.
             root: The project's folder.
-            lost: Called on rank 0, in this thread, with the clause that says which rank is lost, before the process ends.
+            lost: Called on rank 0, in this thread, before the process ends. Its argument is a clause that names the lost rank.
         """
         super().__init__(name="gpumem-ranks", daemon=True)
         self.where = "the collection"
-        """The main thread's work, as a clause."""
+        """A clause for the main thread's work."""
         self.measures = False
         self.leaves = False
-        """True if this rank is about to exit, and rank 0 perhaps gone with the store."""
+        """True if this rank is about to exit. Rank 0 may already be gone, and the store with it."""
         self.writing = threading.Lock()
-        """Held while the main thread writes what is not to be cut off."""
+        """Held while the main thread writes a report that must not be cut off."""
         self._launch = launch
         self._rank = launch.rank
         self._consensus = consensus
@@ -79,11 +79,11 @@ class Watch(threading.Thread):
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
-        self._before: tuple[Any, int] | None = None
+        self._previous_handlers: tuple[Any, int] | None = None
 
     def start(self) -> None:
-        """Begin, and take SIGTERM, by which torchrun ends the ranks that are left when one has died."""
-        self._before = (
+        """Start watching, and handle SIGTERM, which torchrun sends to the remaining ranks if a rank has died."""
+        self._previous_handlers = (
             signal.signal(signal.SIGTERM, self._terminated),
             signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False),
         )
@@ -91,15 +91,15 @@ class Watch(threading.Thread):
         super().start()
 
     def end(self) -> None:
-        """Watch no longer, and give SIGTERM back."""
+        """Stop watching, and restore the handler of SIGTERM."""
         self._ended.set()
         with suppress(OSError):
             self._wake.send(b"\0")
-        if self._before is not None:
-            handler, descriptor = self._before
+        if self._previous_handlers is not None:
+            handler, descriptor = self._previous_handlers
             signal.set_wakeup_fd(descriptor)
             signal.signal(signal.SIGTERM, handler)
-            self._before = None
+            self._previous_handlers = None
         self.join(_SECONDS_FOR_LAST_WORDS)
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class Watch(threading.Thread):
             except BoardError as error:
                 if self._ended.is_set() or self.leaves:
                     return
-                self._die(f"the store of the ranks is gone, and with it the launcher or rank 0: {error}", 1)
+                self._die(f"the store of the ranks cannot be reached, so the launcher or rank 0 has ended: {error}", 1)
 
     def _signals(self) -> bytes:
         try:
@@ -125,30 +125,30 @@ class Watch(threading.Thread):
         position = position_of(self._main, self._root)
         beat = Beat(self._beats, self.where, self._consensus.point, self.measures, position)
         self._board.put(f"beat/{self._rank.number}", asdict(beat))
-        why = self._board.maybe("lost")
-        if why is not None and not self._rank.is_first:
+        reason = self._board.maybe("lost")
+        if reason is not None and not self._rank.is_first:
             self._board.put(f"left/{self._rank.number}", True)
             self._die("", 1)
         self._read_beats(range(self._rank.world) if self._rank.is_first else [0])
-        now = time.monotonic()
+        moment = time.monotonic()
         if self._rank.is_first:
-            self._look_for_the_stuck(now)
-        elif now - self._seen[0][1] > self._seconds + _SECONDS_FOR_THE_FIRST:
-            self._die(f"rank 0 gave no sign of life for {now - self._seen[0][1]:.0f} s", 1)
+            self._look_for_the_stuck(moment)
+        elif moment - self._seen[0][1] > self._seconds + _SECONDS_FOR_THE_FIRST:
+            self._die(f"rank 0 gave no sign of life for {moment - self._seen[0][1]:.0f} s", 1)
 
-    def _look_for_the_stuck(self, now: float) -> None:
-        beats, silent = [beat for beat, _ in self._seen], [now - since for _, since in self._seen]
-        passed = now - self._progressed
-        if passed <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
+    def _look_for_the_stuck(self, moment: float) -> None:
+        beats, silent = [beat for beat, _ in self._seen], [moment - since for _, since in self._seen]
+        seconds_without_progress = moment - self._progressed
+        if seconds_without_progress <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
             return
         texts = {number: self._failure_of(number, beat) for number, beat in enumerate(beats)}
-        failed = {number: text for number, text in texts.items() if text is not None}
-        seconds = min(self._seconds, _SECONDS_AFTER_A_FAILURE) if failed else self._seconds
-        if passed > seconds:
-            self._end_the_job(stuck_text(beats, silent, seconds, failed))
+        failures = {number: text for number, text in texts.items() if text is not None}
+        seconds = min(self._seconds, _SECONDS_AFTER_A_FAILURE) if failures else self._seconds
+        if seconds_without_progress > seconds:
+            self._end_the_job(stuck_text(beats, silent, seconds, failures))
 
     def _failure_of(self, number: int, beat: Beat | None) -> str | None:
-        """Return the text with which the test failed on a rank that waits for the others to end it, too."""
+        """Return the failure text of a rank that waits for the end of the test; ``None`` if there is none."""
         if beat is None or not beat.point.waits:
             return None
         text: str | None = self._board.maybe(failure_key(beat.point[0], number))
@@ -166,71 +166,77 @@ class Watch(threading.Thread):
             if last is None or beat.progress != last.progress:
                 self._progressed = time.monotonic()
 
-    def _end_the_job(self, why: str) -> None:
-        """End all ranks, on rank 0, when it has been reported which of them is lost."""
-        self._board.put("lost", why)
-        # The others tell no more; where they are is in the report.
-        self._last_report(why)
+    def _end_the_job(self, reason: str) -> None:
+        """Report the lost rank from rank 0, and end all ranks."""
+        self._board.put("lost", reason)
+        # Other ranks print nothing, because the report contains their positions.
+        self._last_report(reason)
         os._exit(1)
 
     def _end_with_the_job(self) -> None:
-        """End this rank, as the launcher wants; rank 0 finds out which rank is gone, and reports it."""
+        """End this rank at the launcher's request. Rank 0 waits for the last words of the others and reports missing ranks."""
         if not self._rank.is_first:
             self._board.put(f"terminated/{self._rank.number}", True)
             os._exit(128 + signal.SIGTERM)
-        others = range(1, self._rank.world)
+        other_ranks = range(1, self._rank.world)
         deadline = time.monotonic() + _SECONDS_FOR_LAST_WORDS
-        while (gone := [number for number in others if not self._has_last_words(number)]) and (
+        while (missing := [number for number in other_ranks if not self._has_last_words(number)]) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.05)
         if self._ended.is_set():
             return
-        wheres = {number: self._board.maybe(f"where/{number}") for number in gone}
-        self._last_report(_gone_text(gone, self._seen, wheres))
+        works = {number: self._board.maybe(f"where/{number}") for number in missing}
+        self._last_report(_missing_text(missing, self._seen, works))
         os._exit(128 + signal.SIGTERM)
 
     def _has_last_words(self, number: int) -> bool:
         return any(self._board.has([f"{word}/{number}"]) for word in ("terminated", "left"))
 
-    def _last_report(self, why: str) -> None:
-        # Where the main thread writes already, its report stands.
+    def _last_report(self, reason: str) -> None:
+        # If the main thread already writes its report, this thread waits for the end of the report.
         if self.writing.acquire(timeout=_SECONDS_TO_WRITE):
             try:
-                self._lost(why)
+                self._lost(reason)
             except BaseException as error:  # noqa: BLE001 - the process must end, whatever happens
-                sys.stderr.write(f"gpumem: {why}\ngpumem: and it could not be reported: {error!r}\n")
+                sys.stderr.write(f"gpumem: {reason}\ngpumem: and it could not be reported: {error!r}\n")
         sys.stdout.flush()
         sys.stderr.flush()
 
-    def _die(self, why: str, status: int) -> None:
-        if why:
-            os.write(2, f"gpumem: {self._rank}: {why}\n".encode())
+    def _die(self, reason: str, status: int) -> None:
+        if reason:
+            os.write(2, f"gpumem: {self._rank}: {reason}\n".encode())
         os._exit(status)
 
     def _terminated(self, *_: object) -> None:
-        """Let the thread act, which is woken by the signal's number: this runs only when the main thread is in Python."""
+        """Do nothing. The signal's number wakes the thread, but this handler waits until the main thread runs Python."""
 
     def _forget_in_child(self) -> None:
-        """Leave a forked process as it would be: a worker of a DataLoader is ended by SIGTERM."""
-        if self._before is not None and os.getpid() != self._process:
+        """Restore SIGTERM in a forked process, because a DataLoader ends its workers with SIGTERM."""
+        if self._previous_handlers is not None and os.getpid() != self._process:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _gone_text(gone: list[int], seen: Sequence[tuple[Beat | None, float]], wheres: Mapping[int, str | None]) -> str:
-    """Return which ranks are gone, and what each ran last: by its sign of life, or what it has come to since."""
-    if not gone:
+def _missing_text(
+    missing: list[int], seen: Sequence[tuple[Beat | None, float]], works: Mapping[int, str | None]
+) -> str:
+    """Return a text about the missing ranks. A rank's last work comes from its sign of life or a later report.
+
+    For example, ``rank 1 of 2 ended without a word: ...`` and ``rank 1: last in tests/test_gpt.py::test_step (call), at
+    test_gpt.py:18 in step``.
+    """
+    if not missing:
         return "the job was ended (SIGTERM), and no rank was lost before"
     world = len(seen)
-    who = str(Rank(gone[0], world)) if len(gone) == 1 else f"{in_words(gone)} of {world}"
-    lines = [f"{who} ended without a word: killed, or crashed; the launcher's last lines have the exit status"]
-    for number in gone:
-        beat, where = seen[number][0], wheres[number]
-        if beat is None and where is None:
+    name = str(Rank(missing[0], world)) if len(missing) == 1 else f"{in_words(missing)} of {world}"
+    lines = [f"{name} ended without a word: killed, or crashed; the launcher's last lines have the exit status"]
+    for number in missing:
+        beat, work = seen[number][0], works[number]
+        if beat is None and work is None:
             last = "never came to its measured tests"
-        elif beat is None or where not in (None, beat.where):
-            last = f"last in {where}"  # and the sign of life is older
+        elif beat is None or work not in (None, beat.where):
+            last = f"last in {work}"  # the sign of life is older
         else:
             last = f"last in {beat.where}, at {beat.position}"
         lines.append(f"  rank {number}: {last}")

@@ -1,1 +1,1 @@
-"""Step configs: the meaning of each word, and the repeated blocks that it acts on."""
+"""Step configs: what each word means, and a model's repeated blocks."""

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, found or named."""
+"""A model's repeated blocks, detected or named by a pattern."""
 
 from __future__ import annotations
 
@@ -23,35 +23,45 @@ class Block(NamedTuple):
 
 
 def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[list[Block]]:
-    """Return the model's blocks in lists: those of one ``ModuleList`` or ``Sequential`` are run one after the other.
+    """Return the lists of repeated blocks in a model. The model runs a list's blocks in sequence.
 
-    Without a name: the largest list (by parameters) whose members are of one type, and every other list of this type
-    (the stages of a ResNet, encoder and decoder). ``named`` is a pattern of the modules that hold them, or of the blocks
-    themselves. Raises `ConfigError` when there are none.
+    Without a pattern, the function selects the ``ModuleList`` or ``Sequential`` with the most parameters whose members have the
+    same type. It adds all other lists with this type, such as the stages of a ResNet, or encoder and decoder. For example,
+    GPT-2 has the list ``transformer.h`` with 12 ``GPT2Block`` modules.
+
+    Args:
+        model: The model.
+        named: A pattern for the modules that contain the blocks, or for the blocks themselves.
+
+    Raises:
+        ConfigError: The model has no such blocks.
     """
     if named is not None:
         return _named_blocks(model, named)
     lists = [
         (path, module, kind) for path, module in model.named_modules() if (kind := _type_of_members(module)) is not None
     ]
-    # A list of leaves (embeddings, projections) is no list of blocks, unless there is no other.
-    deep = [entry for entry in lists if any(True for member in entry[1].children() for _ in member.children())]
+    # Use a list of leaves (embeddings, projections) only if there is no other list.
+    deep = [listing for listing in lists if any(True for member in listing[1].children() for _ in member.children())]
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential of modules of one type); "
             "name them with blocks=PATTERN, or use checkpoint=modules:PATTERN"
         )
-    chosen = max(deep or lists, key=lambda entry: parameters_of(entry[1]))[2]
+    block_type = max(deep or lists, key=lambda listing: parameters_of(listing[1]))[2]
     return [
         [Block(_join(path, name), member) for name, member in module.named_children()]
-        for path, module in _outermost((path, module) for path, module, kind in lists if kind is chosen)
+        for path, module in _outermost((path, module) for path, module, kind in lists if kind is block_type)
     ]
 
 
 def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
-    """Return the outermost modules whose path matches (``*`` and ``?``; ``*`` matches dots, too).
+    """Return the outermost modules whose path matches a pattern (``*`` and ``?``; ``*`` also matches dots).
 
-    Raises `ConfigError` when there is none.
+    For example, ``h.*`` matches ``h.0`` and ``h.0.mlp``, and the function only returns ``h.0``.
+
+    Raises:
+        ConfigError: No module matches.
     """
     matching = [
         (path, module)
@@ -59,24 +69,32 @@ def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
         if path and fnmatchcase(path, pattern.replace("[", "[[]"))
     ]
     if not matching:
-        some = ", ".join(path for path, _ in list(model.named_modules())[1:9])
-        raise ConfigError(f"no module of {type(model).__name__} matches {pattern!r}; it has {some}, ...")
+        first_paths = ", ".join(path for path, _ in list(model.named_modules())[1:9])
+        raise ConfigError(f"no module of {type(model).__name__} matches {pattern!r}; it has {first_paths}, ...")
     return [Block(path, module) for path, module in _outermost(matching)]
 
 
 def described(lists: Sequence[Sequence[Block]]) -> str:
-    """Return the paths and types of lists of blocks: ``"h (12 x GPT2Block)"``."""
+    """Return a text with the path and block type of each list: ``"h (12 x GPT2Block)"``."""
     texts = []
     for blocks in lists:
         counts = Counter(class_name(type(block.module)) for block in blocks)
         holders = {block.path.rpartition(".")[0] for block in blocks}
-        what = ", ".join(f"{count} x {name}" for name, count in counts.most_common(3))
-        texts.append(f"{holders.pop() or 'the model itself'} ({what})" if len(holders) == 1 else what)
+        types = ", ".join(f"{count} x {name}" for name, count in counts.most_common(3))
+        texts.append(f"{holders.pop() or 'the model itself'} ({types})" if len(holders) == 1 else types)
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more lists" if len(texts) > 3 else "")
 
 
 def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[str, list[Block]] | None:
-    """Return a pattern of repeated modules that are all ``called`` (ids) and have the most trainable parameters, and these."""
+    """Return the pattern of repeated modules with the most trainable parameters, and these modules.
+
+    Args:
+        model: The model.
+        called: The ids of all modules that forward calls.
+
+    Returns:
+        The pattern and its modules, all of them called; ``None`` if no pattern matches at least two called modules.
+    """
     best: tuple[int, str, list[Block]] = (0, "", [])
     patterns = [
         pattern for path, module in model.named_modules() if id(module) in called for pattern in _patterns(path)
@@ -92,7 +110,10 @@ def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[s
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """Return patterns of the modules of the same index in a list, and in lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
+    """Yield patterns for modules like the one at ``path``, in the same list and in all lists with the same name.
+
+    For example, ``encoder.h.0.mlp`` gives ``encoder.h.*.mlp`` and ``*.h.*.mlp``.
+    """
     names = path.split(".")
     for index, name in enumerate(names):
         if name.isdecimal() and index:
@@ -113,12 +134,12 @@ def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
         [Block(_join(block.path, name), member) for name, member in block.module.named_children()] for block in matching
     ]
     if not all(lists):
-        raise ConfigError(f"blocks={pattern}: {matching[0].path} holds no module")
+        raise ConfigError(f"blocks={pattern}: {matching[0].path} contains no module")
     return lists
 
 
 def _type_of_members(module: torch.nn.Module) -> type | None:
-    """Return the type of the members of a list of at least two that are all of one type; else ``None``."""
+    """Return the common type of a list's members; ``None`` if there is none, or only a single member."""
     import torch
 
     if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
@@ -128,12 +149,12 @@ def _type_of_members(module: torch.nn.Module) -> type | None:
 
 
 def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Return the modules that are not within another one; ``named_modules`` gives the outer ones first."""
-    kept: list[tuple[str, torch.nn.Module]] = []
+    """Return the modules without the modules inside them. In the argument, outer modules come first."""
+    outermost: list[tuple[str, torch.nn.Module]] = []
     for path, module in modules:
-        if not any(path.startswith(f"{outer}.") or not outer for outer, _ in kept):
-            kept.append((path, module))
-    return kept
+        if not any(path.startswith(f"{outer}.") or not outer for outer, _ in outermost):
+            outermost.append((path, module))
+    return outermost
 
 
 def _join(path: str, name: str) -> str:

@@ -1,6 +1,9 @@
-"""The kinds of activation checkpointing: a row each, with everything that is particular to it.
+"""The kinds of activation checkpointing. Each kind is a row in a table.
 
-Functions of a row raise ``ValueError`` with a message for the test's author; torch is imported within them only.
+A row's functions raise ``ValueError`` with a message for the test's author. Only these functions import torch.
+
+For example, a model has a list with four blocks. ``blocks`` recomputes each block. ``every:2`` recomputes the second and the
+fourth. ``sequential:2`` and ``sqrt`` recompute the first two as a group and the last two as another.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The part behind the colon of ``checkpoint=KIND:ARGUMENT``."""
+    """The part after the colon in ``checkpoint=KIND:ARGUMENT``."""
 
     placeholder: str
     read: Callable[[str], Any]
@@ -34,22 +37,22 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """The Python code of a kind, for people to paste into their training loop."""
+    """Python code for a kind, to paste into a training loop."""
 
     imports: tuple[str, ...] = ("import torch",)
     setup: Callable[[], Iterable[str]] = tuple
-    """Return the lines that come first."""
+    """Return the first lines of the code."""
     each_block: str = ""
-    """A statement that is run for each ``block`` of the model."""
+    """A statement to run for each ``block`` of the model."""
     around_forward: str = ""
-    """A context manager around forward."""
+    """A context manager for forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKind:
-    """One kind of checkpointing. It acts in up to three ways: ``recomputed``, ``around_forward`` and ``setting``.
+    """A kind of checkpointing. It acts in up to three ways: ``recomputed``, ``around_forward`` and ``setting``.
 
-    A device that cannot run a kind says so by its name (`Device.lacks`).
+    `Device.lacks` returns a reason if the device cannot run a kind.
     """
 
     name: str
@@ -58,29 +61,29 @@ class CheckpointKind:
     _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
-    """True if it acts on the repeated blocks of a model, which ``blocks=PATTERN`` names."""
+    """True if the kind acts on a model's repeated blocks (``blocks=PATTERN``)."""
     recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
-    """Replace ``forward``: from lists of modules and the argument, the groups that are each recomputed as one.
+    """Return groups of modules, given lists of modules and the argument. Backward recomputes each group as a whole.
 
-    The lists are the model's blocks with ``on_blocks``; otherwise the modules whose path matches the argument.
+    With ``on_blocks`` the lists are the model's blocks. Otherwise they are the modules whose path matches the argument.
     """
     saved_ops: tuple[str, ...] = ()
-    """ATen operators within the groups whose outputs are saved all the same."""
+    """ATen operators whose outputs are saved even inside the groups."""
     around_forward: Callable[[Any], AbstractContextManager[object]] = nullcontext
-    """Return a context manager around each forward pass, given the argument."""
+    """Return a context manager for each forward pass, given the argument."""
     setting: Callable[[Any], AbstractContextManager[object]] = nullcontext
-    """Return a context manager around all steps in which a global setting of torch is changed, given the argument."""
+    """Return a context manager for all steps that changes a global torch setting, given the argument."""
     part_of_compiler: str = ""
-    """The feature of torch.compile that it is: without a mode of that it does nothing."""
+    """The torch.compile feature that implements this kind. Without a compile mode the kind does nothing."""
     cached_casts: bool = True
-    """True if autocast may cast a weight that is used twice only once."""
+    """True if autocast may cache the cast copy of a reused weight."""
     search_order: int = 0
-    """The number in the order in which ``gpumem advise`` tries kinds without an argument; 0: not at all."""
+    """The position in the order in which ``gpumem advise`` tries kinds without an argument; 0 if it does not try the kind."""
     snippet: Snippet = Snippet()
 
     @property
     def form(self) -> str:
-        """The word as it is written: ``"every:N"``."""
+        """The written form: ``"every:N"``."""
         return f"{self.name}:{self.argument.placeholder}" if self.argument else self.name
 
 
@@ -99,25 +102,28 @@ def _fraction(text: str) -> float:
 
 
 def each_alone(lists: Iterable[Blocks], _argument: object = None) -> list[Blocks]:
-    """Return every module as a group of its own."""
+    """Return a separate group for each module."""
     return _last_of_every(lists, 1)
 
 
 def _last_of_every(lists: Iterable[Blocks], every: int) -> list[Blocks]:
-    # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
-    each = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
-    # A block that stands in two lists is one.
-    return [[block] for block in {id(block.module): block for block in each}.values()]
+    # As in torchtitan's selective checkpointing, recompute the last of every N blocks.
+    last_blocks = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
+    # A block may be in two lists, but counts once.
+    return [[block] for block in {id(block.module): block for block in last_blocks}.values()]
 
 
 def in_segments(lists: Iterable[Blocks], segments: int) -> Iterator[Blocks]:
-    """Split each list into ``segments`` groups, as equal as can be, the larger ones first."""
+    """Split each list into ``segments`` groups of nearly equal size, larger groups first.
+
+    For example, 5 blocks in 2 segments give groups of 3 and 2.
+    """
     for blocks in lists:
         if segments > len(blocks):
-            raise ValueError(f"{segments} segments cannot be made of {len(blocks)} blocks")
+            raise ValueError(f"{segments} segments cannot be made from {len(blocks)} blocks")
         size, larger = divmod(len(blocks), segments)
-        rest = iter(blocks)
-        yield from (list(itertools.islice(rest, size + (number < larger))) for number in range(segments))
+        remaining_blocks = iter(blocks)
+        yield from (list(itertools.islice(remaining_blocks, size + (number < larger))) for number in range(segments))
 
 
 def _in_root_segments(lists: Iterable[Blocks], _argument: object) -> Iterator[Blocks]:
@@ -143,7 +149,7 @@ EXPENSIVE_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Matrix products, convolutions and attention, by their names among ATen's operators."""
+"""ATen's names of matrix products, convolutions and attention."""
 
 
 def _saving_expensive_ops() -> Iterator[str]:
@@ -188,29 +194,31 @@ KINDS = {
         ),
         CheckpointKind(
             "sequential",
-            "Backward recomputes the blocks of each list in S segments, each as a whole. It needs S blocks in a row. The "
-            "model's loop must pass each block the output of the previous block, and the same other arguments to all. "
+            "Backward recomputes each list of blocks in S segments, each as a whole. It needs S blocks in a row. The "
+            "model's loop must pass each block the previous block's output, and the same other arguments to all blocks. "
             "Each step checks this, and raises `ConfigError` otherwise.",
             argument=Argument("S", whole_number),
             on_blocks=True,
             recomputed=in_segments,
         ),
-        CheckpointKind("sqrt", "As `sequential:S`, with √n segments.", on_blocks=True, recomputed=_in_root_segments),
+        CheckpointKind(
+            "sqrt", "Like `sequential:S`, with √n segments for n blocks.", on_blocks=True, recomputed=_in_root_segments
+        ),
         CheckpointKind(
             "modules",
-            "Backward recomputes the modules whose path matches (`*` and `?`; `*` matches dots, too), except modules "
-            "within another match.",
+            "Backward recomputes the modules whose path matches (`*` and `?`; `*` also matches dots), except modules "
+            "inside another match.",
             argument=Argument("PATTERN", str, separator_in_ids="-"),
             recomputed=each_alone,
         ),
         CheckpointKind(
             "ops",
-            "Backward recomputes every repeated block. The outputs of matrix products, convolutions and attention are"
-            " saved.",
+            "Backward recomputes every repeated block. Forward saves the outputs of matrix products, convolutions and "
+            "attention.",
             on_blocks=True,
             recomputed=each_alone,
             saved_ops=EXPENSIVE_OPS,
-            # Selective checkpointing has to see every cast again, also that of a weight that was used before.
+            # Selective checkpointing has to see every cast again, including casts of reused weights.
             cached_casts=False,
             search_order=1,
             snippet=Snippet(
@@ -222,15 +230,14 @@ KINDS = {
         ),
         CheckpointKind(
             "offload",
-            "Backward recomputes nothing: saved tensors move to pinned host memory. It needs a GPU.",
+            "Backward recomputes nothing. Saved tensors move to pinned host memory. It needs a GPU.",
             around_forward=_on_host,
             search_order=3,
             snippet=Snippet(around_forward="torch.autograd.graph.save_on_cpu(pin_memory=True)"),
         ),
         CheckpointKind(
             "budget",
-            "The compiler chooses what to keep within the fraction F (0 to 1) of the plain activations. It needs a "
-            "mode in `compile=`.",
+            "The compiler saves at most the fraction F (0 to 1) of the plain activations. It needs a mode in `compile=`.",
             argument=Argument("F", _fraction),
             setting=activation_memory_budget,
             part_of_compiler="the activation memory budget of torch.compile",

@@ -1,11 +1,11 @@
-"""Exceptions for what is no step, or none under its config."""
+"""Exceptions for invalid steps and step configs."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Raised for a step config that cannot be read or has nothing to act on. The message says what would be right."""
+    """Raised for a step config that cannot be read or has nothing to act on. The message suggests a correction."""
 
 
 class NotAStep(ValueError):
-    """Model, batch, loss and optimizer do not make a step; the message says what is missing."""
+    """Model, batch, loss and optimizer do not form a step. The message says what is missing."""

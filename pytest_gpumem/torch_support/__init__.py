@@ -1,1 +1,1 @@
-"""Access to torch's and Python's internals: private names, users' objects, frames, the cyclic collector."""
+"""Access to internals of torch and Python: private names, users' objects, frames, the cyclic collector."""

@@ -1,4 +1,4 @@
-"""Python's cyclic collector: switched off while measuring, and fast between tests by a frozen heap."""
+"""Python's cyclic collector: switched off while measuring, and faster between tests because the heap is frozen."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 MOST_YOUNGER = 20_000
-"""Objects younger than the frozen heap before it is made anew: each collection goes through all of them, in 5 to 10 ms."""
+"""The most unfrozen objects before the heap is frozen again. A collection visits all unfrozen objects in 5 to 10 ms."""
 _OF_PYTHON = 1000
-"""More frozen objects than Python begins with, which are 375 in 3.12. Whoever freezes a heap has many thousands."""
+"""More objects than Python freezes at its start (375 in 3.12). A program that freezes its heap has many thousands."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """The part of a device that a collection needs (`pytest_gpumem.devices.contract.Device`)."""
+    """A device's interface for a collection (`pytest_gpumem.devices.contract.Device`)."""
 
     def quiesce(self) -> None: ...
 
@@ -38,7 +38,7 @@ class _Allocator(Protocol):
 
 @contextmanager
 def cyclic_collector_off() -> Iterator[None]:
-    """Switch the automatic collector off within the context: when it runs depends on everything that ran before."""
+    """Switch the automatic collector off within the context, because its timing depends on all earlier allocations."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -49,20 +49,23 @@ def cyclic_collector_off() -> Iterator[None]:
 
 
 def is_heap_frozen() -> bool:
-    """Return whether somebody has frozen the heap."""
+    """Return whether the heap is frozen, by this plugin or by other code."""
     return gc.get_freeze_count() > _OF_PYTHON
 
 
 class FrozenHeap:
-    """Objects from before a measured test that are frozen, so that collections skip them.
+    """Objects from before a measured test. They are frozen, so collections skip them.
 
-    With torch loaded there are half a million of them, and each of a measurement's several collections would go through
-    all, for a quarter of a second. `collect_everything` is for when one of them may have become garbage meanwhile.
+    With torch loaded there are half a million objects. Each measurement collects several times, and each collection would take
+    a quarter of a second.
 
-    Each measured test begins with a collection of everything younger. All objects are collected, and frozen anew, only where
-    garbage among the frozen ones could be in the test's figures: a shared fixture from before has been torn down, the device
-    has live bytes, or nothing is frozen any more. A full collection that other code starts sees all objects, as without the
-    plugin; they stay thawed until the next measured test.
+    Each measured test begins with a collection of the unfrozen objects. All objects are collected and frozen again only if the
+    figures could include frozen garbage: an older shared fixture was torn down, the device has live bytes, or nothing is frozen
+    any more. `collect_everything` collects frozen garbage at other times. If other code starts a full collection, all objects
+    are thawed first, as without the plugin. They stay thawed until the next measured test.
+
+    For example, on the CPU a session fixture creates a model for 50 tests. The first test freezes the heap, and the other 49
+    tests only collect younger objects. On a GPU, the model's live bytes make every test freeze the heap again.
     """
 
     def __init__(self) -> None:
@@ -71,10 +74,10 @@ class FrozenHeap:
         self._stale = True
         """True if frozen objects may be garbage."""
         self._younger: set[Hashable] = set()
-        """Shared fixtures that were set up since the heap was frozen."""
+        """Shared fixtures that were set up after the heap was frozen."""
 
     def freeze(self) -> None:
-        """Freeze all live objects, unless other code has: thawing ours would thaw its objects, too."""
+        """Freeze all live objects, unless other code has frozen the heap, because `thaw` would thaw its objects as well."""
         if not is_heap_frozen():
             gc.freeze()
             self.frozen = True
@@ -86,24 +89,26 @@ class FrozenHeap:
             self.frozen = False
 
     def begin(self, device: _Allocator) -> None:
-        """Collect the garbage that could be in the figures of the measured test that is about to run."""
-        # pytest lets go of the last failure when the next call begins. Its frames would then be garbage of before.
+        """Collect the garbage that could affect the next measured test's figures."""
+        # pytest keeps the last failure until the next call begins. Its frames would then become garbage during the test.
         for name in _LAST_FAILURE:
             vars(sys).pop(name, None)
-        anew = self._stale or not self.frozen
-        if anew:
+        freezes_again = self._stale or not self.frozen
+        if freezes_again:
             self._freeze_anew()
         device.quiesce()
-        if not anew and (any(one.reserved() for one in device.everywhere) or len(gc.get_objects()) > MOST_YOUNGER):
+        if not freezes_again and (
+            any(gpu.reserved() for gpu in device.everywhere) or len(gc.get_objects()) > MOST_YOUNGER
+        ):
             self._freeze_anew()
             device.quiesce()
 
     def fixture_is_set_up(self, fixture: Hashable) -> None:
-        """Note that a fixture that several tests may share has been set up."""
+        """Record that a shared fixture was set up."""
         self._younger.add(fixture)
 
     def fixture_is_gone(self, fixture: Hashable) -> None:
-        """Note that a fixture that several tests may share has been torn down. Young ones are garbage like any other."""
+        """Record that a shared fixture was torn down. Frozen objects may now be garbage, unless the fixture is young."""
         if fixture in self._younger:
             self._younger.remove(fixture)
         else:
@@ -128,18 +133,22 @@ class FrozenHeap:
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
         """Thaw everything before a full collection that other code starts."""
-        # A frame that was kept in a variable of itself would be a cycle, with all the frames that called it.
+        # A frame in its own local variable would be a reference cycle with all calling frames.
         if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Return whether a full collection that begins in the frame of ``caller`` is other code's call of ``gc.collect``.
+    """Return whether a full collection is a call of ``gc.collect`` by other code.
 
-    Python starts one by itself only after as many younger ones as its threshold, in whatever code allocates then.
+    Python starts a full collection by itself only if the number of younger collections exceeds the threshold. This happens in
+    any code that allocates.
+
+    Args:
+        caller: The frame in which the collection begins.
     """
     if caller is None:
-        return True  # a thread that runs nothing else
+        return True  # a thread without other frames
     if str(caller.f_globals.get("__name__")).startswith("pytest_gpumem."):
         return False
     due = gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2]
@@ -148,7 +157,7 @@ def _is_asked_for(caller: FrameType | None) -> bool:
 
 @contextmanager
 def everything_in_sight() -> Iterator[None]:
-    """Thaw all objects within the context, and freeze again afterwards what was frozen."""
+    """Thaw all objects within the context, and freeze them again if they were frozen."""
     frozen = is_heap_frozen()
     if frozen:
         gc.unfreeze()
@@ -160,13 +169,13 @@ def everything_in_sight() -> Iterator[None]:
 
 
 def collect_everything() -> None:
-    """Collect garbage among all objects, frozen ones too."""
+    """Collect garbage among all objects, including frozen ones."""
     with everything_in_sight():
         gc.collect()
 
 
 class _FinderBeforeOthers:
-    """Import hook that finds nothing itself: what the finders behind it find has its frames cleared once it is loaded."""
+    """Import hook that delegates to the finders behind it, and clears a module's frames after the module is loaded."""
 
     def __init__(self) -> None:
         self._loading = threading.local()
@@ -186,9 +195,10 @@ class _FinderBeforeOthers:
 
 
 class _ClearingLoader:
-    """Stand-in for the loader of one module, until that loader executes it; then the module's spec has its own again.
+    """A temporary loader for a module. Before executing the module, the loader restores the module's own loader.
 
-    Modules that this one imports are loaded as always: their frames are younger than the list that is made before it.
+    Nested imports are loaded without this class. Their frames are newer than the list of frames from before the import, so the
+    outer import clears them.
     """
 
     def __init__(self, spec: ModuleSpec, loading: threading.local) -> None:
@@ -209,52 +219,55 @@ class _ClearingLoader:
         self._spec.loader = self._loader
         if vars(module).get("__loader__") is self:
             module.__loader__ = self._loader
-        before = _frames()
+        frames_before = _frames()
         self._loading.is_under_way = True
         try:
             self._loader.exec_module(module)
         finally:
             self._loading.is_under_way = False
-        _clear_frames(besides=before)
+        _clear_frames(besides=frames_before)
 
 
 def _is_for_loading(caller: FrameType) -> bool:
-    """Return whether ``import`` asks for a spec: others, as `importlib.util.find_spec`, keep its loader to read from it."""
-    asks = caller.f_back
-    return asks is not None and asks.f_code.co_name == "_find_and_load_unlocked"
+    """Return whether ``import`` asks for a spec. Other callers (`importlib.util.find_spec`) keep the loader for later."""
+    asking_frame = caller.f_back
+    return asking_frame is not None and asking_frame.f_code.co_name == "_find_and_load_unlocked"
 
 
 def _finders_behind(finder: object) -> list[Any]:
-    """Return the finders that come after one; none where it has been taken out meanwhile."""
+    """Return the finders that come after ``finder``; an empty list if other code has removed ``finder``."""
     finders = list(sys.meta_path)
-    places = [place for place, one in enumerate(finders) if one is finder]
-    return finders[places[0] + 1 :] if places else []
+    indices = [index for index, candidate in enumerate(finders) if candidate is finder]
+    return finders[indices[0] + 1 :] if indices else []
 
 
 def _clear_frames(besides: list[FrameType]) -> None:
-    """Clear the frames of functions that have ended, but for some, whose list is emptied: this frame's caller is in them."""
-    known = set(map(id, besides))
+    """Clear the frames of ended functions, except the frames in ``besides``. Empty this list at the end.
+
+    The list contains the caller's own frame.
+    """
+    kept_ids = set(map(id, besides))
     for frame in _frames():
-        if id(frame) not in known:
-            with suppress(RuntimeError):  # of one that runs
+        if id(frame) not in kept_ids:
+            with suppress(RuntimeError):  # the frame is running
                 frame.clear()
     besides.clear()
 
 
 def _frames() -> list[FrameType]:
-    """Return the frames of functions that the collector goes through; a generator's would be closed by clearing it."""
+    """Return all functions' frames from the collector's objects, without generators, because clearing would close them."""
     generators = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-    return [one for one in gc.get_objects() if type(one) is FrameType and not one.f_code.co_flags & generators]
+    return [frame for frame in gc.get_objects() if type(frame) is FrameType and not frame.f_code.co_flags & generators]
 
 
 @contextmanager
 def frames_cleared_behind_imports() -> Iterator[None]:
-    """Have the modules that are first imported within keep nothing alive that their importer has.
+    """Clear the frames that modules leave behind when they are first imported within the context.
 
-    A function that has the frame of its caller in a variable, as `torch.fx.wrap` does to find the module that calls it, leaves
-    a cycle of frames, which refers to all callers up to the test and so to its model. Which test imports a module first depends
-    on their order. Frames that wait for a traceback of an error to be shown are left alone: nothing is cleared behind an import
-    that fails.
+    A function may store the frame of its caller in a local variable. For example, `torch.fx.wrap` does so to find the calling
+    module. The frames then form a cycle with all callers, including the test and its model. The first test to
+    import such a module would keep its model alive, so figures would depend on the order of tests. After a failed import
+    nothing is cleared, because a traceback may still need the frames.
     """
     finder = _FinderBeforeOthers()
     with _import_lock():
@@ -262,13 +275,13 @@ def frames_cleared_behind_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        with _import_lock(), suppress(ValueError):  # where other code has taken it out
+        with _import_lock(), suppress(ValueError):  # other code may have removed the finder
             sys.meta_path.remove(finder)
 
 
 @contextmanager
 def _import_lock() -> Iterator[None]:
-    """Have no other thread ask a finder within: `import` holds this lock while it asks one."""
+    """Keep other threads from asking a finder within the context. ``import`` holds this lock while asking finders."""
     _imp.acquire_lock()
     try:
         yield

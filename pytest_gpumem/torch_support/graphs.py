@@ -1,4 +1,4 @@
-"""Autograd graphs: the tensors that they saved for backward, and the tensors in Python that keep each graph alive."""
+"""Autograd graphs: their saved tensors, and the Python tensors that keep each graph alive."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 
 def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the roots of the graphs that saved the memory at some addresses for backward.
+    """Return the roots of the graphs that saved the blocks at ``addresses`` for backward.
 
-    A saved tensor is not unpacked, because that would run the hooks of `torch.autograd.graph.saved_tensors_hooks`.
+    For example, after ``loss = (x * y).sum()`` the address of ``x`` gives ``[loss]``, because the product saved ``x``.
+
+    A saved tensor is not unpacked, because this would run the hooks from `torch.autograd.graph.saved_tensors_hooks`.
 
     Args:
         addresses: Addresses of blocks.
 
     Returns:
-        The tensors whose graph saved each block, by address. A tensor within the graph of another one is left out.
+        The tensors whose graph saved each block, by address. A tensor inside another tensor's graph is left out.
     """
     import torch
 
@@ -46,7 +48,7 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _saved_below(root: Any, inner: set[int]) -> set[int]:
-    """Return the addresses that the graph of a node saved, and add the nodes beneath the root to ``inner``."""
+    """Return the addresses that a node's graph saved, and add the nodes below the root to ``inner``."""
     import torch
 
     saved: set[int] = set()
@@ -54,10 +56,10 @@ def _saved_below(root: Any, inner: set[int]) -> set[int]:
     stack = [root]
     while stack:
         node = stack.pop()
-        # A pack hook may have made a tuple of a tensor. A leaf's gradient is the leaf's, and not the graph's.
+        # A pack hook may have packed a tensor into a tuple. A leaf's gradient belongs to the leaf and is not counted.
         packed = saved_by(node)
-        packed += [part for one in packed if is_a(one, tuple, list) for part in contents_of(one)]
-        saved |= blocks_of(one for one in packed if is_a(one, torch.Tensor)).keys()
+        packed += [part for value in packed if is_a(value, tuple, list) for part in contents_of(value)]
+        saved |= blocks_of(value for value in packed if is_a(value, torch.Tensor)).keys()
         # An object of `torch.autograd.Function` has attributes, which may be tensors.
         saved |= blocks_of(reachable_tensors([instance_dict(node)])).keys()
         for other in next_nodes(node):

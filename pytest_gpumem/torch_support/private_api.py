@@ -1,4 +1,4 @@
-"""Private names of torch that measuring needs, each behind a function with a test of its behaviour in any release."""
+"""torch's private names, each behind a function. A test checks each function's behaviour in every supported release."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
-    """The second is what the first wraps."""
+    """`torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "_buffers"}
-"""The attributes in which a module keeps its parts by name: dicts, but in scripted modules."""
+"""The attributes in which a module keeps its parts by name. They are dicts, except in scripted modules."""
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Have an attribute of a module or class be ``value`` within the context."""
-    before = getattr(owner, name)
+    """Set an attribute of a module or class to ``value`` within the context."""
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
-    """Return modules and names of torch's functions that reset a peak of this type of device; a release may lack some."""
+    """Return the module and name of each torch function to reset a peak on this device type. A release may lack some."""
     public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
     private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
     return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
-    """Return the allocations that a stopped profiler recorded with ``profile_memory=True``, in their order.
+    """Return the allocations, in order, from a stopped profiler with ``profile_memory=True``.
 
-    The public views of a profile add allocations up by operator and lose their addresses; the event tree has both.
+    A profile's public views sum up allocations by operator and lose their addresses. The event tree keeps both.
     """
-    # sorted() is stable and the tree is walked in order, so that events of the same nanosecond keep theirs.
+    # sorted() is stable and the tree is walked in order, so events at the same nanosecond keep their order.
     return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
 
 
 def event_tree(profiler: Profile) -> list[Any]:
-    """Return what a stopped profiler recorded, as a tree: operators, what they called, and allocations within."""
+    """Return the event tree of a stopped profiler: operators with their callees and allocations."""
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     tree: list[Any] = autograd_profiler.kineto_results.experimental_event_tree()
     return tree
@@ -77,17 +77,18 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
         event = stack.pop()
         stack.extend(reversed(event.children))
         if event.tag == allocation:
-            # Each attribute of torch's events is converted anew when it is read.
+            # Each read of an attribute converts the value again.
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 yield AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size)
 
 
 def bfloat16_instructions() -> str | None:
-    """Return the instructions for bfloat16 that oneDNN finds on an x86 CPU, or ``None`` if torch cannot tell.
+    """Return oneDNN's bfloat16 instructions on an x86 CPU, or ``None`` if torch cannot tell.
 
-    oneDNN picks its kernels by them, and they take different workspaces: a training step of the example's GPT in bfloat16 with
-    checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16`` and 29.29 MB with ``none`` beside AVX-512.
+    oneDNN picks its kernels by these instructions, and the kernels need different workspaces. A bfloat16 training step of the
+    example's GPT with checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none``
+    on a CPU with AVX-512.
     """
     import torch
 
@@ -101,8 +102,7 @@ def bfloat16_instructions() -> str | None:
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
 
-    Otherwise the first matrix product of a process is taken for a leak of the test that runs it
-    (pytorch/pytorch#95668).
+    Otherwise the first matrix product of a process looks like a leak in its test (pytorch/pytorch#95668).
     """
     import torch
 
@@ -110,24 +110,30 @@ def clear_cublas_workspaces() -> None:
 
 
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
-    """Call ``call`` in the thread in which autograd runs backward of tensors on ``device``, on the current stream.
+    """Call ``call`` in autograd's backward thread for ``device``, on the current stream, without allocations.
 
-    It allocates nothing. When it returns, that thread has let go of what earlier passes left it: it drops a pass's last
-    gradients only after it has woken whoever waits for them, and takes up the next one afterwards.
+    Afterwards, the thread has released everything from earlier backward passes. The thread wakes its waiters first and only
+    then drops a pass's last gradients, but always before the next pass.
+
+    For example, ``run_in_backward(lambda: None, device)`` waits until the gradients of the previous pass are released.
+
+    Args:
+        call: The function to call.
+        device: The device whose backward thread runs the function.
     """
     import torch
 
     with torch.inference_mode(False), torch.enable_grad():
         empty = torch.empty(0, device=device, requires_grad=True)
-        result: Any = _node_that_calls().apply(empty, call)
+        result: Any = _calling_node().apply(empty, call)
         torch.autograd.backward([result], [result.detach()])
 
 
 @cache
-def _node_that_calls() -> Any:
+def _calling_node() -> Any:
     import torch
 
-    class Calling(torch.autograd.Function):
+    class CallInBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
             ctx.call = call
@@ -138,14 +144,14 @@ def _node_that_calls() -> Any:
             ctx.call()
             return None, None
 
-    return Calling
+    return CallInBackward
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse COO tensor, coalesced or not; the public accessors refuse the latter."""
+    """Return indices and values of a sparse COO tensor. The public accessors reject an uncoalesced tensor."""
     import torch
 
-    # The base class's methods: a subclass may have others of these names.
+    # Use the base class's methods, because a subclass may redefine these names.
     base: Any = torch.Tensor
     return base._indices(tensor), base._values(tensor)
 
@@ -153,13 +159,13 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def reduced_with_attribute(
     reduced: tuple[Any, ...], kind: type[torch.Tensor], name: str, value: object
 ) -> tuple[Any, ...]:
-    """Return what a tensor of a class is pickled as so that an attribute is set when it is read.
+    """Return a tensor's pickled form with an additional attribute, which is set when the tensor is loaded.
 
     Args:
-        reduced: Its pickled form, as ``__reduce_ex__`` returns it.
-        kind: Its class.
-        name: The attribute, to which ``value`` is assigned.
-        value: What `torch.load` reads with ``weights_only``, too.
+        reduced: The pickled form from ``__reduce_ex__``.
+        kind: The tensor's class.
+        name: The attribute's name.
+        value: The attribute's value, which `torch.load` must be able to read with ``weights_only``.
     """
     from torch._tensor import _rebuild_from_type_v2
 
@@ -168,16 +174,18 @@ def reduced_with_attribute(
 
 
 def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator's kernel past the modes: those see the operators that the kernel calls.
+    """Run an operator's kernel, bypassing the modes. The modes still see the operators that the kernel calls.
+
+    For example, ``run_kernel(torch.ops.aten.add.Tensor, "CPU", (x, y), {})`` adds two tensors on the CPU.
 
     Args:
-        operator: An operator of ``torch.ops``, one overload of it.
-        key: The dispatch key that names the kernel: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or the like.
-        args: What the operator is given.
-        kwargs: What it is given by name.
+        operator: An overload of an operator in ``torch.ops``.
+        key: The kernel's dispatch key: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or similar.
+        args: The operator's positional arguments.
+        kwargs: The operator's keyword arguments.
 
     Returns:
-        What the kernel returns.
+        The kernel's result.
     """
     from torch._C import DispatchKey, DispatchKeySet
 
@@ -185,14 +193,14 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_higher_order(operator: object) -> bool:
-    """Return whether an operator takes functions: `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
+    """Return whether an operator takes functions, as `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(operator, HigherOrderOperator)
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
+    """Return how many graphs torch.compile has compiled in this process, including recompiled graphs."""
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters
@@ -201,30 +209,30 @@ def compiled_graphs() -> int:
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
-    """Limit what torch.compile saves to ``fraction`` (0 to 1) of the activations that it saves by default."""
+    """Limit torch.compile's saved activations to ``fraction`` (0 to 1) of the default."""
     import torch._functorch.config
 
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
 
 
 def load_compiler() -> None:
-    """Load torch.compile's default backend now, quietly: the import warns of torch's own use of torch.jit."""
+    """Load torch.compile's default backend now. Silence the import, because it warns about torch.jit in torch itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
 
 
 def compiles_within_modes() -> bool:
-    """Return whether torch.compile compiles within a dispatch mode that allows it: older releases (2.6) run all eagerly."""
+    """Return whether torch.compile compiles within a dispatch mode that allows it. Older releases (2.6) then run eagerly."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function`` as one that torch.compile runs as it is, with all that it calls.
+    """Return a wrapper around ``function`` that torch.compile does not compile, including all callees.
 
-    As ``torch.compiler.disable`` does it, which loads the compiler with the first call.
+    `torch.compiler.disable` does the same, but loads the compiler at the first call.
     """
     from torch._C._dynamo import eval_frame
 
@@ -249,9 +257,9 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
-    """Return torch's counter of FLOPs, which also knows these operators, and does not load the compiler.
+    """Return torch's FLOP counter, extended by ``custom_mapping``, without loading the compiler.
 
-    torch keeps torch.compile out of its mode by a wrapper, which loads the compiler with the first call.
+    torch wraps its mode to keep torch.compile out, and this wrapper would load the compiler at the first call.
     """
     from torch.utils import flop_counter as counters
 
@@ -263,9 +271,9 @@ def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounte
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Open a span of that name in a profile, which no mode sees.
+    """Open a span with a name in a profile, invisible to all modes.
 
-    `torch.profiler.record_function` is an operator itself: selective checkpointing counts it among those that it caches.
+    `torch.profiler.record_function` is an operator itself, so selective checkpointing would count it as a cached operator.
     """
     from torch._C._profiler import _RecordFunctionFast
 
@@ -275,10 +283,14 @@ def span(name: str) -> AbstractContextManager[object]:
 def watched_operators(
     called: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
 ) -> AbstractContextManager[object]:
-    """Call ``called(operator, args, kwargs, run)`` in the place of every operator below autograd, which ``run()`` runs.
+    """Call ``called`` in place of every operator below autograd.
 
-    It has to be entered before `flop_counter`, which keeps torch.compile out of what is called here. Private: the module of
-    the mode, although its documentation recommends it for this.
+    Enter this context before `flop_counter`, which keeps torch.compile out of ``called``. The mode's module is private,
+    although torch's documentation recommends the mode for this purpose.
+
+    Args:
+        called: Called as ``called(operator, args, kwargs, run)``, where ``run()`` runs the operator. Its result replaces the
+            operator's result. For example, ``lambda operator, args, kwargs, run: run()`` changes nothing.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,7 +299,7 @@ def watched_operators(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # what keeps the compiler out would load it
+            return False  # the code that keeps the compiler out would load it
 
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -300,21 +312,21 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Call torch functions within the context past every `TorchFunctionMode` and subclass of a tensor."""
+    """Bypass every `TorchFunctionMode` and tensor subclass for torch functions called within the context."""
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
 
 
 def takes_numbers_for_tensors(name: str) -> bool:
-    """Return whether an operator (``"mul"``) takes numbers for its tensors: ``torch.ops.aten.mul(tensor, 2)``."""
+    """Return whether an operator (``"mul"``) accepts numbers in place of tensors: ``torch.ops.aten.mul(tensor, 2)``."""
     import torch
 
     return bool(torch._C._should_allow_numbers_as_tensors(name))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within the wrappers of `torch.func`'s transformations and of `torch.export`, which have no storage."""
+    """Return the tensor inside the wrappers of `torch.func` and `torch.export`, because wrappers have no storage."""
     import torch
     from torch._C import _functorch
 
@@ -328,7 +340,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_tracing() -> bool:
-    """Return whether `torch.jit.trace` records the operators of this thread."""
+    """Return whether `torch.jit.trace` records this thread's operators."""
     import torch
 
     return torch._C._get_tracing_state() is not None
@@ -336,19 +348,19 @@ def is_tracing() -> bool:
 
 @contextmanager
 def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
-    """Keep torch calls within the context out of the trace that `torch.jit.trace` records.
+    """Keep torch calls within the context out of `torch.jit.trace`'s trace.
 
-    A trace turns sizes into tensors: ``tensor.numel() == 0`` then calls ``Tensor.__bool__``, and adds operators to the trace.
+    A trace turns sizes into tensors. ``tensor.numel() == 0`` then calls ``Tensor.__bool__``, and adds operators to the trace.
 
     Yields:
-        A wrapper for the program's own functions, which it runs as a part of the trace again.
+        A wrapper for the program's own functions. A wrapped function is traced again.
     """
     import torch
 
     core: Any = torch._C
     state = core._get_tracing_state()
     included, excluded = core._dispatch_tls_local_include_set(), core._dispatch_tls_local_exclude_set()
-    # The state cannot be changed within an operator, where the tracer's key is excluded.
+    # The tracing state cannot be changed within an operator, because the tracer's key is excluded there.
     tracer = core.DispatchKeySet(core._parse_dispatch_key("Tracer"))
 
     def traced(function: Callable[P, R]) -> Callable[P, R]:
@@ -372,7 +384,7 @@ def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
 
 @contextmanager
 def beneath_modes() -> Iterator[None]:
-    """Run torch within the context beneath all modes and subclasses of a tensor, of functions and of operators."""
+    """Run torch within the context below all function modes, dispatch modes and tensor subclasses."""
     import torch
 
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -381,10 +393,13 @@ def beneath_modes() -> Iterator[None]:
 
 @contextmanager
 def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
-    """Run autograd's engine in ``around(roots)``: what backward calls in Python is then under a `TorchFunctionMode` again.
+    """Run autograd's engine within ``around(roots)``, so a `TorchFunctionMode` sees the Python functions in backward.
 
-    ``backward`` and ``grad`` are overridable functions themselves, and while a mode handles one it is off. Where a release
-    has no such name, backward runs without the mode. The roots of the graph are tensors, or edges with a node.
+    ``backward`` and ``grad`` are overridable functions themselves, and a mode is off while handling such a function. If a
+    release lacks the replaced name, backward runs without the mode.
+
+    Args:
+        around: Returns a context. Its argument is the list of the graph's roots, which are tensors or edges with a node.
     """
     import torch
 
@@ -406,7 +421,7 @@ _ENGINE_RUN = "_engine_run_backward"
 
 
 def engine_run_is_seen() -> bool:
-    """Return whether `engine_run_within` has an effect: a release may lack the name that it replaces."""
+    """Return whether `engine_run_within` has an effect. A release may lack the replaced name."""
     import torch
 
     return hasattr(torch.autograd, _ENGINE_RUN)
@@ -417,12 +432,14 @@ def replace_python_of_backward(
     differentiating: Callable[[Callable[..., Any]], Callable[..., Any]],
     unpacking: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Replace, for good, each function in Python that autograd's engine is given to call by what is returned for it.
+    """Wrap all Python functions that autograd's engine calls, until the process ends.
+
+    For example, ``tensor.register_hook(hook)`` then registers ``differentiating(hook)``.
 
     Args:
-        differentiating: Given hooks of tensors and of nodes of the graph (by which those of modules are made), ``apply`` of
-            `torch.autograd.Function` in backward, and what is called when backward is done.
-        unpacking: Given hooks that unpack saved tensors.
+        differentiating: Wraps tensor hooks, node hooks (module hooks use them), ``apply`` of `torch.autograd.Function` in
+            backward, and callbacks at the end of backward.
+        unpacking: Wraps hooks that unpack saved tensors.
     """
     import torch
     from torch.autograd.function import BackwardCFunction, _HookMixin
@@ -430,7 +447,7 @@ def replace_python_of_backward(
 
     tensor: Any = torch.Tensor
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        setattr(tensor, name, _registering(getattr(tensor, name), differentiating))
+        setattr(tensor, name, _wrapping_hook(getattr(tensor, name), differentiating))
     mixin: Any = _HookMixin
     register_of_node = mixin._register_hook
 
@@ -453,61 +470,66 @@ def replace_python_of_backward(
 
     saved: Any = torch._C._autograd.SavedTensor
     for cls, name in ((saved_tensors_hooks, "__init__"), (saved, "register_hooks")):
-        setattr(cls, name, _registering_pairs(getattr(cls, name), unpacking))
+        setattr(cls, name, _wrapping_unpack_hook(getattr(cls, name), unpacking))
 
 
-def _registering(
-    register: Callable[..., Any], by: Callable[[Callable[..., Any]], Callable[..., Any]]
+def _wrapping_hook(
+    register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
+    """Return ``register`` with its hook wrapped."""
+
     @wraps(register)
-    def register_it(self: object, hook: Callable[..., Any]) -> Any:
-        return register(self, by(hook))
+    def register_wrapped(self: object, hook: Callable[..., Any]) -> Any:
+        return register(self, wrap(hook))
 
-    return register_it
+    return register_wrapped
 
 
-def _registering_pairs(
-    register: Callable[..., Any], by: Callable[[Callable[..., Any]], Callable[..., Any]]
+def _wrapping_unpack_hook(
+    register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
+    """Return ``register`` with the second of its two hooks wrapped."""
     import torch
 
-    def register_them(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
-        # torch.compile takes graphs into its own.
-        return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else by(unpack_hook))
+    def register_wrapped(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
+        # torch.compile inlines a hook that is a graph, so leave graphs unwrapped.
+        return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else wrap(unpack_hook))
 
-    return register_them
+    return register_wrapped
 
 
 def saved_by(node: Any) -> list[Any]:
-    """Return what a node of the autograd graph saved for backward: tensors, or what a pack hook made of them.
+    """Return the tensors that an autograd node saved for backward, in their packed form if there was a pack hook.
 
     Nothing is unpacked, so no hook runs. The list is empty if backward has freed the tensors, or if ``SavedTensor`` has no
-    ``data`` in this release of torch.
+    ``data`` in this torch release.
+
+    For example, the node of ``(x * y).sum()``'s product saved ``x`` and ``y``.
     """
-    saved: list[Any] = [getattr(node, "variable", None)]  # of the node that accumulates a leaf's gradient
+    saved: list[Any] = [getattr(node, "variable", None)]  # set on the node that accumulates a leaf's gradient
     for name in dir(type(node)):
         if not name.startswith("_raw_saved_"):
             continue
         with suppress(RuntimeError):
             raw = getattr(node, name)
-            saved += (getattr(one, "data", None) for one in (raw if type(raw) in (tuple, list) else (raw,)))
+            saved += (getattr(value, "data", None) for value in (raw if type(raw) in (tuple, list) else (raw,)))
     return saved
 
 
 def next_nodes(node: Any) -> list[Any]:
-    """Return the nodes that a node of the autograd graph leads to."""
+    """Return the autograd nodes that follow a node in backward."""
     return [other for other, _ in node.next_functions if other is not None]
 
 
 def next_node_number() -> int:
-    """Return the number that autograd gives to the next node of the graph that this thread makes."""
+    """Return autograd's number for this thread's next node."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def running_node_number() -> int | None:
-    """Return the number of the node of the graph that runs in this thread; ``None`` outside of backward."""
+    """Return the number of this thread's running autograd node; ``None`` outside of backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -515,7 +537,7 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the node of the graph that runs in this thread (``"ProdBackward0"``); ``None`` outside of backward."""
+    """Return the name of this thread's running autograd node (``"ProdBackward0"``); ``None`` outside of backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -524,9 +546,10 @@ def running_node_name() -> str | None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Run as outside of any autocast: neither switched on, nor one at whose end cached casts would be freed.
+    """Run the block outside all autocast contexts, with autocast off.
 
-    torch frees the copies when the outermost autocast ends, so within another one they would outlive a forward pass.
+    torch caches cast weights and frees them when the outermost autocast ends. Inside another autocast the copies
+    would outlive a forward pass.
     """
     import torch
 
@@ -547,22 +570,23 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in float32 matrix products, convolutions and recurrent layers of a GPU, within the context.
+    """Allow or forbid TF32 for float32 matrix products, convolutions and recurrent layers on a GPU.
 
-    Since torch 2.9 each backend has a setting of its own. The older, common ones are set to the same before: to ask for one
-    that differs fails, and ``torch.backends.cudnn.flags`` asks, which models use around a loss.
+    Since torch 2.9 each backend has its own setting. This context also sets the older common settings to the same value first,
+    because reading a common setting raises an error if a backend's setting differs. Models read common settings around a loss
+    with ``torch.backends.cudnn.flags``.
     """
     import torch
 
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    common = _asked(torch.get_float32_matmul_precision), _asked(lambda: cudnn.allow_tf32)
-    own: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
-    before = [holder.fp32_precision for holder in own]
+    common = _read_setting(torch.get_float32_matmul_precision), _read_setting(lambda: cudnn.allow_tf32)
+    backends: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
+    precisions = [backend.fp32_precision for backend in backends]
     try:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         cudnn.allow_tf32 = allowed
-        for holder in own:
-            holder.fp32_precision = "tf32" if allowed else "ieee"
+        for backend in backends:
+            backend.fp32_precision = "tf32" if allowed else "ieee"
         yield
     finally:
         products, convolutions = common
@@ -570,12 +594,12 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
             torch.set_float32_matmul_precision(products)
         if convolutions is not None:
             cudnn.allow_tf32 = convolutions
-        for holder, precision in zip(own, before, strict=True):
-            holder.fp32_precision = precision
+        for backend, precision in zip(backends, precisions, strict=True):
+            backend.fp32_precision = precision
 
 
-def _asked(setting: Callable[[], R]) -> R | None:
-    """Return a common setting; ``None`` where it has no value, as those of its parts differ."""
+def _read_setting(setting: Callable[[], R]) -> R | None:
+    """Return a common setting; ``None`` if the backends' settings differ, so there is no common value."""
     try:
         return setting()
     except RuntimeError:
@@ -584,7 +608,7 @@ def _asked(setting: Callable[[], R]) -> R | None:
 
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Keep Kineto from writing to stderr at every start and stop, by the variable that it reads when first used."""
+    """Keep Kineto from writing to stderr at every start and stop. Kineto reads this variable at its first use."""
     if KINETO_LOG_LEVEL in os.environ:
         yield
         return
@@ -597,9 +621,10 @@ def quiet_kineto() -> Iterator[None]:
 
 @contextmanager
 def recording_no_operators() -> Iterator[None]:
-    """Let a profiler that is started within the context record no operators, of which there are more than allocations.
+    """Record no operators in a profiler that starts within the context, only allocations.
 
-    Recording them and reading the profile take most of a reading's time. Allocations are recorded by another way.
+    There are many more operators than allocations, so recording and reading them takes most of a reading's time. torch records
+    allocations separately from operators.
     """
     import torch.autograd.profiler
     from torch._C._profiler import RecordScope
@@ -607,15 +632,15 @@ def recording_no_operators() -> Iterator[None]:
     profiler: Any = torch.autograd.profiler
     enable = profiler._enable_profiler
     scopes: Any = RecordScope
-    # None would be all. In this one is only what runs in the Static Runtime, where no step does.
+    # An empty set would mean all scopes. This scope only has operators from the Static Runtime, which no step uses.
     with replaced(profiler, "_enable_profiler", partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})):
         yield
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
-    """Return the threads of what a stopped profiler recorded, by the time (ns) at which it began.
+    """Return the threads for a stopped profiler's events, by start time in nanoseconds.
 
-    The event tree does not have the thread that made a node of the autograd graph.
+    The event tree lacks the thread that created an autograd node.
     """
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     threads: dict[int, Threads] = {}
@@ -625,9 +650,9 @@ def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
 
 
 def cuda_has_allocated(index: int) -> bool:
-    """Return whether the CUDA allocator has given bytes on a GPU to this process so far, freed or not.
+    """Return whether this process has ever allocated with the CUDA allocator on a GPU, including freed bytes.
 
-    The public statistics are sorted and flattened each time. All four of this one are looked at, as each can be reset.
+    The public statistics sort and flatten everything at each call. All four counters are checked, because each can be reset.
     """
     import torch
 
@@ -635,14 +660,14 @@ def cuda_has_allocated(index: int) -> bool:
 
 
 def cuda_history_is_on() -> bool:
-    """Return whether the history of the CUDA caching allocator is being recorded."""
+    """Return whether torch records the CUDA caching allocator's history."""
     import torch
 
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
 def cublas_workspace_sizes() -> frozenset[int]:
-    """Return the bytes of cuBLAS's and cuBLASLt's workspaces as they are set now; none where a release does not tell."""
+    """Return the current sizes of cuBLAS's and cuBLASLt's workspaces in bytes; empty if the release does not expose them."""
     import torch
 
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
@@ -651,14 +676,17 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 
 MOST_ENTRIES = 2**20
-"""The number of allocations and frees that a history without frames keeps: the latest."""
+"""A history without frames keeps the latest entries, at most this number."""
 
 
 def start_cuda_history(*, frames: bool = True) -> None:
-    """Record every allocation and free of the CUDA caching allocator, allocations with the Python ``frames`` that made them.
+    """Record every allocation and free in the CUDA caching allocator.
 
-    Not the frames of frees: memory is freed while an exception is on its way, by which checkpointing stops early, for one, and
-    torch 2.11 loses the exception when it reads the frames then (``SystemError: ... returned NULL without setting``).
+    Frees are recorded without frames. Memory may be freed while an exception propagates, for example when checkpointing stops
+    early. If torch 2.11 reads frames at that time, the exception is lost (``SystemError: ... returned NULL without setting``).
+
+    Args:
+        frames: Whether to record the allocations' Python frames.
     """
     import torch
 
@@ -670,16 +698,16 @@ def start_cuda_history(*, frames: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the history of the CUDA caching allocator, and forget it."""
+    """Stop recording the CUDA caching allocator's history, and delete it."""
     import torch
 
     torch.cuda.memory._record_memory_history(None)
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """Return the state and the history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes it.
+    """Return the CUDA caching allocator's state and history, as in ``torch.cuda.memory._dump_snapshot``.
 
-    Taking it is an entry of the history, too.
+    The call adds an entry to the history.
     """
     import torch
 
@@ -687,21 +715,21 @@ def cuda_snapshot() -> dict[str, Any]:
 
 
 def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
-    """Return the address of a new block of the CUDA caching allocator. Raises ``torch.OutOfMemoryError``."""
+    """Allocate a block with the CUDA caching allocator and return its address. Raises ``torch.OutOfMemoryError``."""
     import torch
 
     return int(torch.cuda.caching_allocator_alloc(nbytes, device))
 
 
 def free_on_cuda(address: int) -> None:
-    """Give a block back to the CUDA caching allocator."""
+    """Return a block to the CUDA caching allocator."""
     import torch
 
     torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
 
 
 def current_dispatch_mode() -> object | None:
-    """Return the innermost dispatch mode of this thread."""
+    """Return this thread's innermost dispatch mode."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     mode: object | None = _get_current_dispatch_mode()
@@ -709,24 +737,27 @@ def current_dispatch_mode() -> object | None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is running a backward pass."""
+    """Return whether this thread runs a backward pass."""
     import torch
 
     return torch._C._current_graph_task_id() != -1
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Call ``call`` when this process first uses CUDA, or now if it has: a process that forks must not have."""
+    """Call ``call`` when this process first uses CUDA, or now if already in use. A forking process must not use CUDA."""
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Call ``call(device, requested, total, free)`` (bytes) each time that an allocation is about to fail for good.
+    """Call ``call`` each time that an allocation is about to fail.
 
-    It runs in the thread that allocates, before the error is raised. CUDA must have begun, or be about to
+    The call happens in the allocating thread, before the error is raised. CUDA must be initialised, or about to be
     (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such observer.
+
+    Args:
+        call: Called as ``call(device, requested, total, free)``, with sizes in bytes.
     """
     import torch
 
@@ -735,7 +766,7 @@ def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
 
 
 def expandable_segments_are_on() -> bool:
-    """Return whether the CUDA caching allocator now uses expandable segments, however that was set."""
+    """Return whether the CUDA caching allocator uses expandable segments, independently of how this was set."""
     import torch
 
     if torch.cuda.get_allocator_backend() != "native":
@@ -744,9 +775,12 @@ def expandable_segments_are_on() -> bool:
 
 
 def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Print tensors of a GPU from a copy on the host, and all in the context ``within()``.
+    """Print GPU tensors from a copy on the host, until the process ends.
 
-    Printing switches dispatch modes off and selects elements on the GPU, and an emulated one does not count them.
+    Printing switches dispatch modes off and selects elements on the GPU, and an emulated GPU would miss these operators.
+
+    Args:
+        within: Returns a context for all printing.
     """
     import torch
 
@@ -760,9 +794,9 @@ def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]
 
 
 def remember_functions_that_take_a_device() -> None:
-    """Have a default device apply to torch's functions, although others stand in their place from now on.
+    """Have a default device apply to torch's current functions, even if they are replaced later.
 
-    ``torch.device`` as a context and ``torch.set_default_device`` look a function up in a set that torch makes at first use.
+    ``torch.device`` as a context and ``torch.set_default_device`` look functions up in a set that torch builds at first use.
     """
     from torch.utils import _device
 
@@ -770,7 +804,7 @@ def remember_functions_that_take_a_device() -> None:
 
 
 def script_as(function: Callable[..., object], operator: str) -> None:
-    """Let TorchScript take a Python function that stands in the place of a built-in one for that ``operator``."""
+    """Let TorchScript compile a Python function as the built-in ``operator`` that it replaces."""
     from torch.jit import _builtins
 
     builtins: Any = _builtins
@@ -778,10 +812,10 @@ def script_as(function: Callable[..., object], operator: str) -> None:
 
 
 def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManager[object]]) -> None:
-    """Have TorchScript's functions and methods run within a context when Python calls them, for good.
+    """Run TorchScript functions and methods within a context when Python calls them, until the process ends.
 
     Args:
-        around: Is given the function or method, and what it is called with.
+        around: Returns the context. Its arguments are the function or method, and the tuple of call arguments.
     """
     import torch
 
@@ -798,8 +832,8 @@ def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManag
 
 
 def lists_of_script(script: Any) -> list[str]:
-    """Return the types of the lists that a function or method of TorchScript makes by ``tolist``, such as ``List[int]``."""
-    graph = script.inlined_graph  # its nodes last no longer
+    """Return the list types that a TorchScript function or method creates with ``tolist``: ``List[int]``."""
+    graph = script.inlined_graph  # keeps its nodes alive
     return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
 
 
@@ -807,9 +841,14 @@ def lists_of_script(script: Any) -> list[str]:
 def around_collectives(
     waited: Callable[[], None], broadcasting: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Have ``waited`` run when Python has waited for a collective, and broadcasts of many tensors run within a context.
+    """Observe collectives within the context.
 
-    `DistributedDataParallel` makes those, of tensors that it joins meanwhile. It waits for others in C++, which is not seen.
+    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. Its waits for other ranks are in
+    C++, and this function cannot observe them.
+
+    Args:
+        waited: Called after Python has waited for a collective.
+        broadcasting: Returns a context for each broadcast of many tensors.
     """
     import torch.distributed as dist
 
@@ -818,14 +857,14 @@ def around_collectives(
         return
     from torch.distributed import _functional_collectives as functional
 
-    def followed(wait: Callable[P, R]) -> Callable[P, R]:
+    def observed(wait: Callable[P, R]) -> Callable[P, R]:
         @wraps(wait)
-        def wait_and_tell(*args: P.args, **kwargs: P.kwargs) -> R:
+        def wait_and_report(*args: P.args, **kwargs: P.kwargs) -> R:
             result = wait(*args, **kwargs)
             waited()
             return result
 
-        return wait_and_tell
+        return wait_and_report
 
     def within(broadcast: Callable[P, R]) -> Callable[P, R]:
         @wraps(broadcast)
@@ -835,23 +874,23 @@ def around_collectives(
 
         return broadcast_within
 
-    anything: Any = dist
+    private_names: Any = dist
     with (
-        replaced(dist.Work, "wait", followed(dist.Work.wait)),
-        replaced(functional, "wait_tensor", followed(functional.wait_tensor)),
-        replaced(dist, "_broadcast_coalesced", within(anything._broadcast_coalesced)),
+        replaced(dist.Work, "wait", observed(dist.Work.wait)),
+        replaced(functional, "wait_tensor", observed(functional.wait_tensor)),
+        replaced(dist, "_broadcast_coalesced", within(private_names._broadcast_coalesced)),
     ):
         yield
 
 
 FAKE = "fake"
-"""The backend of a process group whose other ranks are not there."""
+"""The backend for a process group without real other ranks."""
 
 
 def store_of_nobody() -> Any:
-    """Return the store of a process group of backend `FAKE`, whose collectives return at once.
+    """Return the store for a process group with the backend `FAKE`, whose collectives return at once.
 
-    Each returns this rank's own parts in place of the others', or leaves the output as it was, by release.
+    Depending on the release, a collective returns this rank's own parts in place of the others', or leaves its output alone.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -859,19 +898,19 @@ def store_of_nobody() -> Any:
 
 
 def forget_meshes() -> None:
-    """Forget device meshes whose process groups are gone: torch would take them for equal ones that come later."""
+    """Forget device meshes whose process groups have ended. Otherwise torch would reuse them for equal meshes later."""
     from torch.distributed import device_mesh
 
     forget_operators_of_meshes()
     resources = getattr(device_mesh, "_mesh_resources", None)
     for name in ("child_to_root_mapping", "root_to_flatten_mapping"):
-        known = getattr(resources, name, None)
-        if isinstance(known, dict):
-            known.clear()
+        mapping = getattr(resources, name, None)
+        if isinstance(mapping, dict):
+            mapping.clear()
 
 
 def forget_operators_of_meshes() -> None:
-    """Forget how operators were run on tensors of a mesh, which torch remembers by mesh, whose process group may be gone."""
+    """Clear torch's cache for sharded operators. Its keys are meshes, and their process groups may have ended."""
     from torch.distributed.tensor import DTensor, debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -882,14 +921,15 @@ def forget_operators_of_meshes() -> None:
 
 @contextmanager
 def gpu_unseen() -> Iterator[None]:
-    """Have what is imported within find no GPU, as some libraries begin to use it at once: a forked process cannot, then.
+    """Hide all GPUs from modules that are imported within the context.
 
-    Counting GPUs is such a use, too (``register_fork_handler_for_device_init``). What torch and transformers
-    have kept of that they found none is forgotten: ``torch.utils._triton`` asks once whether a GPU has Triton.
+    Some libraries use the GPU when they are imported, and a process that forks later must not. Counting GPUs is already a use
+    (``register_fork_handler_for_device_init``). At the end, torch and transformers forget that they found no GPU. For example,
+    ``torch.utils._triton`` checks only once whether a GPU has Triton.
     """
     import torch
 
-    # The compiler knows as many by their number as are counted when it is loaded.
+    # The compiler only knows as many GPUs as are counted when it is loaded, so the count is 1.
     with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
         try:
             yield

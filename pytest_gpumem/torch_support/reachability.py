@@ -1,4 +1,4 @@
-"""Reachability of tensors from a value, by the ways in which Python code holds on to tensors, and where their memory lies."""
+"""Find all tensors that Python code can reach from a value, and their memory."""
 
 from __future__ import annotations
 
@@ -26,46 +26,49 @@ if TYPE_CHECKING:
     import torch
 
 
-# A proxy holds nothing: the object behind it is reached from its own holder.
+# A proxy owns nothing. The object behind it is reached from its own owner.
 _ATOMS: tuple[type[Any], ...] = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None)),
     *(type, types.ModuleType, types.CodeType),
     *weakref.ProxyTypes,
 )
 T = TypeVar("T")
-# A test's `request` leads to the session, and from there to every other test's values.
+# A test's `request` leads to the session, and from there to the values of every other test.
 NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 
 def alive(kind: type[T]) -> list[T]:
-    """Return the objects of a class that Python's collector goes through: not those of a frozen heap."""
-    # By its type: asked for its class, a proxy answers for another object. Each type is asked once, as that takes longest.
+    """Return the live instances of a class from Python's collector, without frozen objects."""
+    # Check types, because a proxy's ``__class__`` belongs to another object. Each type is checked once, for speed.
     objects = gc.get_objects()
-    types_there = {id(type(value)): type(value) for value in objects}
-    wanted = {number for number, one in types_there.items() if issubclass(one, kind)}
-    return [value for value in objects if id(type(value)) in wanted]
+    types_by_id = {id(type(value)): type(value) for value in objects}
+    matching_ids = {number for number, candidate in types_by_id.items() if issubclass(candidate, kind)}
+    return [value for value in objects if id(type(value)) in matching_ids]
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Return every tensor held by ``roots``: in containers, attributes, closures, modules, optimizers, gradients."""
+    """Return every tensor reachable from ``roots``: in containers, attributes, closures, modules, optimizers, gradients.
+
+    For example, ``[model, optimizer]`` reaches the model's parameters, their gradients and the optimizer's state.
+    """
     return (value for value, is_tensor in _walk(roots) if is_tensor)
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
-    """Return everything held by ``roots`` that can hold tensors.
+    """Return the reachable objects from ``roots``, if they can refer to tensors.
 
-    A function's globals, classes and modules are not followed: they belong to everybody. Neither is an autograd graph,
-    since looking at what it saved would unpack it. No code of the objects is run, and one that cannot be read for
-    another reason holds nothing that can be seen.
+    The walk does not follow a function's globals, classes and modules, because they are shared by all code. Autograd graphs
+    are not followed either, because reading saved tensors would unpack them. The walk never runs the objects' code. An
+    unreadable object counts as empty.
     """
     return (value for value, _ in _walk(roots))
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
-    """Yield what can be reached, each with whether it is a tensor."""
+    """Yield each reachable object, with a flag for tensors."""
     import torch
 
-    # All are kept, classes as well: no id is used again.
+    # All objects stay referenced, including classes, so no id is reused.
     seen: dict[int, object] = {}
     kinds: dict[int, tuple[type, AttributeLayout | None, bool]] = {}
     stack: list[Any] = list(roots)
@@ -73,12 +76,12 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
         value = stack.pop()
         if id(value) in seen:
             continue
-        known = kinds.get(id(type(value)))
-        if known is None:
+        kind_info = kinds.get(id(type(value)))
+        if kind_info is None:
             kind = type(value)
             layout = None if issubclass(kind, _ATOMS) else layout_of(kind)
-            known = kinds[id(kind)] = kind, layout, issubclass(kind, torch.Tensor)
-        _, layout, is_tensor = known
+            kind_info = kinds[id(kind)] = kind, layout, issubclass(kind, torch.Tensor)
+        _, layout, is_tensor = kind_info
         if layout is None:
             continue
         seen[id(value)] = value
@@ -90,12 +93,12 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
                 stack.extend(layout.attributes(value))
             if is_tensor:
                 stack.append(gradient_of(value))
-        except Exception:  # noqa: BLE001, S112 - whatever is wrong with it
+        except Exception:  # noqa: BLE001, S112 - a foreign object may raise anything
             continue
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in order and each once: a tensor, or tuples, lists and mappings in any nesting."""
+    """Yield the tensors of a batch in order, each once. A batch is a tensor, or nested tuples, lists and mappings."""
     import torch
 
     seen: dict[int, object] = {}
@@ -112,7 +115,7 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def members_of(nest: object) -> dict[Any, Any] | None:
-    """Return the contents of a mapping, tuple or list by key or index; ``None`` for others, and a mapping that raises."""
+    """Return the contents of a mapping, tuple or list by key or index; ``None`` for other objects and unreadable mappings."""
     if is_a(nest, dict):
         return dict(dict.items(nest))
     if is_a(nest, list, tuple):
@@ -127,16 +130,16 @@ def members_of(nest: object) -> dict[Any, Any] | None:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the storages of ``tensors`` on ``device``, or anywhere, as address -> bytes. Views count once."""
+    """Return the storages of ``tensors`` on ``device`` (default: any) as a mapping from address to bytes. Views count once."""
     return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensors, device)}
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of ``tensors`` on ``device`` that have memory; one may come up more than once."""
+    """Yield the storages with memory of ``tensors`` on ``device`` (default: any). A storage may repeat."""
     for tensor in tensors:
-        own = _own_storage(tensor)
-        # Subclasses made of other tensors (DTensor, quantized weights) have none, and these are reached by themselves.
-        for storage in (own,) if own is not None else map(_own_storage, sparse_parts(tensor)):
+        own_storage = _own_storage(tensor)
+        # A subclass made of other tensors (DTensor, quantized weights) has no storage. Its parts are reached separately.
+        for storage in (own_storage,) if own_storage is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
 
@@ -146,16 +149,15 @@ def address_of(storage: torch.UntypedStorage) -> int | None:
     return storage.data_ptr() if _has_memory(storage) else None
 
 
-def is_on(there: torch.device, wanted: torch.device) -> bool:
-    """Return whether a device is ``wanted``: the same one, or one of its type where ``wanted`` has no index."""
-    return there.type == wanted.type and wanted.index in (None, there.index)
+def is_on(device: torch.device, target: torch.device) -> bool:
+    """Return whether a device is ``target``. A target without an index matches every device of its type."""
+    return device.type == target.type and target.index in (None, device.index)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a dense tensor if there is memory behind it.
+    """Return the storage of a dense tensor; ``None`` if the tensor has no memory.
 
-    There is none behind a tensor that is fake, on meta, empty, not initialised yet or within ``vmap``, nor behind one that is
-    made of others.
+    A tensor has no memory if it is fake, on meta, empty, not initialised yet, inside ``vmap``, or made of other tensors.
     """
     storage = _own_storage(tensor)
     return storage if storage is not None and _has_memory(storage) else None
@@ -172,9 +174,9 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Return whether there is memory behind a storage, unlike behind those of fake tensors and empty ones."""
+    """Return whether a storage has memory. Fake and empty tensors have storages without memory."""
     with warnings.catch_warnings():
-        # Depending on the release, torch warns or raises when a fake tensor is asked.
+        # For a fake tensor, torch warns or raises, depending on the release.
         warnings.simplefilter("error")
         try:
             return storage.data_ptr() != 0
@@ -183,18 +185,18 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a sparse tensor is made of; none of another one."""
+    """Return the component tensors of a sparse tensor; an empty tuple for a dense tensor."""
     import torch
 
-    anything = cast("Any", torch.Tensor)
+    tensor_class = cast("Any", torch.Tensor)
     with beneath_modes():
         layout = tensor_property(tensor, "layout")
         if layout is torch.sparse_coo:
             return parts_of_coo(tensor)
         if layout in (torch.sparse_csr, torch.sparse_bsr):
-            return (anything.crow_indices(tensor), anything.col_indices(tensor), anything.values(tensor))
+            return (tensor_class.crow_indices(tensor), tensor_class.col_indices(tensor), tensor_class.values(tensor))
         if layout in (torch.sparse_csc, torch.sparse_bsc):
-            return (anything.ccol_indices(tensor), anything.row_indices(tensor), anything.values(tensor))
+            return (tensor_class.ccol_indices(tensor), tensor_class.row_indices(tensor), tensor_class.values(tensor))
     return ()
 
 
@@ -202,10 +204,10 @@ HOST = "cpu"
 
 
 def is_host(device: torch.device) -> bool:
-    """Return whether tensors on this device lie in the host's memory."""
+    """Return whether tensors on this device are in the host's memory."""
     return device.type == HOST
 
 
 def means_host(word: object) -> bool:
-    """Return whether ``device=word`` names the host, as no device does."""
+    """Return whether ``device=word`` means the host: ``None`` or ``"cpu"``."""
     return word in (None, HOST)

@@ -1,7 +1,9 @@
-"""Reset guard: reads peaks before measured code resets the process's peak statistics itself.
+"""Read peaks before measured code resets the process's peak statistics.
 
-Test suites of model libraries call ``torch.cuda.reset_peak_memory_stats()`` freely. There is one peak a process, so such a
-call in the middle of a measured test would hide everything before it.
+Test suites of model libraries often call ``torch.cuda.reset_peak_memory_stats()``. A process has only one peak per device, so a
+call during a measured test would hide everything before it.
+
+For example, a step peaks at 40 MB, resets the statistics, and then peaks at 10 MB. `Device.pop_peak` still returns 40 MB.
 """
 
 from __future__ import annotations
@@ -18,24 +20,25 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def before_each_reset(see: Callable[[], object], device_type: str) -> Iterator[None]:
-    """Call ``see`` before any of torch's functions that reset the peak statistics of this type of device does so.
+def before_each_reset(read_peak: Callable[[], object], device_type: str) -> Iterator[None]:
+    """Call ``read_peak`` before each torch function that resets a device type's peak statistics.
 
-    A suite that kept a reference to the public function (in a table of backends) calls the private one, which is replaced, too.
+    A suite may hold a reference to the public function, for example in a table of backends. The public function calls a private
+    function, and this context replaces both.
     """
     with ExitStack() as stack:
         for module_name, name in peak_resets(device_type):
             module = sys.modules.get(module_name)
             original = getattr(module, name, None)
             if original is not None:
-                stack.enter_context(replaced(module, name, _seen_first(original, see)))
+                stack.enter_context(replaced(module, name, _reading_first(original, read_peak)))
         yield
 
 
-def _seen_first(original: Callable[..., Any], see: Callable[[], object]) -> Callable[..., Any]:
+def _reading_first(original: Callable[..., Any], read_peak: Callable[[], object]) -> Callable[..., Any]:
     @wraps(original)
     def reset(*args: Any, **kwargs: Any) -> Any:
-        see()
+        read_peak()
         return original(*args, **kwargs)
 
     return reset

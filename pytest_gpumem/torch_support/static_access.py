@@ -1,9 +1,12 @@
-"""Inspect other people's objects without running their code, in the way of `inspect.getattr_static`.
+"""Inspect foreign objects without running their code, as `inspect.getattr_static` does.
 
-``isinstance`` asks an object for its ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`); an
-attribute may be a property; a container's methods may be overridden; a metaclass may answer for a class. So an object
-is known by its type, and read with the methods of the builtin type that it inherits from. ``named_modules`` and
-``named_parameters`` of a model may be overridden, too, and hash modules, which a model may forbid.
+``isinstance`` reads an object's ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`). An attribute
+may be a property, a container's methods may be overridden, and a metaclass may answer for a class. These functions therefore
+identify an object by its type, and use the methods of the built-in base type. A model may also override
+``named_modules`` and ``named_parameters``, and both hash modules, which a model may forbid.
+
+For example, ``is_a(weakref.proxy(tensor), torch.Tensor)`` is false, but ``isinstance(weakref.proxy(tensor), torch.Tensor)`` is
+true.
 """
 
 from __future__ import annotations
@@ -30,41 +33,41 @@ T = TypeVar("T")
 
 _CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, collections.deque)
 _NATIVE = (types.GetSetDescriptorType, types.MemberDescriptorType)
-# By type's own descriptors: of a class, a metaclass may answer otherwise.
+# Use type's own descriptors, because a metaclass may override the attributes of a class.
 _mro, _namespace, _module_of, _qualname = (
     type.__dict__[name] for name in ("__mro__", "__dict__", "__module__", "__qualname__")
 )
 
 
 def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Return whether the type of ``value`` is one of ``kinds`` or inherits from one."""
+    """Return whether ``value``'s type is among ``kinds`` or inherits from them."""
     return issubclass(type(value), kinds)
 
 
 def class_name(kind: type) -> str:
-    """Return the qualified name of a class, without the function that it was defined in."""
+    """Return a class's qualified name, without the defining function."""
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
 def module_of(kind: type) -> str:
-    """Return a class's ``__module__``; empty where it has none."""
+    """Return a class's ``__module__``; empty if the class has none."""
     module = _module_of.__get__(kind)
     return module if type(module) is str else ""
 
 
 def package_of(kind: type) -> str:
-    """Return the outermost package of a class's ``__module__``; empty where it has none."""
+    """Return the outermost package of a class's ``__module__``; empty if the class has none."""
     module = _module_of.__get__(kind)
     return module.partition(".")[0] if type(module) is str else ""
 
 
 def class_namespace(kind: type) -> dict[str, Any] | None:
-    """Return the dict that a class keeps its own attributes in, itself and not a view; ``None`` where it is not to be had."""
-    return next((one for one in gc.get_referents(_namespace.__get__(kind)) if type(one) is dict), None)
+    """Return the dict with a class's own attributes, not a view; ``None`` if there is no access to the dict."""
+    return next((value for value in gc.get_referents(_namespace.__get__(kind)) if type(value) is dict), None)
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """Return what a class or one of its bases has under ``name``, descriptors as they are; ``None`` where none has."""
+    """Return the attribute ``name`` from a class or its bases without invoking descriptors; ``None`` if there is none."""
     for base in _mro.__get__(kind):
         namespace = _namespace.__get__(base)
         if name in namespace:
@@ -73,80 +76,83 @@ def class_attribute(kind: type, name: str) -> Any:
 
 
 def class_values(kind: type) -> Iterator[object]:
-    """Return the values of all attributes of a class and those that it inherits from."""
+    """Return the attribute values of a class and its bases."""
     for base in _mro.__get__(kind):
         yield from list(_namespace.__get__(base).values())
 
 
 def instance_dict(value: object) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of ``value``, itself and not a copy; ``None`` where it has none to read."""
+    """Return the ``__dict__`` of ``value``, not a copy; ``None`` if there is no readable dict."""
     dictionary = layout_of(type(value)).dictionary
-    own = None if dictionary is None else dictionary.__get__(value)
-    return own if is_a(own, dict) else None
+    own_dict = None if dictionary is None else dictionary.__get__(value)
+    return own_dict if is_a(own_dict, dict) else None
 
 
 def attribute(value: object, name: str) -> Any:
-    """Return an attribute of ``value`` or a plain one of its class; ``None`` where only its code could give it."""
-    own = instance_dict(value) or {}
-    if dict.__contains__(own, name):
-        return dict.__getitem__(own, name)
-    found = class_attribute(type(value), name)
-    if type(found) is types.MemberDescriptorType:
+    """Return an attribute from ``value``, or a plain attribute from its class; ``None`` for computed attributes."""
+    own_dict = instance_dict(value) or {}
+    if dict.__contains__(own_dict, name):
+        return dict.__getitem__(own_dict, name)
+    from_class = class_attribute(type(value), name)
+    if type(from_class) is types.MemberDescriptorType:
         try:
-            return found.__get__(value)
+            return from_class.__get__(value)
         except AttributeError:  # an empty slot
             return None
-    return None if class_attribute(type(found), "__get__") is not None else found
+    return None if class_attribute(type(from_class), "__get__") is not None else from_class
 
 
 def contents_of(value: object) -> Iterable[object]:
-    """Return the contents of a container, what a function, method or partial is bound to, or a generator's locals."""
+    """Return a container's contents, the bound objects in a function, method or partial, or a generator's locals."""
     contents = layout_of(type(value)).contents
     return () if contents is None else contents(value)
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeLayout:
-    """The way in which objects of a class keep what they hold."""
+    """The places in which objects of a class store their attributes and contents.
+
+    For example, a class with ``__slots__ = ("weight",)`` and no ``__dict__`` has a single member and no dictionary.
+    """
 
     package: str
     """The result of `package_of`."""
     contents: Callable[[Any], Iterable[object]] | None
-    """The result of `contents_of`; ``None`` where there are none."""
+    """A function that returns `contents_of` for an object; ``None`` if such objects have no contents."""
     dictionary: Any
-    """The descriptor that gives the ``__dict__``; ``None`` where there is none, or Python code overrides it."""
+    """The descriptor that returns the ``__dict__``; ``None`` if there is none or only Python code returns it."""
     covered: bool
-    """True if Python code overrides it."""
+    """True if the class defines ``__dict__``, as a native descriptor or in Python code."""
     members: tuple[types.MemberDescriptorType, ...]
     """The slots."""
 
     def attributes(self, value: object) -> list[object]:
-        """Return the values of all attributes of an object of the class: those in its ``__dict__`` and in its slots."""
-        held: list[object] = []
+        """Return an object's attribute values, from its ``__dict__`` and its slots."""
+        values: list[object] = []
         if self.dictionary is not None:
-            own = self.dictionary.__get__(value)
-            if issubclass(type(own), dict):
-                held.extend(dict.values(own))
+            own_dict = self.dictionary.__get__(value)
+            if issubclass(type(own_dict), dict):
+                values.extend(dict.values(own_dict))
         elif self.covered:
-            # What the collector would visit is there all the same.
-            held.extend(gc.get_referents(value))
+            # Python code covers the real ``__dict__``, but the collector still visits its values.
+            values.extend(gc.get_referents(value))
         for member in self.members:
             try:
-                held.append(member.__get__(value))
+                values.append(member.__get__(value))
             except AttributeError:  # an empty slot
                 continue
-        return held
+        return values
 
 
 def layout_of(kind: type) -> AttributeLayout:
-    """Return the way in which objects of a class keep what they hold."""
+    """Return the places in which objects of a class store their attributes and contents."""
     bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
-    found = [base["__dict__"] for base in bases if "__dict__" in base]
+    dictionaries = [base["__dict__"] for base in bases if "__dict__" in base]
     return AttributeLayout(
         package_of(kind),
         next((read for base, read in _READERS if issubclass(kind, base)), None),
-        next((one for one in found if type(one) in _NATIVE), None),
-        bool(found),
+        next((descriptor for descriptor in dictionaries if type(descriptor) in _NATIVE), None),
+        bool(dictionaries),
         tuple(
             member
             for base in bases
@@ -171,7 +177,7 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`. More mean a kept ``locals()``."""
+"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`. More mean a stored ``locals()``."""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:
@@ -182,17 +188,17 @@ def variables_of(frame: types.FrameType) -> list[object]:
 def named_variables_of(frame: types.FrameType) -> dict[str, object]:
     """Return a function's local variables."""
     local = frame.f_locals
-    held = dict(local)
+    variables = dict(local)
     if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
-        # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
+        # Until Python 3.12 the frame keeps this dict and all its values alive.
         local.clear()
-    return held
+    return variables
 
 
 _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
     (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
     *((kind, kind.__iter__) for kind in _CONTAINERS),
-    # The mapping behind it: its own methods may be anything.
+    # Return the mapping behind the proxy, because its own methods may be overridden.
     (types.MappingProxyType, gc.get_referents),
     (types.FunctionType, _bound_to_a_function),
     (types.MethodType, lambda value: [value.__self__, value.__func__]),
@@ -202,7 +208,7 @@ _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
 
 
 def tensor_property(tensor: torch.Tensor, name: str) -> Any:
-    """Return a property of `torch.Tensor`: a subclass may override it, and see every use of a torch function on it."""
+    """Return a property as `torch.Tensor` defines it, because a subclass may override the property or intercept functions."""
     import torch
 
     with outside_torch_function():
@@ -210,7 +216,7 @@ def tensor_property(tensor: torch.Tensor, name: str) -> Any:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a leaf; ``None`` for other tensors, for which torch warns."""
+    """Return a leaf's gradient; ``None`` for other tensors, because torch would warn about them."""
     return tensor_property(tensor, "grad") if tensor_property(tensor, "is_leaf") else None
 
 
@@ -223,28 +229,28 @@ def clear_gradient(tensor: torch.Tensor) -> None:
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is made of others, as DTensor and quantized weights are, and has no memory of its own."""
+    """Return whether a tensor consists of other tensors (DTensor, quantized weights) and has no own memory."""
     return class_attribute(type(tensor), "__tensor_flatten__") is not None
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the tensors that a tensor is made of, itself for most: those among its attributes, each once."""
+    """Return a tensor's component tensors, each once. For most tensors this is the tensor itself."""
     import torch
 
     stack, seen = [tensor], {id(tensor)}
     while stack:
-        one = stack.pop()
-        if not has_parts(one):
-            yield one
+        current = stack.pop()
+        if not has_parts(current):
+            yield current
             continue
-        attributes = layout_of(type(one)).attributes(one)
+        attributes = layout_of(type(current)).attributes(current)
         parts = [part for part in attributes if is_a(part, torch.Tensor) and id(part) not in seen]
         seen.update(map(id, parts))
         stack.extend(reversed(parts))
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of a tensor's elements; ``None`` for one that is sparse or made of others."""
+    """Return the bytes in a tensor's elements; ``None`` for a sparse tensor, or a tensor made from other tensors."""
     import torch
 
     if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
@@ -253,7 +259,7 @@ def dense_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def elements_of(tensor: torch.Tensor) -> int:
-    """Return the number of a tensor's elements: 0 for a parameter of a lazy module that has not been called."""
+    """Return how many elements a tensor has; 0 for a lazy module's parameter before the first call."""
     return math.prod(tensor_property(tensor, "shape"))
 
 
@@ -263,7 +269,7 @@ def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Return the modules of a model, each once and before those within it; the model itself has the path ``""``."""
+    """Return the modules of a model, each once, with outer modules first. The model itself has the path ``""``."""
     seen: set[int] = set()
     stack = [("", root)]
     while stack:
@@ -271,14 +277,14 @@ def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
         if id(module) not in seen:
             seen.add(id(module))
             yield path, module
-            before = f"{path}." if path else ""
-            stack.extend((before + name, child) for name, child in reversed(list(_own_parts(module, "modules"))))
+            prefix = f"{path}." if path else ""
+            stack.extend((prefix + name, child) for name, child in reversed(list(_own_parts(module, "modules"))))
 
 
 def named_tensors(
     root: torch.nn.Module, kind: Literal["parameters", "buffers"]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Return the parameters or buffers of a model, each once: the path of its module, its name there, and the tensor."""
+    """Return a model's parameters or buffers, each once, as the path of its module, its name in the module, and the tensor."""
     seen: set[int] = set()
     for path, module in named_modules(root):
         for name, tensor in _own_parts(module, kind):
@@ -288,11 +294,11 @@ def named_tensors(
 
 
 def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
-    """Return the parameters, buffers or modules of ``module`` itself, by name."""
+    """Return the parameters, buffers or submodules that ``module`` owns directly, by name."""
     import torch
 
     parts = attribute(module, MODULE_PARTS[kind])
-    # Scripted modules keep theirs in C++, and their class is torch's own.
+    # Scripted modules store their parts in C++, so use their class's own mapping.
     named = dict.items(parts) if is_a(parts, dict) else parts.items() if is_a(module, torch.jit.ScriptModule) else ()
     for name, part in list(named):
         if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
@@ -300,63 +306,72 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return dtype and shape of a tensor as text: ``float32[8, 256]``."""
+    """Return the text for a tensor's dtype and shape: ``float32[8, 256]``."""
     return f"{dtype}{list(shape)}"
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """Return the number of a model's or a module's parameters; tied ones count once."""
+    """Return how many parameters a module has. Tied parameters count once."""
     return sum(map(elements_of, module.parameters()))
 
 
 def reads_any(function: object, attributes: Collection[str], below: str | None = None) -> bool:
-    """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
+    """Return whether a function or its callees read any of ``attributes`` from any object.
 
-    Functions of other modules are followed where their file is ``below`` a folder, and they are not installed.
+    The search follows called functions from the same module, and functions from other modules if their file is in
+    the folder ``below`` and is not part of an installed package.
+
+    For example, ``def step(x): return scale(x)`` and ``def scale(x): return x * x.max().item()`` in the same module give true
+    for ``{"item"}``.
+
+    Args:
+        function: The function or method.
+        attributes: The names of attributes.
+        below: A folder; ``None`` to stay in the function's module.
     """
     seen: set[int] = set()
     pending = [function.__func__ if is_a(function, types.MethodType) else function]
     while pending:
-        one = pending.pop()
-        if not is_a(one, types.FunctionType) or id(one) in seen:
+        current = pending.pop()
+        if not is_a(current, types.FunctionType) or id(current) in seen:
             continue
-        seen.add(id(one))
-        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        seen.add(id(current))
+        names = {name for code in _codes(current.__code__) for name in code.co_names}
         if not names.isdisjoint(attributes):
             return True
-        there = [one.__globals__.get(name) for name in names]
-        modules = [instance_dict(module) or {} for module in there if is_a(module, types.ModuleType)]
-        there += [module.get(name) for module in modules for name in names]
+        values = [current.__globals__.get(name) for name in names]
+        modules = [instance_dict(module) or {} for module in values if is_a(module, types.ModuleType)]
+        values += [module.get(name) for module in modules for name in names]
         pending += [
-            value
-            for found in there
-            for value in _unwrapped(found)
-            if value.__globals__ is one.__globals__ or (below is not None and _is_below(below, value.__code__))
+            callee
+            for value in values
+            for callee in _unwrapped(value)
+            if callee.__globals__ is current.__globals__ or (below is not None and _is_below(below, callee.__code__))
         ]
-        pending += _unwrapped(one)
+        pending += _unwrapped(current)
     return False
 
 
 def _is_below(folder: str, code: types.CodeType) -> bool:
-    """Return whether code is of a file in ``folder``, and of no package that is installed there."""
+    """Return whether code comes from a file in ``folder``, and not from a package that is installed there."""
     return code.co_filename.startswith(folder) and "-packages" not in code.co_filename
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
-    """Return a function and what it wraps, from the outside in: decorators are often another module's."""
+    """Return a function and its wrapped functions, outermost first. Decorators often come from another module."""
     functions: list[types.FunctionType] = []
-    passed: set[int] = set()
-    while value is not None and id(value) not in passed:
-        passed.add(id(value))
+    seen: set[int] = set()
+    while value is not None and id(value) not in seen:
+        seen.add(id(value))
         if is_a(value, types.FunctionType):
             functions.append(value)
-        # Not the attribute itself: objects that compute theirs have any.
+        # Read the instance dict, because objects that compute their attributes have any attribute.
         value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return the code of a function, and of functions, lambdas and comprehensions within it."""
+    """Return a function's code, and the code of functions, lambdas and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""Exceptions of a step that is run once more, and the release of what their tracebacks keep alive."""
+"""Exceptions from a repeated step, and the release of objects in tracebacks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ import pytest
 from pytest_gpumem.torch_support.static_access import instance_dict
 
 RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""Exceptions that a run for counts or an explanation does not raise: the step has been measured, or failed, before."""
+"""Exceptions that a repeated run for counts or an explanation swallows, because the step was already measured or failed."""
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of ``error``, its cause and context, and the errors that it collects.
+    """Clear the frames of ``error``, its cause, its context, and its collected errors.
 
-    For example the members of an exception group, and the failed examples of a doctest.
+    Collected errors are, for example, an exception group's members or a doctest's failed examples.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
     while stack:
-        one = stack.pop()
-        if one is not None and not any(one is seen for seen in chain):
-            chain.append(one)
-            stack += [one.__cause__, one.__context__, *getattr(one, "exceptions", ()), *_of_doctest(one)]
-            traceback.clear_frames(one.__traceback__)
-            for frame, _ in traceback.walk_tb(one.__traceback__):
-                # Until Python 3.12 a frame keeps the last dict that f_locals gave; reading it again brings it up to date.
+        current = stack.pop()
+        if current is not None and not any(current is seen for seen in chain):
+            chain.append(current)
+            stack += [
+                current.__cause__,
+                current.__context__,
+                *getattr(current, "exceptions", ()),
+                *_of_doctest(current),
+            ]
+            traceback.clear_frames(current.__traceback__)
+            for frame, _ in traceback.walk_tb(current.__traceback__):
+                # Until Python 3.12 a frame keeps the last dict from f_locals. Reading it again removes cleared variables.
                 _ = frame.f_locals
 
 
 def _of_doctest(error: BaseException) -> list[BaseException]:
-    """Return the errors of a doctest's examples: pytest's error has ``failures``, and each of them ``exc_info``."""
+    """Return the errors of a doctest's examples. pytest's error stores them in ``failures``, and each in ``exc_info``."""
     attributes = instance_dict(error) or {}
     collected = [attributes.get("failures"), attributes.get("exc_info")]
     lists = [values for values in collected if isinstance(values, (list, tuple))]

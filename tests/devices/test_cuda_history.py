@@ -162,12 +162,12 @@ def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_sile
         (
             [took(1, A, 8), took(2, B, 8)],
             [alloc(1, A, 8)],
-            r"of 2 allocations .* history of 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
+            r"has 2 allocations .* history has 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
         ),
         (
             [took(1, A, 8)],
             [alloc(1, A, 8), alloc(2, B, 9)],
-            r"of 1 allocations .* history of 2, .*: the history goes on with 9 bytes at 0xb000",
+            r"has 1 allocations .* history has 2, .*: the history goes on with 9 bytes at 0xb000",
         ),
         (
             [took(1, A, 8), took(2, B, 8)],
@@ -194,7 +194,7 @@ def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_sile
 def test_events_and_a_history_that_do_not_match_are_refused_with_where_they_part(tokens, history, told):
     with pytest.raises(MeasuringError, match=told) as raised:
         with_requested_sizes(tokens, history)
-    assert "another thread allocated meanwhile" in str(raised.value)
+    assert "another thread allocated memory" in str(raised.value)
 
 
 # What threads do that the profiler does not see

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
 from pytest_gpumem.ranks.consensus import Point
-from pytest_gpumem.ranks.watch import _gone_text
+from pytest_gpumem.ranks.watch import _missing_text
 
 STEP = "test_it.py::test_step (call)"
 SLEEPS = Position("test_it.py:18 in step")
@@ -119,8 +119,8 @@ def _place_within(thread: threading.Thread, function: str) -> Position:
 def test_a_rank_that_is_gone_was_where_it_came_to_after_its_last_sign_of_life():
     beat = Beat(3, "test_it.py::test_step (set-up)", Point(), True, Position("test_it.py:3 in model"))
     seen = [(None, 0.0), (beat, 0.0), (None, 0.0), (beat, 0.0)]
-    wheres = {1: "test_it.py::test_step (call)", 2: None, 3: beat.where}
-    assert _gone_text([1, 2, 3], seen, wheres).splitlines()[1:] == [
+    works = {1: "test_it.py::test_step (call)", 2: None, 3: beat.where}
+    assert _missing_text([1, 2, 3], seen, works).splitlines()[1:] == [
         "  rank 1: last in test_it.py::test_step (call)",
         "  rank 2: never came to its measured tests",
         "  rank 3: last in test_it.py::test_step (set-up), at test_it.py:3 in model",

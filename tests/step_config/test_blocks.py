@@ -119,7 +119,7 @@ def test_a_pattern_may_name_the_blocks_themselves():
 
 
 def test_a_named_list_without_members_is_told():
-    with pytest.raises(ConfigError, match=r"^blocks=h: h holds no module$"):
+    with pytest.raises(ConfigError, match=r"^blocks=h: h contains no module$"):
         repeated_blocks(model_of(h=nn.ModuleList()), "h")
 
 

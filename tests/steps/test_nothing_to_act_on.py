@@ -73,7 +73,7 @@ def infer(bench, model, config):
         (train, Model, "checkpoint=modules:never", "checkpoint=modules:never: never did not run in this step"),
         (train, Model, "checkpoint=modules:*.mlp", "no module of Model matches '*.mlp'; it has blocks, blocks.0"),
         (train, Model, "checkpoint=every:3", "checkpoint=every:3: Model has only 2 blocks in a row"),
-        (train, Model, "checkpoint=sequential:3", "3 segments cannot be made of 2 blocks"),
+        (train, Model, "checkpoint=sequential:3", "3 segments cannot be made from 2 blocks"),
         (train, Frozen, "checkpoint=blocks", "blocks.0, blocks.1 ran, but nothing was computed again in backward"),
         (train, Frozen, "checkpoint=sqrt", "blocks.0 to blocks.1 ran, but nothing was computed again in backward"),
         (train, lambda: torch.nn.Linear(WIDTH, 1), "checkpoint=blocks", "Linear has no repeated blocks (a ModuleList"),

@@ -565,7 +565,7 @@ def test_a_plan_may_be_of_torchs_own_styles(bench):
     ("config", "said"),
     [
         ("shard=pp:4,accumulate=2", "add accumulate=4 or more"),
-        ("shard=pp:8,accumulate=8", "8 segments cannot be made of 4 blocks"),
+        ("shard=pp:8,accumulate=8", "8 segments cannot be made from 4 blocks"),
         ("shard=ddp", r"shard=ddp needs the number of ranks; add world=N"),
     ],
 )
