@@ -406,8 +406,8 @@ class GpumemSession:
         """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
-        from pytest_gpumem.hookspecs import HookError
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup
+        from pytest_gpumem.runtest.hook_results import HookError
         from pytest_gpumem.runtest.hooks import Measuring
 
         devices = Devices(self._device_factories(), self.settings.routing)
