@@ -21,7 +21,7 @@ from pytest_gpumem.config.options import (
     check_words,
     is_measured,
 )
-from pytest_gpumem.session.stash import SESSION
+from pytest_gpumem.session import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

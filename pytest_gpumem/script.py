@@ -21,8 +21,8 @@ from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.measure.loop import EndOfLoop
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.runtest.hooks import refuse, run_of
+from pytest_gpumem.session import SESSION
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
-from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

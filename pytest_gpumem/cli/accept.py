@@ -22,6 +22,7 @@ from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.project import backend_in
 from pytest_gpumem.cli.store_options import store_option
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
+from pytest_gpumem.config.conversions import convert
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
 from pytest_gpumem.gate.baseline import Baseline
@@ -46,7 +47,7 @@ _ANSWERS = ("a", "s", "q")
 
 def _reason(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     try:
-        return None if value is None else str(LINE.convert(value, "--reason"))
+        return None if value is None else str(convert(LINE, value, "--reason"))
     except SettingsError as error:
         raise click.BadParameter(str(error)) from None
 

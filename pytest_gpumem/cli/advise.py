@@ -251,8 +251,8 @@ def advise(
     - An emulated GPU runs 41 tokens if N is 84 or more: 28 after the prompt, and 13 after a prompt that is as long as the text
       without its last 13 tokens. If the allocations repeat from token to token, PyTorch's own allocator then makes the
       allocations of all N tokens. So the peak is the peak of all tokens to the byte, reserved memory included. The peak of so
-      many tokens is not explained. If the allocations do not repeat, for example under autocast or because a sliding
-      window is reached in between, all N tokens run.
+      many tokens is not explained. If the allocations do not repeat, for example because a sliding window is reached in
+      between, all N tokens run.
 
     ## `--lora`
 

@@ -15,7 +15,7 @@ from pytest_gpumem.cli.streams import InputError, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
-from pytest_gpumem.session.stash import SESSION
+from pytest_gpumem.session import SESSION
 from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:

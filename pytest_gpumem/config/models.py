@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.config.conversions import model_of
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.keys import MODEL_KEYS
-from pytest_gpumem.config.kinds import model_of
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.models.errors import ModelError

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.config.conversions import check_in_file, convert, read_value
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.keys import BUDGET_KEYS, OTHER_KEYS
 from pytest_gpumem.config.kinds import TABLE, Kind
@@ -195,7 +196,7 @@ def settings_from(
         return settings
     for option in options:
         if option.name in only_in_file:
-            option.kind.check_in_file(option_values[option.name], f"addopts: {option.flag}")
+            check_in_file(option.kind, option_values[option.name], f"addopts: {option.flag}")
     values = {option.name: _converted(option, option_values[option.name]) for option in options}
     bases: dict[str, Any] = {f"{option.name}_base": started_in for option in options if option.kind.is_path}
     settings = replace(settings, explicit=True, **values, **bases)
@@ -221,7 +222,7 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
 def _converted(option: Option, value: Any) -> Any:
     """Return the setting for the value of an option. Raises `SettingsError`."""
     # `gpumem ab` passes an empty mode, which switches the table's `update` off.
-    return None if option.name == "update" and not value else option.kind.convert(value, option.flag)
+    return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
 
 
 def _check_artifacts(settings: Settings) -> None:
@@ -309,7 +310,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     for key, value in table.items():
         if key not in KEYS:
             raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
-        values[key] = KEYS[key].read(value, f"{where}: {key}")
+        values[key] = read_value(KEYS[key], value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
     gpus = own_gpus_in(table, where)
@@ -330,7 +331,7 @@ def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
         return {}
     from pytest_gpumem.config.own_gpus import own_gpus
 
-    return own_gpus(TABLE.read(table["gpus"], f"{where}: gpus"), f"{where}: gpus")
+    return own_gpus(read_value(TABLE, table["gpus"], f"{where}: gpus"), f"{where}: gpus")
 
 
 def _models(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:

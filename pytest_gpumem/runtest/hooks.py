@@ -14,12 +14,12 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.gate.verdict import WHY_FAILED
-from pytest_gpumem.hookspecs import HookError, environment_of
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.reports.failure import measured_section
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.runtest.explaining import ExplainPolicy
+from pytest_gpumem.runtest.hook_results import HookError, environment_of
 from pytest_gpumem.runtest.judging import (
     Judging,
     complete_report,

@@ -22,11 +22,11 @@ from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emul
 from pytest_gpumem.gate.renaming import candidates_of
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
-from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, prune_command, update_command
 from pytest_gpumem.reports.results import PROPERTY
+from pytest_gpumem.runtest.hook_results import HookError, checked_tolerance
 from pytest_gpumem.runtest.since_baseline import SinceBaselines
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.torch_support.static_access import reads_any

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.hookspecs import environment_of
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.runtest.hook_results import environment_of
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import EMULATED_SLUG
 

@@ -437,8 +437,8 @@ class GpumemSession:
         """Register the plugins that measure, and sort ``items`` for packing. Return whether this succeeded."""
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
-        from pytest_gpumem.hookspecs import HookError
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup
+        from pytest_gpumem.runtest.hook_results import HookError
         from pytest_gpumem.runtest.hooks import Measuring
 
         devices = Devices(self._device_factories(), self.settings.routing)

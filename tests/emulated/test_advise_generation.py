@@ -142,9 +142,11 @@ def test_a_card_has_to_hold_what_a_program_that_generates_takes(on_gpu, tmp_path
     assert advised == program
 
 
-def test_a_generation_foretold_from_few_tokens_equals_the_whole_program(on_gpu, tmp_path):
+@pytest.mark.parametrize("config", ["bf16", "amp-bf16"])
+def test_a_generation_foretold_from_few_tokens_equals_the_whole_program(on_gpu, tmp_path, config):
     write(tmp_path, LONG)
-    advised, program = (on_gpu(source.format(**vars(LONG))).split() for source in (FORETOLD + ADVICE, PROGRAM))
+    case = vars(LONG) | {"config": config}
+    advised, program = (on_gpu(source.format(**case)).split() for source in (FORETOLD + ADVICE, PROGRAM))
     assert (tmp_path / "foretold.txt").read_text() == "True"
     assert advised == program
 
