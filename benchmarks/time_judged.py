@@ -94,7 +94,7 @@ def runs_of(baseline: Sequence[Series], cores: int) -> Runs | None:
     for series in baseline:
         run = run_of(_recorded(series, cores))
         if run is not None and (kept is None or slower_machine(run, kept.pace, SLOWER_RUN) is None):
-            kept = run if kept is None else kept.and_then(run)
+            kept = run if kept is None else kept.extended_by(run)
     return kept
 
 

@@ -41,7 +41,7 @@ class Replay:
 
     def conditions(self) -> Conditions:
         one = self._series.readings[self.played]
-        return Conditions(one.at, waited=one.waited, stolen=one.stolen, others=one.others, cores=self._cores)
+        return Conditions(one.at, waited=one.waited, stolen=one.stolen, other_cpu_seconds=one.others, cores=self._cores)
 
     def pace(self) -> float:
         return self._series.readings[self.played].pace

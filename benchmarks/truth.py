@@ -166,7 +166,7 @@ def figures_of(case: Case, device: Device, counters: Counters, seconds: float) -
     return {
         "batch": workload.batch,
         "parameters": workload.parameters,
-        "settled": figures.settled,
+        "settled": figures.is_settled,
         "notes": notes,
         **times,
         "peaks": {

@@ -41,14 +41,14 @@ class Region:
     """A region of a test, measured by `Gpumem.track`."""
 
     def __init__(self) -> None:
-        self.ended: Measurement | None = None
+        self.measurement_at_end: Measurement | None = None
 
     @property
     def measurement(self) -> Measurement:
         """The measurement, which is available after the region has ended. Before, reading it raises `MeasuringError`."""
-        if self.ended is None:
+        if self.measurement_at_end is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
-        return self.ended
+        return self.measurement_at_end
 
 
 class WithBlock(AbstractContextManager[_T]):
@@ -213,7 +213,7 @@ class Gpumem:
         region = Region()
         with self._run.alone("track", name), self._run.region(name) as measurement:
             yield region
-        region.ended = measurement()
+        region.measurement_at_end = measurement()
 
     def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
         """Measure ``factory()``, which loads a model onto the device.

@@ -66,13 +66,13 @@ class Metric:
     """True if the same step has the same value every time, to the byte."""
     optional: bool = False
     """True if a device may be unable to report the metric, which is not a fault of the code."""
-    made_of_operators: bool = False
+    is_counted_by_operator: bool = False
     """True for work that is counted operator by operator, so a failure names the operators' lines."""
     depends_on: tuple[str, ...] = ()
     """Environment details that affect the metric although the code is the same."""
     decided_by: tuple[str, ...] = ()
     """Environment details that affect the metric by any amount in either direction. If they differ, nothing is compared."""
-    where_absent: float | None = None
+    value_if_absent: float | None = None
     """The value for a baseline without the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)
     """The least tolerance between an emulated GPU's value and a real GPU's; ``None`` if they cannot be compared."""
@@ -93,7 +93,7 @@ class Metric:
     @property
     def kind(self) -> Kind:
         """The kind of figure in a failure's text. Bytes are memory, and counts of operators are work."""
-        if self.made_of_operators:
+        if self.is_counted_by_operator:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
         return kinds.get(self.unit, "memory")
@@ -221,7 +221,7 @@ class MetricAttributes:
 
     # It comes before the peak as a cause, because a step that keeps more each time also has a higher peak.
     growth = WholeMetric(
-        "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, where_absent=0
+        "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, value_if_absent=0
     )
     """Bytes that every further step keeps: a leak. It is 0 for a repeating step, and a baseline without it means 0.
 
@@ -250,7 +250,7 @@ class MetricAttributes:
         shown="if changed",
         weight=1,
         precedence=2,
-        made_of_operators=True,
+        is_counted_by_operator=True,
         depends_on=("torch",),
     )
     """Floating-point operations of a step in matrix products, convolutions and attention, as ``torch.utils.flop_counter``
@@ -283,7 +283,7 @@ class MetricAttributes:
         shown="if changed",
         weight=1,
         precedence=3,
-        made_of_operators=True,
+        is_counted_by_operator=True,
         depends_on=("torch",),
     )
     """Calls of ATen's and custom operators in a step, below autograd. Composite operators count by their parts.
@@ -301,7 +301,7 @@ class MetricAttributes:
         shown="if changed",
         weight=1,
         precedence=1,
-        made_of_operators=True,
+        is_counted_by_operator=True,
         depends_on=("torch",),
     )
     """The number of times in a step when the host waits for the device.
@@ -324,7 +324,7 @@ class MetricAttributes:
         weight=1,
         precedence=4,
         optional=True,  # the driver may forbid the counting
-        made_of_operators=True,
+        is_counted_by_operator=True,
         depends_on=("torch", "cuda", "driver"),
         emulated=None,  # a product of cuBLAS is one launch on an emulated GPU, and sometimes two on a real GPU
     )

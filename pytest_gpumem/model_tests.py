@@ -132,7 +132,7 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     """Measure the step of a model, as a test would. If the model or config does not make a step, fail with a sentence."""
     import torch
 
-    from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+    from pytest_gpumem.measure.random_numbers import restored_random_numbers
     from pytest_gpumem.models.errors import ModelError
     from pytest_gpumem.models.sources import named_model
     from pytest_gpumem.runtest.hooks import refuse, run_of
@@ -143,7 +143,7 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     dtype = dtype_of_weights(step.config.precision)
     try:
         model = named_model(replace(step.model, base=root), step.batch, step.task)
-        with random_numbers_given_back(run.device):
+        with restored_random_numbers(run.device):
             # Figures of some models depend on values, for example on the expert for each token.
             torch.manual_seed(0)
             if step.task.trains:

@@ -27,7 +27,7 @@ _JUNCTION = 0xA0000003
 """``IO_REPARSE_TAG_MOUNT_POINT``: a link between folders on Windows."""
 
 
-class LinkFound(OSError):
+class SymbolicLinkError(OSError):
     """Error for a symbolic link in the place of a file or folder. Its text, also in ``strerror``, is a sentence.
 
     Args:
@@ -60,11 +60,11 @@ class OpenFolder:
             return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
 
     def refuse_link(self, name: str) -> None:
-        """Raise `LinkFound` if ``name`` is a symbolic link."""
+        """Raise `SymbolicLinkError` if ``name`` is a symbolic link."""
         with suppress(FileNotFoundError):
             status = self.status(name)
             if stat.S_ISLNK(status.st_mode) or getattr(status, "st_reparse_tag", 0) == _JUNCTION:
-                raise LinkFound(self.path / name)
+                raise SymbolicLinkError(self.path / name)
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
         """Return a new descriptor of the file ``name``. Raises ``OSError``, also for a link."""
@@ -114,11 +114,12 @@ class OpenFolder:
         with self._errors_named(name):
             return _opened(self.path / name, self._at(name), self._descriptor, _NO_LINK)
 
-    def keep_others_out(self, *, also_before: bool) -> None:
+    def make_private(self, *, refuse_shared: bool) -> None:
         """Let only this user enter the folder. Systems without user ids check nothing.
 
         Args:
-            also_before: Whether to refuse a folder that other users could write to before, because its files are loaded or run.
+            refuse_shared: Whether to refuse a folder that other users could write to before, because its files are loaded
+                or run.
 
         Raises:
             OSError: The folder belongs to another user, or is not empty and other users could write to it.
@@ -129,7 +130,7 @@ class OpenFolder:
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder belongs to another user", str(self.path))
-        could_write = also_before and mode & 0o022
+        could_write = refuse_shared and mode & 0o022
         if could_write and os.listdir(self._descriptor):  # noqa: PTH208 - a descriptor
             raise PermissionError(errno.EPERM, "other users can write to the folder", str(self.path))
         if mode & 0o077:
@@ -138,7 +139,7 @@ class OpenFolder:
             os.fchmod(self._descriptor, mode)
             raise PermissionError(errno.EPERM, "other users can write to the folder", str(self.path))
 
-    def refuse_others_file(self, name: str) -> None:
+    def refuse_foreign_file(self, name: str) -> None:
         """Raise ``OSError`` if ``name`` belongs to another user."""
         if hasattr(os, "getuid") and self.status(name).st_uid != os.getuid():
             raise PermissionError(errno.EPERM, f"{name} belongs to another user", str(self.path / name))
@@ -191,12 +192,13 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
 
 
 @contextmanager
-def private_folder(path: Path, *, also_before: bool = False) -> Iterator[OpenFolder]:
+def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenFolder]:
     """Open a folder for this user only, and make it if it does not exist.
 
     Args:
         path: The folder. Its parent exists and is trusted.
-        also_before: Whether to refuse a folder that other users could write to before, because its files are loaded or run.
+        refuse_shared: Whether to refuse a folder that other users could write to before, because its files are loaded
+                or run.
 
     Raises:
         OSError: The folder is a link, belongs to another user, or other users could write to it.
@@ -204,7 +206,7 @@ def private_folder(path: Path, *, also_before: bool = False) -> Iterator[OpenFol
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     with open_folder(path.parent, [path.name]) as folder:
-        folder.keep_others_out(also_before=also_before)
+        folder.make_private(refuse_shared=refuse_shared)
         yield folder
 
 

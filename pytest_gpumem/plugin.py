@@ -48,9 +48,9 @@ def pytest_load_initial_conftests(
     early_config.stash[PARSER] = parser
     # Before any conftest.py, which may import torch.
     if is_emulated(early_config):
-        from pytest_gpumem.session.emulating import begin
+        from pytest_gpumem.session.emulating import emulate_gpu_of_settings
 
-        begin(early_config)
+        emulate_gpu_of_settings(early_config)
     try:
         loaded = yield
     except Exception as error:

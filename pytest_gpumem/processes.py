@@ -27,7 +27,7 @@ GRACE_SECONDS = 3.0
 """Time for a process to end by itself before it is killed."""
 
 
-class Stopped(Exception):
+class StopSignal(Exception):
     """Raised after a signal to end the program."""
 
     def __init__(self, signum: int) -> None:
@@ -43,25 +43,25 @@ class Stop:
     def __init__(self) -> None:
         self.signum: int | None = None
 
-    def note(self, signum: int, _frame: FrameType | None = None) -> None:
+    def record(self, signum: int, _frame: FrameType | None = None) -> None:
         """Record a signal. Only the first counts."""
         if self.signum is None:
             self.signum = signum
 
     def check(self) -> None:
-        """Raise `Stopped` if a signal has come."""
+        """Raise `StopSignal` if a signal has come."""
         if self.signum is not None:
-            raise Stopped(self.signum)
+            raise StopSignal(self.signum)
 
 
 @contextmanager
-def noted_signals() -> Iterator[Stop]:
+def recorded_signals() -> Iterator[Stop]:
     """Record signals to end the program, so they interrupt no code in this context."""
     stop = Stop()
     # Only the main thread can handle signals. Ignored signals, for example by nohup, stay ignored.
     is_main_thread = threading.current_thread() is threading.main_thread()
     signums = [signum for signum in _SIGNALS if is_main_thread and signal.getsignal(signum) is not signal.SIG_IGN]
-    previous_handlers = {signum: signal.signal(signum, stop.note) for signum in signums}
+    previous_handlers = {signum: signal.signal(signum, stop.record) for signum in signums}
     try:
         yield stop
     finally:
@@ -94,7 +94,7 @@ def run(
         The exit status, which is negative if a signal ended the command.
 
     Raises:
-        Stopped: A signal has come. The command and its children have ended.
+        StopSignal: A signal has come. The command and its children have ended.
     """
     with (
         output.open("ab") as file,

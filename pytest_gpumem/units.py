@@ -44,11 +44,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
     The default plural is the noun with an s. ``counted(3, "test has", "tests have")`` is ``"3 tests have"``.
     """
-    return f"{count} {agreeing(count, noun, plural or f'{noun}s')}"
+    return f"{count} {word_form(count, noun, plural or f'{noun}s')}"
 
 
-def agreeing(count: int, singular: str, plural: str) -> str:
-    """Return the singular or plural for a number: ``agreeing(1, "removes it", "removes them")`` is ``"removes it"``."""
+def word_form(count: int, singular: str, plural: str) -> str:
+    """Return the singular or plural for a number: ``word_form(1, "removes it", "removes them")`` is ``"removes it"``."""
     return singular if count == 1 else plural
 
 

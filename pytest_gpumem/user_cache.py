@@ -19,7 +19,7 @@ _FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
 """The names of the folders in the cache."""
 
 
-class CacheRefused(Exception):
+class CacheError(Exception):
     """Error for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
 
 
@@ -31,14 +31,14 @@ def cache_root() -> Path:
     return Path(chosen).absolute() if chosen else platformdirs.user_cache_path("pytest-gpumem")
 
 
-def make_own(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Make a folder in the cache if it does not exist, after a check that only this user can change the cache.
 
     Args:
         folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. Its parent is the cache.
 
     Raises:
-        CacheRefused: The cache cannot be made, is a link, belongs to another user, or other users could write to it or replace
+        CacheError: The cache cannot be made, is a link, belongs to another user, or other users could write to it or replace
             it.
     """
     root = folder.parent
@@ -47,44 +47,44 @@ def make_own(folder: Path) -> None:
         with suppress(FileExistsError):
             root.parent.mkdir(mode=0o700, parents=True)
         _refuse_shared(root)
-        with private_folder(root, also_before=True):
+        with private_folder(root, refuse_shared=True):
             # Nobody else can enter the root, so a link in it is this user's own.
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise CacheRefused(
+        raise CacheError(
             f"the cache {root} is not used: {error.strerror}; set {CACHE} to a new folder, or remove this one if it is yours"
         ) from None
 
 
 def _refuse_shared(root: Path) -> None:
-    """Raise `CacheRefused` if other users can rename the cache and put another folder in its place.
+    """Raise `CacheError` if other users can rename the cache and put another folder in its place.
 
     In a folder with the sticky bit, such as ``/tmp``, only the owner of a file can rename it. The group's permissions are not
     checked, because folders with the mode 0775 are usual on systems with a group for each user.
     """
     mode = root.parent.stat().st_mode
     if hasattr(os, "getuid") and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise CacheRefused(
+        raise CacheError(
             f"the cache {root} is not used: other users can write to {root.parent}, so they could replace the cache; "
             f"use `chmod o-w {root.parent}`, or set {CACHE} to a folder in another place"
         )
 
 
-def check_own(folder: Path) -> None:
+def check_private_folder(folder: Path) -> None:
     """Check that only this user can have written the files in a cache folder.
 
-    The check includes the time before `make_own` closed the cache to other users.
+    The check includes the time before `make_private_folder` closed the cache to other users.
 
     Raises:
-        CacheRefused: Other users own the folder or a file directly in it, or could write to it.
+        CacheError: Other users own the folder or a file directly in it, or could write to it.
     """
     try:
         with open_folder(folder.parent, [folder.name]) as opened:
-            opened.keep_others_out(also_before=True)
+            opened.make_private(refuse_shared=True)
             for path in folder.iterdir():
-                opened.refuse_others_file(path.name)
+                opened.refuse_foreign_file(path.name)
     except OSError as error:
-        raise CacheRefused(
+        raise CacheError(
             f"{folder} is not used: {error.strerror}; remove it by `gpumem cache --clear`, and it is made again"
         ) from None
 

@@ -475,7 +475,7 @@ def test_a_store_that_cannot_be_written_is_told(grown, monkeypatch):
     def fail(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pytest_gpumem.baselines.folder.write_whole", fail)
+    monkeypatch.setattr("pytest_gpumem.baselines.folder.write_atomically", fail)
     refused(grown, "cannot be written: ", code=2)
 
 

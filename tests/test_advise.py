@@ -160,7 +160,7 @@ def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch
 def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):
     sizes = iter(range(9000, 2000, -100))
     monkeypatch.setattr(
-        "pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Tried(config, next(sizes), 1.0)
+        "pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Trial(config, next(sizes), 1.0)
     )
     result = advise("advised_models:make", "--fits", "1 kB")
     assert result.exit_code == 1
@@ -192,7 +192,7 @@ def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkey
     def try_config(device, subject, config):
         if config.checkpoint == "blocks":
             return trial.try_config(device, subject, config)
-        return trial.Tried(config, 4_000_000 if config.precision == "fp32" else 3_000_000, 1.0)
+        return trial.Trial(config, 4_000_000 if config.precision == "fp32" else 3_000_000, 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", try_config)
     words = ("advised_models:make_unlisted", "--fits", "2.5 MB")
@@ -219,7 +219,7 @@ def interrupted(monkeypatch, peaks):
 
     def answer(device, subject, config):
         for peak in answers:
-            return trial.Tried(config, peak, 1.0) if peak else trial.Tried(config, why_not="out of memory")
+            return trial.Trial(config, peak, 1.0) if peak else trial.Trial(config, why_not="out of memory")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
@@ -260,7 +260,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
 
     def answer(device, subject, config):
         asked.append(config)
-        return trial.Tried(config, 1000 - len(asked), 1.0)
+        return trial.Trial(config, 1000 - len(asked), 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     result = advise("advised_models:make", "--all")
@@ -469,7 +469,7 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
 def test_adapters_are_told_to_be_in_the_dtype_of_the_config(advise, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     write_gpt2(tmp_path)
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Tried(config, 100))
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Trial(config, 100))
     words = ["hf:config.json", "--batch", "2x8", "--config", "bf16", "--fits", "1GB"]
     assert "PEFT makes them in float32" in advise(*words, "--lora", "r=4").stdout
     assert "PEFT" not in advise(*words).stdout
@@ -482,7 +482,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
 
     def answer(device, subject, config):
         tried.append((subject.task.new_tokens, subject.number("tokens"), str(config)))
-        return trial.Tried(config, 1000 // len(tried), 1.0)
+        return trial.Trial(config, 1000 // len(tried), 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     told = advise("hf:config.json", "--batch", "2x60", "--generate", "4", "--fits", "600B", "--longest-sequence").stdout
@@ -509,7 +509,7 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
     def answer(device, subject, config):
         if limit == "1.2kB" and subject.samples != 4:
             raise KeyboardInterrupt
-        return trial.Tried(config, 1000 * (1 + subject.samples), 1.0)
+        return trial.Trial(config, 1000 * (1 + subject.samples), 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     result = advise("hf:config.json", "--batch", "4x32", "--config", "fp32", "--fits", limit, "--largest-batch")
@@ -520,7 +520,7 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
 @NEEDS_TRANSFORMERS
 def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, tmp_path, monkeypatch):
     write_gpt2(tmp_path)
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda *args: trial.Tried(args[-1], 100, 1.0))
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda *args: trial.Trial(args[-1], 100, 1.0))
     words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
     told = advise("hf:config.json", *words).stdout
     assert (

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.session import told_once
+from pytest_gpumem.session import pytest_failures
 
 MODEL = """\
 class Attention(torch.nn.Module):
@@ -380,7 +380,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def test_of_more_tests_than_can_be_read_the_first_is_told_and_the_others_are_counted(project, monkeypatch):
-    monkeypatch.setattr(told_once, "MOST_SHORT", 2)
+    monkeypatch.setattr(pytest_failures, "MOST_SHORT", 2)
 
     def gate(*arguments):
         result = project.run("--gpumem-baseline", *arguments)

@@ -18,7 +18,14 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.comparison import NOTHING_COMPARED, WORSE, Failure, compared, side_of_report, side_of_store
+from pytest_gpumem.reports.comparison import (
+    NOTHING_COMPARED,
+    WORSE,
+    Failure,
+    compare_sides,
+    side_of_report,
+    side_of_store,
+)
 from pytest_gpumem.reports.comparison_formats import accounting, markdown, remarks
 from pytest_gpumem.reports.comparison_formats import to_json as comparison_json
 from pytest_gpumem.reports.escaping import visible
@@ -40,7 +47,7 @@ def stored(**entries):
 
 
 def judged(old, new):
-    return compared(old, new, DEFAULT_TOLERANCES)
+    return compare_sides(old, new, DEFAULT_TOLERANCES)
 
 
 def outcomes(found):
@@ -50,7 +57,9 @@ def outcomes(found):
 def on_one_side(found):
     """The measurements that one side has only: what is said of them, their tests and devices."""
     return [
-        (one.word, one.stored_key[0].test, one.stored_key[1]) for one in found.left_out if one.stored_key is not None
+        (one.word, one.stored_key[0].test, one.stored_key[1])
+        for one in found.omitted_tests
+        if one.stored_key is not None
     ]
 
 
@@ -108,7 +117,7 @@ def test_an_emulated_gpu_is_compared_with_a_real_one_by_what_it_can_be_held_to()
     def against(peak, *more):
         one = entry(peak, device=emulated, metrics={"launches": 9})
         new = side_of_store("new", [("emulated-h100-80gb", KEY, one), *more])
-        return compared(old, new, {**DEFAULT_TOLERANCES, "peak_allocated": Tolerance(0.0)})
+        return compare_sides(old, new, {**DEFAULT_TOLERANCES, "peak_allocated": Tolerance(0.0)})
 
     within, beyond = against(100 * MB + MB // 2), against(100 * MB + MB // 2 + 1)
     assert (outcomes(within), outcomes(beyond)) == ({"test_a": Outcome.OK}, {"test_a": Outcome.REGRESSED})
@@ -139,7 +148,7 @@ def test_a_report_is_judged_against_a_store_and_against_a_report():
 def test_a_test_that_gave_no_figures_is_gone_with_the_reason_and_worse_if_it_failed(result, not_run, word, status):
     new = side_of_report("new", shard(*([result] if result else []), not_run=not_run))
     found = judged(stored(test_a=entry(), test_b=entry()), replace(new, figures=stored(test_b=entry()).figures))
-    (gone,) = found.left_out
+    (gone,) = found.omitted_tests
     assert gone.reason is not None
     assert (gone.word, found.exit_status) == (word, status)
 
@@ -198,7 +207,7 @@ def test_what_failed_on_another_device_before_has_failed_on_this_one_only_now():
 
 def test_a_test_whose_file_could_not_be_collected_is_gone_for_that_and_worse():
     found = after(not_collected=("a.py",))
-    assert {(one.word, one.reason) for one in found.left_out} == {("failed", "its file could not be collected")}
+    assert {(one.word, one.reason) for one in found.omitted_tests} == {("failed", "its file could not be collected")}
     assert found.exit_status == WORSE
 
 
@@ -211,7 +220,7 @@ def test_a_regression_is_told_once():
 
 def test_a_tolerance_that_a_hook_made_infinite_can_be_told_of_a_baseline_of_zero():
     old, new = (stored(test_a=entry(metrics={"retained": bytes_})) for bytes_ in (0, 5))
-    found = compared(old, new, {**DEFAULT_TOLERANCES, "retained": Tolerance(0.0, math.inf)})
+    found = compare_sides(old, new, {**DEFAULT_TOLERANCES, "retained": Tolerance(0.0, math.inf)})
     assert read(markdown(found, "si")).rows[1][-2:] == ["+inf", "ok"]
 
 

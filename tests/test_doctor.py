@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor import collecting
 from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoredFacts, StoreFacts, TorchFacts
 from pytest_gpumem.doctor.findings import exit_status, findings
 from pytest_gpumem.doctor.texts import lines, to_json
@@ -33,8 +33,8 @@ H100 = Environment(
 )
 EMULATED = Environment("emulated-h100-80gb", "NVIDIA H100 (emulated)", {"torch": "2.15.0", "emulated_cudnn": "none"})
 QUIET = (
-    Conditions(0, waited=0.0, stolen=0.0, others=0.0, cores=8),
-    Conditions(0.5, waited=0.0, stolen=0.0, others=0.0, cores=8),
+    Conditions(0, waited=0.0, stolen=0.0, other_cpu_seconds=0.0, cores=8),
+    Conditions(0.5, waited=0.0, stolen=0.0, other_cpu_seconds=0.0, cores=8),
 )
 NO_CUDA = DeviceFacts("cuda", trouble="no CUDA device: torch 2.15.0 (CUDA 13.0) sees no GPU")
 NO_EMULATION = DeviceFacts(
@@ -261,9 +261,9 @@ def seen_once(monkeypatch):
     """What a process sees is made up: each would import torch."""
 
     def probe(words, environment):
-        return looking.ProbeResult(FACTS.torch, (NO_CUDA, ON_CPU) if "cpu" in words else (NO_EMULATION,))
+        return collecting.ProbeResult(FACTS.torch, (NO_CUDA, ON_CPU) if "cpu" in words else (NO_EMULATION,))
 
-    monkeypatch.setattr(looking, "probe", probe)
+    monkeypatch.setattr(collecting, "probe", probe)
 
 
 def doctor(*arguments):
@@ -392,7 +392,7 @@ def test_a_torch_that_ends_its_process_is_a_finding(tmp_path):
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("import os\nos.abort()\n")
     paths = os.pathsep.join([str(broken.parent), str(ROOT)])
-    seen = looking.probe(["cuda", "cpu"], {**os.environ, "PYTHONPATH": paths})
+    seen = collecting.probe(["cuda", "cpu"], {**os.environ, "PYTHONPATH": paths})
     assert "ended with status -6" in str(seen.torch.trouble)
     assert [one.word for one in seen.devices] == ["cuda", "cpu"]
 

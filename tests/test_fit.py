@@ -23,7 +23,7 @@ from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit import run
 from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.fit.run import run_on, with_expandable_segments
-from pytest_gpumem.processes import Stop, Stopped
+from pytest_gpumem.processes import Stop, StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,12 +129,12 @@ def test_a_program_without_gpu_memory_is_an_error(ran):
 
 def test_after_ctrl_c_what_was_found_is_told(ran):
     _, comes = ran
-    comes["l4"] = Stopped(signal.SIGINT)
+    comes["l4"] = StopSignal(signal.SIGINT)
     result = fit("--device", "h100", "--device", "l4", "train.py")
     assert result.exit_code == 130
     assert "interrupted: 1 of 2 GPUs was tried" in result.stderr
     assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits H100 80GB"
-    comes["h100"] = Stopped(signal.SIGINT)
+    comes["h100"] = StopSignal(signal.SIGINT)
     result = fit("--device", "h100", "train.py")
     assert (result.exit_code, result.stdout) == (130, "")
 
@@ -185,7 +185,7 @@ def test_nothing_is_begun_after_ctrl_c(ran):
 
     def interrupted(_stop: Stop) -> ProgramRun:
         signal.raise_signal(signal.SIGINT)
-        raise Stopped(signal.SIGINT)
+        raise StopSignal(signal.SIGINT)
 
     comes["h100"] = interrupted
     result = fit(*FOUR, "train.py")
@@ -221,7 +221,7 @@ def test_an_error_of_one_ends_the_others(ran):
         while stop.signum is None and time.monotonic() < until:
             time.sleep(0.01)
         ended_by.add(stop.signum)
-        raise Stopped(signal.SIGTERM)
+        raise StopSignal(signal.SIGTERM)
 
     comes |= {"l4": fails, "t4": runs_until_it_is_ended, "a100": runs_until_it_is_ended}
     result = fit("--jobs", "2", *FOUR, "--device", "a10", "train.py")
@@ -259,11 +259,11 @@ def test_what_ended_before_ctrl_c_is_told_also_of_several_at_a_time(ran):
 
     def first_of_two(_stop: Stop) -> ProgramRun:
         others_ended.wait(60)
-        raise Stopped(signal.SIGINT)
+        raise StopSignal(signal.SIGINT)
 
     def second_of_two(_stop: Stop) -> ProgramRun:
         others_ended.set()
-        raise Stopped(signal.SIGINT)
+        raise StopSignal(signal.SIGINT)
 
     comes |= {"l4": first_of_two, "a10": second_of_two}
     result = fit("--jobs", "2", *FOUR, "--device", "a10", "train.py")

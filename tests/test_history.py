@@ -91,10 +91,10 @@ def test_a_baseline_that_vanished_and_came_back_says_so(repository):
     ]
 
 
-@pytest.mark.parametrize("whole_file", [True, False])
-def test_a_baseline_that_is_gone_by_now_is_found_by_its_id(repository, whole_file):
+@pytest.mark.parametrize("atomic_file", [True, False])
+def test_a_baseline_that_is_gone_by_now_is_found_by_its_id(repository, atomic_file):
     repository.commit("begin", {"test_a": entry(), "test_b": entry()})
-    repository.commit("prune", {} if whole_file else {"test_b": entry()})
+    repository.commit("prune", {} if atomic_file else {"test_b": entry()})
     assert [row[1:] for row in rows(history("a.py::test_a"))] == [["10.00 MB", "new", "begin"], ["gone", "prune"]]
     assert rows(history("a.py::test_a (call)")) == rows(history("a.py::test_a"))
     assert history("a.py::test_a (other)").exit_code == 2

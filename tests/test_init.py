@@ -23,7 +23,7 @@ from pytest_gpumem.cli import init as command
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.cli.shown_session import run_shown
 from pytest_gpumem.config.settings import KEYS, matches_test
-from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor import collecting
 from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
@@ -102,7 +102,7 @@ def here(monkeypatch):
             found = tuple(DeviceFacts(word, trouble=None if word in able else "no") for word in words)
             return ProbeResult(TorchFacts(release), found)
 
-        monkeypatch.setattr(looking, "probe", probe)
+        monkeypatch.setattr(collecting, "probe", probe)
 
     set_to("cpu")
     return set_to
@@ -575,14 +575,14 @@ def test_what_a_link_in_the_repository_leads_to_is_neither_shown_nor_written(
 
 def test_files_are_put_back_when_one_cannot_be_written(repository, monkeypatch):
     project = repository({**FLAT, SETTINGS: "# mine\n"})
-    write = edits.write_whole
+    write = edits.write_atomically
 
     def full(path, text, **more):
         if path.name == "gpumem.yml":
             raise OSError(28, "No space left on device")
         write(path, text, **more)
 
-    monkeypatch.setattr(edits, "write_whole", full)
+    monkeypatch.setattr(edits, "write_atomically", full)
     done = init("--yes")
     assert done.exit_code == 2
     assert "No space left on device; nothing was written" in done.output

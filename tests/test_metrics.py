@@ -23,7 +23,7 @@ def test_no_row_says_what_another_place_contradicts():
         assert name.endswith(("_time", "throughput")) is not whole
         assert metric.repeats <= whole, f"{name}: a clock's values are never the same"
         assert metric.unit == "bytes" or not metric.peak, f"{name}: the backend's workspaces are bytes"
-        assert metric.made_of_operators == (name in {field.name for field in fields(Counts)}), name
+        assert metric.is_counted_by_operator == (name in {field.name for field in fields(Counts)}), name
         if metric.budget is not None:
             assert metric.unit == "bytes", name
             assert budget_from_arguments({metric.budget: "2 kB"}).limits == {name: 2000}

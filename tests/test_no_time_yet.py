@@ -14,7 +14,7 @@ from pytest_gpumem.reports.html.page import page_of
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.reports.merging import merged
+from pytest_gpumem.reports.merging import merge_reports
 from pytest_gpumem.reports.results import TestResult, accounting
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import terminal_text
@@ -102,13 +102,13 @@ def test_a_report_that_was_written_and_merged_says_the_same():
     report = session(without_time("test_a"), regressed("test_b"))
     again = from_json(to_json(report), "report.json")
     assert again == report
-    whole = merged([session(without_time("test_a")), session(without_time("test_b"), without_time("test_c"))])
+    whole = merge_reports([session(without_time("test_a")), session(without_time("test_b"), without_time("test_c"))])
     assert whole.accounting == "gpumem: 3 gated, 3 with no baseline of time yet"
 
 
 def test_notes_on_measurements_follow_the_pages_notes_and_not_the_store():
     low = "convolutions: the peaks of 3 measurements may be too low: no cuDNN is installed"
-    report = replace(session(without_time()), said=("store: 1 baseline written (new)", low))
+    report = replace(session(without_time()), closing_lines=("store: 1 baseline written (new)", low))
     assert (report.of_store, report.of_measuring) == (("store: 1 baseline written (new)",), (low,))
     assert low in page_of(report).notes
     assert f"- {low}" in markdown(report)

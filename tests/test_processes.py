@@ -13,7 +13,7 @@ import pytest
 
 from pytest_gpumem import processes
 from pytest_gpumem.ab.compare_variants import Progress
-from pytest_gpumem.processes import Stop, Stopped, noted_signals
+from pytest_gpumem.processes import Stop, StopSignal, recorded_signals
 from tests.ab.values import BASE, measured, measurement, run
 from tests.alive import wait_until_ended
 
@@ -64,10 +64,10 @@ def test_when_the_end_is_asked_for_the_command_and_its_children_are_ended(tmp_pa
 
     def ask_twice_when_started():
         if (tmp_path / "log").read_text():
-            stop.note(signal.SIGINT)
-            stop.note(signal.SIGTERM)
+            stop.record(signal.SIGINT)
+            stop.record(signal.SIGTERM)
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StopSignal) as stopped:
         start(tmp_path, [sys.executable, "-c", FAMILY], stop, ask_twice_when_started)
     assert stopped.value.signum == signal.SIGINT
     pids = [int(pid) for pid in (tmp_path / "log").read_text().split()]
@@ -90,28 +90,28 @@ def test_ctrl_c_is_that_of_the_command_too_which_keeps_what_it_has(tmp_path):
 
     def interrupt_when_started():
         if (tmp_path / "log").read_text():
-            stop.note(signal.SIGINT)
+            stop.record(signal.SIGINT)
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StopSignal):
         start(tmp_path, [sys.executable, "-c", KEEPS], stop, interrupt_when_started)
     assert (tmp_path / "log").read_text().split() == ["began", "kept"]
 
 
 def test_nothing_is_started_once_the_end_was_asked_for(tmp_path):
     stop = Stop()
-    stop.note(signal.SIGTERM)
-    with pytest.raises(Stopped):
+    stop.record(signal.SIGTERM)
+    with pytest.raises(StopSignal):
         start(tmp_path, "touch started", stop)
     assert not (tmp_path / "started").exists()
 
 
 def test_signals_are_noted_and_interrupt_nothing_and_then_mean_what_they_meant():
     earlier = signal.getsignal(signal.SIGINT)
-    with noted_signals() as stop:
+    with recorded_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert stop.signum == signal.SIGINT
-        with pytest.raises(Stopped):
+        with pytest.raises(StopSignal):
             stop.check()
     assert signal.getsignal(signal.SIGINT) is earlier
 
@@ -120,7 +120,7 @@ def test_signals_are_noted_and_interrupt_nothing_and_then_mean_what_they_meant()
 def test_a_signal_that_is_ignored_stays_so_as_under_nohup():
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with noted_signals() as stop:
+        with recorded_signals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert stop.signum is None
     finally:

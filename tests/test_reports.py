@@ -145,7 +145,7 @@ def test_tests_that_are_not_measured_and_failed_make_the_report_red(project, wor
     assert ran.ret == pytest.ExitCode.TESTS_FAILED
     ran.stdout.no_fnmatch_line("*not measured failed*")
     report = from_json((project.path / "r.json").read_text(encoding="utf-8"), "r.json")
-    assert report.others_failed == 2
+    assert report.unmeasured_failures == 2
     assert report.problems == ("2 tests that are not measured failed",)
     assert not report.passed
 

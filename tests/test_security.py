@@ -14,7 +14,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import FOLDER, MODELS, REPORTS, STORE
 from pytest_gpumem.config.settings import KEYS, settings_from_table
-from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor import collecting
 from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 from pytest_gpumem.reports.json_report import to_json
 from tests.git_store import Repository, entry
@@ -70,7 +70,7 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(repository.path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     found = (DeviceFacts("cpu", environment=entry().environment),)
-    monkeypatch.setattr(looking, "probe", lambda *_: ProbeResult(TorchFacts("2.15.0"), found))
+    monkeypatch.setattr(collecting, "probe", lambda *_: ProbeResult(TorchFacts("2.15.0"), found))
     return ran
 
 
@@ -101,7 +101,7 @@ def test_the_process_that_looks_at_devices_imports_nothing_from_the_current_fold
     for name in ("torch", "tomllib", "runpy", "json", "numpy"):
         (tmp_path / f"{name}.py").write_text(PLANTED.format(str(ran)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    seen = looking.probe(["cpu"], os.environ)
+    seen = collecting.probe(["cpu"], os.environ)
     assert seen.devices[0].environment is not None
     assert not ran.exists()
 

@@ -21,7 +21,7 @@ from pytest_gpumem.config.settings import (
     Settings,
     check_device,
     matches_test,
-    options_given,
+    options_to_repeat,
     read_table,
     settings_from_table,
     settings_of,
@@ -504,15 +504,17 @@ def test_an_unknown_device_is_told_with_the_nearest():
 
 
 def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
-    given_options = options_given(
+    given_options = options_to_repeat(
         config_of(tmp_path, device="cpu", store="a b", strict=True, baseline=True, explain="never", artifacts="here")
     )
     assert given_options == ["--gpumem-device=cpu", "--gpumem-store=a b", "--gpumem-explain=never"]
-    assert options_given(config_of(tmp_path)) == []
+    assert options_to_repeat(config_of(tmp_path)) == []
     with_password = config_of(tmp_path, store="sftp://me:secret@host/baselines")
-    assert options_given(with_password) == ["--gpumem-store=sftp://***@host/baselines"]
+    assert options_to_repeat(with_password) == ["--gpumem-store=sftp://***@host/baselines"]
     # A real GPU's baselines are written there.
-    assert options_given(config_of(tmp_path, device="emulated:h100", against="nvidia-h100")) == ["--gpumem-device=cuda"]
+    assert options_to_repeat(config_of(tmp_path, device="emulated:h100", against="nvidia-h100")) == [
+        "--gpumem-device=cuda"
+    ]
 
 
 # Budgets by pattern

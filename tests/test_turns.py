@@ -21,10 +21,10 @@ WANTED = {wanted}
 
 class Reservation:
     def __init__(self, wanted):
-        self.wanted = self.limit = wanted
+        self.needed = self.limit = wanted
 
     def take_all(self):
-        self.wanted = self.limit = None
+        self.needed = self.limit = None
 
 
 class Memory:

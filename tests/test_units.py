@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pytest_gpumem.units import (
     SIZES,
     ThroughputLimit,
-    agreeing,
     counted,
     format_bytes,
     format_bytes_change,
@@ -26,6 +25,7 @@ from pytest_gpumem.units import (
     parse_ratio,
     parse_seconds,
     parse_size,
+    word_form,
 )
 
 # No time limit an example: a machine may be slow.
@@ -383,5 +383,5 @@ def test_a_duration_is_above_zero_and_ends(text):
     [(0, "0 tests have them"), (1, "1 test has it"), (2, "2 tests have them"), (11, "11 tests have them")],
 )
 def test_words_agree_with_their_number(count, told):
-    assert f"{counted(count, 'test has', 'tests have')} {agreeing(count, 'it', 'them')}" == told
+    assert f"{counted(count, 'test has', 'tests have')} {word_form(count, 'it', 'them')}" == told
     assert counted(count, "test") == f"{count} test{'' if count == 1 else 's'}"

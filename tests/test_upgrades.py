@@ -26,7 +26,7 @@ from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner, RunRecord, run_of
 from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.processes import Stopped
+from pytest_gpumem.processes import StopSignal
 from pytest_gpumem.requirements import installers
 from pytest_gpumem.values.plain import to_plain
 from tests.ab.values import measured, measurement
@@ -414,7 +414,7 @@ def test_runs_of_an_interrupted_bisection_go_with_the_environments(project, tmp_
 @pytest.mark.thorough
 def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(project, releases, monkeypatch):
     def interrupted(*_arguments):
-        raise Stopped(signal.SIGINT)
+        raise StopSignal(signal.SIGINT)
 
     command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
     going_on = "continuing with 2 runs from an earlier start\n"

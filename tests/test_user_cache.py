@@ -20,9 +20,9 @@ from pytest_gpumem.git import plain_environment
 from pytest_gpumem.processes import Stop
 from pytest_gpumem.requirements import environments
 from pytest_gpumem.requirements.environments import Environments, cache_folder, interpreter
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.requirements.requirement_set import requirement_set
-from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
+from pytest_gpumem.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users of this system have no numbers")
 
@@ -39,7 +39,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def kept(folder: Path) -> Path:
     """Make a folder of the cache that has a library."""
-    make_own(folder)
+    make_private_folder(folder)
     (folder / "libcudart.so.13").touch()
     return folder
 
@@ -82,13 +82,13 @@ def plant(request):
 
 
 def test_a_cache_is_made_for_this_user_alone(cache):
-    make_own(cache / "emulation")
+    make_private_folder(cache / "emulation")
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (cache, cache / "emulation")] == [0o700, 0o700]
 
 
 def test_others_are_kept_out_of_a_cache_that_they_could_only_read(cache):
     cache.mkdir(mode=0o755)
-    make_own(cache / "emulation")
+    make_private_folder(cache / "emulation")
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -97,7 +97,7 @@ def test_an_empty_folder_that_others_could_write_to_is_taken_and_closed(cache, m
     cache.mkdir()
     # A folder that the user made has such a mode under the umask 002.
     cache.chmod(mode)
-    make_own(cache / "emulation")
+    make_private_folder(cache / "emulation")
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -106,15 +106,15 @@ def test_a_folder_that_another_user_fills_meanwhile_is_refused(cache, monkeypatc
     cache.chmod(0o777)
     listed = iter([[], ["libcudart.so.13"]])
     monkeypatch.setattr("os.listdir", lambda _: next(listed))
-    with pytest.raises(CacheRefused, match="other users can write to the folder"):
-        make_own(cache / "emulation")
+    with pytest.raises(CacheError, match="other users can write to the folder"):
+        make_private_folder(cache / "emulation")
     assert stat.S_IMODE(cache.stat().st_mode) == 0o777
 
 
 def test_a_cache_that_others_may_have_filled_is_refused(cache, plant, monkeypatch):
     plant(cache, monkeypatch)
-    with pytest.raises(CacheRefused, match=WHY[plant]) as refused:
-        make_own(cache / "emulation")
+    with pytest.raises(CacheError, match=WHY[plant]) as refused:
+        make_private_folder(cache / "emulation")
     assert str(refused.value).startswith(f"the cache {cache} is not used: ")
     assert str(refused.value).endswith("; set GPUMEM_CACHE to a new folder, or remove this one if it is yours")
     assert not (cache / "emulation").exists()
@@ -123,24 +123,24 @@ def test_a_cache_that_others_may_have_filled_is_refused(cache, plant, monkeypatc
 @pytest.mark.parametrize("made", [False, True], ids=["new", "closed"])
 def test_a_cache_in_a_folder_in_which_others_can_rename_it_is_refused(cache, made):
     if made:
-        make_own(cache / "emulation")
+        make_private_folder(cache / "emulation")
     cache.parent.chmod(0o777)
-    with pytest.raises(CacheRefused) as refused:
-        make_own(cache / "emulation")
+    with pytest.raises(CacheError) as refused:
+        make_private_folder(cache / "emulation")
     assert str(refused.value) == (
         f"the cache {cache} is not used: other users can write to {cache.parent}, so they could replace the cache; use "
         f"`chmod o-w {cache.parent}`, or set GPUMEM_CACHE to a folder in another place"
     )
     assert cache.exists() == made
     cache.parent.chmod(0o775)
-    make_own(cache / "emulation")
+    make_private_folder(cache / "emulation")
 
 
 def test_the_folder_around_the_cache_is_made_for_this_user_alone(cache):
     inner = cache / "new" / "pytest-gpumem"
     umask = os.umask(0)
     try:
-        make_own(inner / "emulation")
+        make_private_folder(inner / "emulation")
     finally:
         os.umask(umask)
     assert stat.S_IMODE(inner.parent.stat().st_mode) == 0o700
@@ -149,19 +149,19 @@ def test_the_folder_around_the_cache_is_made_for_this_user_alone(cache):
 @pytest.mark.parametrize("name", ["writable", "of_a_group", "another_users"])
 def test_a_folder_that_was_filled_before_the_cache_was_closed_is_refused(cache, monkeypatch, name):
     folder = kept(cache / "torch-2.13")
-    check_own(folder)
+    check_private_folder(folder)
     plant = globals()[name]
     plant(folder, monkeypatch)
-    with pytest.raises(CacheRefused, match=f"{WHY[plant]}; remove it"):
-        check_own(folder)
+    with pytest.raises(CacheError, match=f"{WHY[plant]}; remove it"):
+        check_private_folder(folder)
 
 
 @pytest.mark.skipif(getattr(os, "getuid", lambda: 1)() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_in_a_folder_of_this_one_is_refused(cache):
     folder = kept(cache / "torch-2.13")
     os.chown(folder / "libcudart.so.13", 12345, -1)
-    with pytest.raises(CacheRefused, match=r"libcudart\.so\.13 belongs to another user; remove it"):
-        check_own(folder)
+    with pytest.raises(CacheError, match=r"libcudart\.so\.13 belongs to another user; remove it"):
+        check_private_folder(folder)
 
 
 def environment(folder: Path) -> Path:
@@ -178,12 +178,12 @@ def environment(folder: Path) -> Path:
 def test_an_environment_that_others_may_have_filled_is_not_run(cache, monkeypatch, where):
     wanted = requirement_set(["tinymodels==1.0"])
     known = Environments(cache_folder(), plain_environment())
-    make_own(known.folder)
+    make_private_folder(known.folder)
     folder = environment(known.folder / environments._key(wanted, emulated=False))
     folder.chmod(0o700)
     assert known.make(wanted, Stop()).python == interpreter(folder)
     (cache if where == "cache" else folder).chmod(0o777)
-    with pytest.raises(NotInstalled, match="other users can write to the folder"):
+    with pytest.raises(InstallationError, match="other users can write to the folder"):
         known.make(wanted, Stop())
 
 
@@ -195,7 +195,7 @@ def test_clearing_removes_everything_that_is_kept_and_follows_no_link(cache, tmp
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").touch()
     for name in ("emulation", "torchinductor", "bisections"):
-        make_own(cache / name)
+        make_private_folder(cache / name)
     (cache / "environments").symlink_to(tmp_path / "elsewhere")
     (cache / "thesis").touch()
     assert CliRunner().invoke(main, ["cache", "--clear"]).exit_code == 0

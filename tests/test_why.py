@@ -15,7 +15,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.gate.verdict import Cell
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.reports.merging import merged
+from pytest_gpumem.reports.merging import merge_reports
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.why import why_lines
 from tests.hostile import TEXTS
@@ -195,7 +195,7 @@ def test_a_merged_report_tells_both_devices_of_a_test():
     there = one.verdict.verdicts[0]
     environment = replace(there.measurement.environment, slug="a100", device="NVIDIA A100")
     other = replace(there, measurement=replace(there.measurement, environment=environment))
-    whole = merged([session(one), session(replace(one, verdict=replace(one.verdict, verdicts=(other,))))])
+    whole = merge_reports([session(one), session(replace(one, verdict=replace(one.verdict, verdicts=(other,))))])
     told = texts(whole)
     assert told.count("a.py::test_a: ok") == 2
     assert any("on NVIDIA A100" in line for line in told)
@@ -347,7 +347,7 @@ def test_a_cache_that_cannot_be_written_fails_no_session_and_keeps_no_older_repo
         def full(*_args, **_named):
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr("pytest_gpumem.session.kept_report.write_whole", full)
+        monkeypatch.setattr("pytest_gpumem.session.cached_report.write_atomically", full)
     else:
         folder = kept.parent if what == "the folder is a file" else project.path / ".pytest_cache"
         folder.rename(project.path / "away")

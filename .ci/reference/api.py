@@ -24,7 +24,7 @@ from pytest_gpumem.runtest.loading import Loading
 from pytest_gpumem.runtest.stepping import MeasuredLoop
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.values.composition import CATEGORIES, Holder, Row
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.module_calls import Caller, Calls
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.values.step_peaks import StepPeaks
@@ -71,7 +71,7 @@ def test_gpt(gpumem):
     gpumem.train_step(GPT, batch)
 ```"""
 RETURNED = (
-    *(Workload, Times, Sample, Round, Slowed, StepPeaks, Tally, OperatorSite),
+    *(Workload, Times, Sample, Round, Slowdown, StepPeaks, Tally, OperatorSite),
     *(Holder, OverTime, PhaseSpan, Calls, Caller),
     *(Estimate, StateBytes, Share, Loading, Region, MeasuredLoop),
 )

@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.format import ENTRY_KEYS, FILE_KEYS
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.explain.artifacts import TIMELINE_KEYS, Artifacts
-from pytest_gpumem.gate.difference import Difference, Moved
+from pytest_gpumem.gate.difference import Difference, PeakMove
 from pytest_gpumem.gate.graph_changes import GraphChange
 from pytest_gpumem.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
@@ -22,7 +22,7 @@ from pytest_gpumem.reports.results import Renaming, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.runtest.judging import record_verdict
 from pytest_gpumem.values.composition import Composition, Explanation, Holder
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.plain import KEY
 from pytest_gpumem.values.selection import Selection
 from pytest_gpumem.values.step_peaks import StepPeaks
@@ -49,7 +49,7 @@ CLASSES: dict[str, type] = {
     "metric": MetricVerdict,
     "origin": Origin,
     "difference": Difference,
-    "moved": Moved,
+    "moved": PeakMove,
     "graph_change": GraphChange,
     "measurement": Measurement,
     "workload": Workload,
@@ -62,7 +62,7 @@ CLASSES: dict[str, type] = {
     "phases": PhaseSpan,
     "times": Times,
     "sample": SampleColumns,
-    "slowed": Slowed,
+    "slowed": Slowdown,
 }
 """The classes whose fields the objects of a report are, by the object's name in the schema."""
 EXAMPLE = """```toml

@@ -112,7 +112,7 @@ def _is_leftover(folder: Path) -> bool:
     try:
         # Another user may have created a folder or a link with this name.
         with open_folder(folder.parent, [folder.name]) as opened:
-            opened.keep_others_out(also_before=True)
+            opened.make_private(refuse_shared=True)
         if not (folder / _LOCK).exists():
             return False
         with FileLock(folder / _LOCK, timeout=0):
@@ -138,7 +138,7 @@ def worktrees(
 
     Raises:
         GitError: A revision cannot be checked out.
-        Stopped: A signal was noted.
+        StopSignal: A signal was noted.
     """
     tops: dict[str, Path] = {}
     notes: list[str] = []

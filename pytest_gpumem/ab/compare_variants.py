@@ -23,9 +23,9 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
-from pytest_gpumem.processes import Stopped
+from pytest_gpumem.processes import StopSignal
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.terminals import can_redraw
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 from pytest_gpumem.units import counted
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.runs import Run
     from pytest_gpumem.ab.variants import ProvisionedVariant
     from pytest_gpumem.processes import Stop
-    from pytest_gpumem.reports.comparison import Compared, ComparedChange
+    from pytest_gpumem.reports.comparison import ComparedChange, ComparisonReport
     from pytest_gpumem.requirements.environments import Environments
     from pytest_gpumem.units import UnitSystem
 
@@ -99,8 +99,8 @@ PAIRS_WITHOUT_TIME = 1
 
 
 def reports_in_turns(
-    take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], Compared], most_pairs: int
-) -> Iterator[Compared]:
+    take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], ComparisonReport], most_pairs: int
+) -> Iterator[ComparisonReport]:
     """Yield a report after each pair of runs, until more pairs would not change it.
 
     Args:
@@ -128,7 +128,7 @@ def order_of_pair(number: int) -> tuple[Side, Side]:
     return (BASE, HEAD) if number % 2 == 0 else (HEAD, BASE)
 
 
-def is_settled(report: Compared, previous: Compared | None) -> bool:
+def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> bool:
     """Return whether all tests are decided. ``previous`` is the report without the last pair.
 
     Without times, a single pair settles a report. With times, each test needs the fewest pairs of `compare_pairs`, and an
@@ -166,10 +166,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ComparisonResult:
     """The end of a comparison: the last report, the command's exit status, and ``why`` it ended early."""
 
-    report: Compared | None
+    report: ComparisonReport | None
     units: UnitSystem
     exit_status: int
     why: str | None = None
@@ -236,11 +236,11 @@ def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVaria
     return ChangedCode(old, new, compared | ({""} if base.variant.revision != head.variant.revision else set()))
 
 
-def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> Ended:
+def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> ComparisonResult:
     """Run both variants in turns until all tests are decided, a run fails, or a signal is noted in ``stop``."""
     settings = Settings()
     variants: dict[str, Variant] = {BASE: plan.base, HEAD: plan.head}
-    report: Compared | None = None
+    report: ComparisonReport | None = None
     changed: ChangedCode | None = None
 
     def take(side: Side, number: int) -> Run:
@@ -252,7 +252,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         progress.end(run)
         return run
 
-    def compare(pairs: Sequence[tuple[Run, Run]]) -> Compared:
+    def compare(pairs: Sequence[tuple[Run, Run]]) -> ComparisonReport:
         nonlocal settings, changed
         base, head = pairs[0]
         if len(pairs) == 1:
@@ -275,11 +275,11 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
             provided = stack.enter_context(provisioner.provide(variants))
             for latest in reports_in_turns(take, compare, plan.most_pairs):
                 report = latest
-    except (RunFailed, NotInstalled, GitError) as failure:
-        return Ended(report, settings.units, NOTHING_COMPARED, str(failure))
-    except Stopped as stopped:
-        return Ended(report, settings.units, stopped.exit_status, "interrupted")
+    except (RunFailed, InstallationError, GitError) as failure:
+        return ComparisonResult(report, settings.units, NOTHING_COMPARED, str(failure))
+    except StopSignal as stopped:
+        return ComparisonResult(report, settings.units, stopped.exit_status, "interrupted")
     finally:
         progress.clear()
     assert report is not None, "a pair has run"
-    return Ended(report, settings.units, report.exit_status)
+    return ComparisonResult(report, settings.units, report.exit_status)

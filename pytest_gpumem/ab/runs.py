@@ -141,7 +141,7 @@ def _outside_code(outside_modules: Mapping[str, str]) -> str:
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
 _WITH_VALUE = ("--gpumem-update", "--gpumem-store")
 PLUGIN = "gpumem_ab_collector"
-AFTER_SETUP = (
+SETUP_NOTE = (
     "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again"
 )
 """A command's last line if ``--setup`` ran in worktrees."""
@@ -149,7 +149,7 @@ MOST_LINES = 25
 """The number of log lines to show from a failed run."""
 
 
-def refused(arguments: Sequence[str], checkout: Path) -> str | None:
+def reason_to_refuse(arguments: Sequence[str], checkout: Path) -> str | None:
     """Return why pytest cannot run with ``arguments`` in a worktree, as a sentence; ``None`` if it can."""
     for argument in arguments:
         option, _, value = argument.partition("=")
@@ -161,7 +161,7 @@ def refused(arguments: Sequence[str], checkout: Path) -> str | None:
     return None
 
 
-def without_baselines(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+def without_baseline_options(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return pytest's arguments without options about baselines, and the value after ``--gpumem-store``.
 
     Example: ``["-x", "--gpumem-store=s3://bucket"]`` becomes ``["-x"]`` and ``"s3://bucket"``.
@@ -220,7 +220,7 @@ class Runner:
     folder: Path
     """The folder for files that the runs write."""
     stop: Stop
-    others: Sequence[Path]
+    checkouts: Sequence[Path]
     """All folders with a checkout of the repository, including the worktrees."""
     only: Sequence[str] = ()
     """The test ids to run, among the tests that the arguments select; empty to run all."""
@@ -242,7 +242,7 @@ class Runner:
 
         Raises:
             RunFailed: The run has no results to compare. The message ends with pytest's last lines.
-            Stopped: A signal was noted.
+            StopSignal: A signal was noted.
         """
         worktree = variant.top
         current = worktree / self.checkout.folder
@@ -277,7 +277,7 @@ class Runner:
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
-        others = [str(folder) for folder in self.others if folder != worktree]
+        others = [str(folder) for folder in self.checkouts if folder != worktree]
         arguments = {"file": str(lines), "home": str(worktree), "others": others, "only": list(self.only)}
         environment[collector.VARIABLE] = json.dumps(arguments)
         return environment

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from pytest_gpumem.ab.checkout import worktrees
 from pytest_gpumem.reports.comparison import ChangedPackage
 from pytest_gpumem.requirements.environments import site_folders_here
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.requirements.installed import versions
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Provisioner:
     """True if the runs use an emulated GPU. torch is then installed without NVIDIA's libraries."""
 
     def environment_of(self, requirements: RequirementSet) -> VirtualEnvironment:
-        """Return the environment for a set of requirements. Raises `NotInstalled` and `Stopped`."""
+        """Return the environment for a set of requirements. Raises `InstallationError` and `StopSignal`."""
         began = time.monotonic()
         cached = self.environments.find(requirements, emulated=self.emulated)
         if cached is not None:
@@ -129,8 +129,8 @@ class Provisioner:
         self.say(f"installing {requirements} ...")
         try:
             environment = self.environments.make(requirements, self.stop, emulated=self.emulated)
-        except NotInstalled as error:
-            raise NotInstalled(f"{requirements} cannot be installed: {error}") from None
+        except InstallationError as error:
+            raise InstallationError(f"{requirements} cannot be installed: {error}") from None
         packages = [f"{name} {version}" for name, version in environment.packages.items()]
         more = [f"{len(packages) - _MOST_NAMED} more"] if len(packages) > _MOST_NAMED else []
         names = ", ".join([*packages[:_MOST_NAMED], *more]) or "nothing new"
@@ -141,7 +141,7 @@ class Provisioner:
     def provide(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, ProvisionedVariant]]:
         """Provide variants within a context. Environments are made in parallel.
 
-        Raises `NotInstalled`, `GitError` and `Stopped`.
+        Raises `InstallationError`, `GitError` and `StopSignal`.
         """
         sets = {variant.requirements for variant in variants.values() if variant.requirements is not None}
         with ThreadPoolExecutor(max_workers=max(1, len(sets))) as threads:

@@ -9,7 +9,14 @@ from pytest_gpumem.changed_code.marks import with_changed_code
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of, judged_by
+from pytest_gpumem.reports.comparison import (
+    ComparedChange,
+    ComparedRow,
+    ComparisonReport,
+    OmittedTest,
+    changes_of,
+    judged_by,
+)
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.timing.comparison import compare_pairs, typical_seconds
 from pytest_gpumem.units import format_ratio
@@ -31,7 +38,7 @@ def compare_runs(
     head: str | Revision,
     tolerance: float,
     tolerances: Mapping[str, Tolerance],
-) -> Compared:
+) -> ComparisonReport:
     """Compare two variants by their runs.
 
     For example, three pairs with step times 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s are compared by each pair's
@@ -48,7 +55,7 @@ def compare_runs(
         The report, with the tests that cannot be compared and why.
     """
     rows: list[ComparedRow] = []
-    left_out: list[LeftOut] = []
+    omitted_tests: list[OmittedTest] = []
     for file, test in sorted({key for pair in pairs for run in pair for key in run.tests}):
         bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
         errors = [_error(side, f"{file}::{test}") for side in zip(*pairs, strict=True)]
@@ -56,7 +63,7 @@ def compare_runs(
         if reason is not None:
             is_measured = any(_figures(verdict) or (verdict is not None and verdict.relations > 0) for verdict in bases)
             broke = is_measured and _fails(heads) and not _fails(bases)
-            left_out.append(LeftOut(f"{file}::{test}", "broken" if broke else "not compared", reason))
+            omitted_tests.append(OmittedTest(f"{file}::{test}", "broken" if broke else "not compared", reason))
             continue
         runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]
         names = list(dict.fromkeys(name for pair in runs for side in pair for name in side))
@@ -66,12 +73,12 @@ def compare_runs(
             series = _Series(tuple((base.get(name), head.get(name)) for base, head in runs))
             result = _compare(series, tolerance, tolerances)
             if isinstance(result, str):
-                left_out.append(LeftOut(title, "not compared", result))
+                omitted_tests.append(OmittedTest(title, "not compared", result))
             else:
                 changes, notes = result
                 slug = series.heads[-1].environment.slug
                 rows.append(ComparedRow(key, slug, title, changes, notes=notes, verdict=series.explained(tolerances)))
-    return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
+    return ComparisonReport(base, head, tuple(rows), tuple(omitted_tests), pairs=len(pairs), tolerance=tolerance)
 
 
 def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
@@ -117,7 +124,7 @@ def _why_not(
     return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
 
 
-def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
+def with_marked_lines(report: ComparisonReport, changed: ChangedCode) -> ComparisonReport:
     """Return the comparison with changed lines marked in its explanations and named first."""
     rows = (
         row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.accept.selection import Refusal
 from pytest_gpumem.reports.causes import name_of
-from pytest_gpumem.reports.told_causes import fails_for_more
+from pytest_gpumem.reports.short_failures import fails_for_more
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:

@@ -136,13 +136,13 @@ def _without_accepted_runs(changes: Changes) -> Changes:
         for key, entry in changes.entries.items()
         if not _is_accepted(changes.measured[key][1], changes.stored[key])
     }
-    return Changes(changes.measured, changes.stored, entries, changes.gone, changes.times_left_out)
+    return Changes(changes.measured, changes.stored, entries, changes.removals, changes.times_left_out)
 
 
 def _is_accepted(measured: Baseline, stored: Baseline | NoBaseline) -> bool:
     if isinstance(stored, NoBaseline) or measured.runs is None or stored.runs is None:
         return False
-    return stored.takes_the_same(measured) and stored.runs.seconds[-1] == measured.runs.seconds[-1]
+    return stored.has_same_figures(measured) and stored.runs.seconds[-1] == measured.runs.seconds[-1]
 
 
 def _changed_baseline(changes: Changes) -> str | None:
@@ -150,7 +150,7 @@ def _changed_baseline(changes: Changes) -> str | None:
     for key in changes.entries:
         verdict, entry = changes.measured[key]
         stored = changes.stored[key]
-        if isinstance(stored, Baseline) and stored.takes_the_same(entry):
+        if isinstance(stored, Baseline) and stored.has_same_figures(entry):
             continue
         origin = origin_of(stored) if isinstance(stored, Baseline) else None
         if origin == verdict.origin:
@@ -171,6 +171,6 @@ def by_device(accepted: Sequence[Candidate]) -> Mapping[str, tuple[dict[Key, Bas
         changes = candidate.changes
         for key, entry in changes.entries.items() if changes is not None else ():
             changes_by_device.setdefault(entry.environment.slug, ({}, []))[0][key] = entry
-        for slug, key in changes.gone if changes is not None else ():
+        for slug, key in changes.removals if changes is not None else ():
             changes_by_device.setdefault(slug, ({}, []))[1].append((slug, key))
     return changes_by_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.baselines.selecting import nearest_tests, selected
+from pytest_gpumem.baselines.selecting import nearest_tests, selected_keys
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Key
@@ -68,7 +68,7 @@ def check_report(report: SessionReport, name: str) -> None:
         raise UnfitReport(f"{name}: commit is {report.commit[:80]!r}, expected an abbreviated hash like 1f2e3d4c5")
 
 
-def chosen(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
+def selected_results(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
     """Return the results of the named tests in the report's order, or all results if no test is named.
 
     Args:
@@ -84,7 +84,7 @@ def chosen(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
     unfinished = {_key(*test) for test in report.not_run}
     named: set[Key] = set()
     for test in tests:
-        matching = selected(keys, test)
+        matching = selected_keys(keys, test)
         if not matching:
             raise UnknownTest(_unknown(test, keys, unfinished))
         named.update(matching)
@@ -96,7 +96,7 @@ def _key(file: str, test: str) -> Key:
 
 
 def _unknown(test: str, keys: Iterable[Key], unfinished: Iterable[Key]) -> str:
-    if selected(unfinished, test):
+    if selected_keys(unfinished, test):
         return f"{test} was selected and did not finish, so the report has no figures"
     near = nearest_tests(keys, test)
     return f"the report has no result of {test}" + (f"; there is {' and '.join(near)}" if near else "")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.advice.search_order import Tried
+from pytest_gpumem.advice.search_order import Trial
 from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, TrialFailed, explain_config, try_config
 from pytest_gpumem.devices.emulated import why_no_kernels
 from pytest_gpumem.devices.registry import make_cuda
@@ -118,7 +118,7 @@ def _inspect(
     return subject.containers, subject.samples, subject.attention
 
 
-def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
     """Try a config on an emulated GPU.
 
     Args:
@@ -134,11 +134,11 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried,
         TrialFailed: The model's own code raised an error in the first config.
     """
 
-    def try_card(card: Gpu) -> tuple[Tried, str | None]:
+    def try_card(card: Gpu) -> tuple[Trial, str | None]:
         try:
-            result: tuple[Tried, str | None] = _in_fork(card, lambda: _try(card, subject, config))
+            result: tuple[Trial, str | None] = _in_fork(card, lambda: _try(card, subject, config))
         except _Ended as ended:
-            return Tried(config, why_not=str(ended)), None
+            return Trial(config, why_not=str(ended)), None
         return result
 
     unlimited, lacking = try_card(_with_any_memory(gpu))
@@ -233,10 +233,10 @@ def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
     sending.send(message)
 
 
-def _try(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+def _try(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
     why_not = why_no_kernels(gpu)
     if why_not is not None:
-        return Tried(config, why_not=why_not), None
+        return Trial(config, why_not=why_not), None
     trial = try_config(make_cuda(), subject, config)
     emulation = current_emulation()
     return trial, None if emulation is None else emulation.cudnn.lacking()

@@ -27,7 +27,7 @@ from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
     from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-    from pytest_gpumem.advice.search_order import Tried
+    from pytest_gpumem.advice.search_order import Trial
 
 FORMAT = 1
 """The JSON format's version."""
@@ -48,7 +48,7 @@ def to_json(advice: Advice, status: int) -> str:
         "attention": advice.attention or None,
         "emulated": advice.emulated,
         "shard": None if advice.sharding is None else str(advice.sharding),
-        "largest_of": advice.sought,
+        "largest_of": advice.size_axis,
         "devices": [_plain_device(device) for device in advice.devices],
         "recommended": [_plain_recommended(recommended) for recommended in advice.recommended],
         "notes": [*advice.notes, *lacking(advice)],
@@ -66,7 +66,7 @@ def _plain_device(device: DeviceTrials) -> dict[str, Any]:
     }
 
 
-def _plain_trial(trial: Tried, device: DeviceTrials) -> dict[str, Any]:
+def _plain_trial(trial: Trial, device: DeviceTrials) -> dict[str, Any]:
     limit, largest = device.limit, device.largest.get(trial.config)
     return {
         "config": str(trial.config),

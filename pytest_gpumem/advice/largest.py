@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Sought = Literal["samples", "tokens"]
+SizeAxis = Literal["samples", "tokens"]
 """The batch dimension to search."""
-OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
+OPTIONS: dict[SizeAxis, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
 """The option that searches along each dimension."""
 MOST = 10**9 - 1
 """The largest size in a search. Options accept nine digits."""

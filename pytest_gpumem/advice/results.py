@@ -10,8 +10,8 @@ from pytest_gpumem.advice.shard_option import rank_title
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_gpumem.advice.largest import Largest, Sought
-    from pytest_gpumem.advice.search_order import Tried
+    from pytest_gpumem.advice.largest import Largest, SizeAxis
+    from pytest_gpumem.advice.search_order import Trial
     from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Composition, Explanation
@@ -24,8 +24,8 @@ class DeviceTrials:
     name: str
     limit: int | None
     """``None`` if there is no limit."""
-    tried: tuple[Tried, ...]
-    chosen: Tried | None
+    tried: tuple[Trial, ...]
+    chosen: Trial | None
     lacking: str | None = None
     """A clause that says why peaks may be too low, if they may."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class DeviceTrials:
     """The distinct warnings from all runs."""
 
     @property
-    def smallest(self) -> Tried | None:
+    def smallest(self) -> Trial | None:
         """The measured config with the smallest peak."""
         measured = [trial for trial in self.tried if trial.peak is not None]
         return min(measured, key=lambda trial: trial.peak or 0, default=None)
@@ -69,7 +69,7 @@ class Advice:
     finished: bool = True
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()
-    sought: Sought | None = None
+    size_axis: SizeAxis | None = None
     """The searched batch dimension, if any."""
     sharding: StepConfig | None = None
     """A config with nothing but the sharding that an option adds to each config."""

@@ -15,7 +15,7 @@ _NOISE = ("torch", "torchao")
 
 
 @contextmanager
-def warnings_kept() -> Iterator[list[str]]:
+def collected_warnings() -> Iterator[list[str]]:
     """Yield a list to which each warning within the context is added once, as a line.
 
     For example ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``, or

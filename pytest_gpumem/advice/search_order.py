@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS
 from pytest_gpumem.step_config.config import StepConfig, combinations
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pytest_gpumem.advice.largest import Sought
+    from pytest_gpumem.advice.largest import SizeAxis
     from pytest_gpumem.models.task import Task
 
 START = StepConfig(precision="fp32")
@@ -37,7 +37,7 @@ _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=l
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Trial:
     """A config's trial: ``peak`` in bytes and ``time`` in seconds, or a clause ``why_not``."""
 
     config: StepConfig
@@ -115,7 +115,7 @@ INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
 
 
 def next_config(
-    trials: Sequence[Tried], samples: int | None, blocks: str | None = None, start: StepConfig = START
+    trials: Sequence[Trial], samples: int | None, blocks: str | None = None, start: StepConfig = START
 ) -> StepConfig | None:
     """Return the next config to try, or ``None`` when all candidates have been tried.
 
@@ -166,7 +166,7 @@ def _shards_blocks(config: StepConfig) -> bool:
     return config.sharding is not None and (config.sharding.fully or config.sharding.staged)
 
 
-def _saves_memory(trial: Tried, base: Tried) -> bool:
+def _saves_memory(trial: Trial, base: Trial) -> bool:
     if trial.peak is None:
         return trial.why_not == OUT_OF_MEMORY and base.peak is None
     return base.peak is None or trial.peak < base.peak
@@ -194,7 +194,7 @@ def every_config(
     return list(filter(None, (_changed(config, blocks, **words) for config in configs)))
 
 
-def recommended(trials: Sequence[Tried], limit: int | None) -> Tried | None:
+def recommended(trials: Sequence[Trial], limit: int | None) -> Trial | None:
     """Return the trial to recommend, or ``None`` if no config fits or none was measured.
 
     The fastest config that fits wins. Without times, the first config that fits wins. Without a limit, the best saving per
@@ -204,7 +204,7 @@ def recommended(trials: Sequence[Tried], limit: int | None) -> Tried | None:
     return _best([trial for trial in measured if not trial.slow], limit) or _best(measured, limit)
 
 
-def _best(measured: Sequence[Tried], limit: int | None) -> Tried | None:
+def _best(measured: Sequence[Trial], limit: int | None) -> Trial | None:
     if limit is not None:
         fitting = [trial for trial in measured if trial.fits(limit)]
         if any(trial.time is None for trial in fitting):
@@ -213,7 +213,7 @@ def _best(measured: Sequence[Tried], limit: int | None) -> Tried | None:
     return max(measured, key=lambda trial: _saving_rank(trial, measured[0]), default=None)
 
 
-def _saving_rank(trial: Tried, first: Tried) -> tuple[float, float]:
+def _saving_rank(trial: Trial, first: Trial) -> tuple[float, float]:
     """Return the sort key: saving per cost, then saving."""
     if not first.peak or not trial.peak:
         return 0.0, 0.0
@@ -236,14 +236,14 @@ class Search:
     """The pattern for the model's blocks."""
     task: Task
     """The model's task in a step."""
-    sought: Sought | None = None
+    size_axis: SizeAxis | None = None
     """The batch dimension to maximize, if any."""
     sharding: StepConfig | None = None
     """A config with nothing but the sharding for every config. ``configs`` contain this sharding already."""
-    refused: tuple[Tried, ...] = ()
+    refused: tuple[Trial, ...] = ()
     """Failed trials for named configs that exclude the sharding. They are never run."""
 
-    def over(self, trials: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
+    def over(self, trials: Sequence[Trial], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
         """Yield the configs to try. The caller appends each result to ``trials`` before it asks for the next config."""
         if self.configs or self.refused:
             yield from self.configs
@@ -255,7 +255,7 @@ class Search:
             start = with_sharding(START, self.sharding, self.blocks)
             yield from _until_one_fits(_greedy_configs(trials, samples, self.blocks, start), trials, limit)
 
-    def note_on_faster(self, trials: Sequence[Tried], limit: int | None) -> str | None:
+    def note_on_faster(self, trials: Sequence[Trial], limit: int | None) -> str | None:
         """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown."""
         if self.configs or self.refused or self.everything or not trials:
             return None
@@ -266,14 +266,14 @@ class Search:
         left_out = [word for word in words if all(trial.config.precision != word for trial in trials)]
         if not left_out:
             return None
-        were = agreeing(len(left_out), "was", "were")
+        were = word_form(len(left_out), "was", "were")
         return (
             f"the search ended with {last.config}, the first config that fits, and times are not known: "
             f"{' and '.join(left_out)}, which GPUs with tensor cores compute faster, {were} not tried; --all tries every "
             "config, --config one of them"
         )
 
-    def sought_for(self, trials: Sequence[Tried], limit: int) -> list[StepConfig]:
+    def configs_for_largest(self, trials: Sequence[Trial], limit: int) -> list[StepConfig]:
         """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
 
         If no config fits, the config with the smallest peak is used. Configs that fail for
@@ -286,7 +286,7 @@ class Search:
         return [] if best is None else [best.config]
 
 
-def _until_one_fits(configs: Iterable[StepConfig], trials: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:
+def _until_one_fits(configs: Iterable[StepConfig], trials: Sequence[Trial], limit: int | None) -> Iterator[StepConfig]:
     for config in configs:
         yield config
         if limit is not None and trials and trials[-1].fits(limit) and not trials[-1].slow:
@@ -294,7 +294,7 @@ def _until_one_fits(configs: Iterable[StepConfig], trials: Sequence[Tried], limi
 
 
 def _greedy_configs(
-    trials: Sequence[Tried], samples: int | None, blocks: str | None, start: StepConfig
+    trials: Sequence[Trial], samples: int | None, blocks: str | None, start: StepConfig
 ) -> Iterator[StepConfig]:
     while (config := next_config(trials, samples, blocks, start)) is not None:
         yield config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.advice.search_order import Tried, with_blocks, with_sharding
+from pytest_gpumem.advice.search_order import Trial, with_blocks, with_sharding
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.step_config.shard_kinds import NONE
@@ -57,7 +57,7 @@ def sharding_of(text: str) -> StepConfig:
 
 def named_configs(
     texts: Sequence[str], sharding: StepConfig | None, blocks: str | None = None
-) -> tuple[tuple[StepConfig, ...], tuple[Tried, ...]]:
+) -> tuple[tuple[StepConfig, ...], tuple[Trial, ...]]:
     """Return the distinct configs in texts with a sharding added, and failed trials for configs that exclude it.
 
     Args:
@@ -69,7 +69,7 @@ def named_configs(
         ConfigError: A text is not a config, or names a sharding beside ``sharding``.
     """
     configs: dict[StepConfig, None] = {}
-    refused: dict[StepConfig, Tried] = {}
+    refused: dict[StepConfig, Trial] = {}
     for text in texts:
         try:
             config = StepConfig.parse(text)
@@ -86,7 +86,7 @@ def named_configs(
         try:
             configs[with_blocks(with_sharding(config, sharding, config.blocks), blocks)] = None
         except ConfigError as error:
-            refused[config] = Tried(config, why_not=str(error))
+            refused[config] = Trial(config, why_not=str(error))
     return tuple(configs), tuple(refused.values())
 
 

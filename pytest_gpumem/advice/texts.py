@@ -8,14 +8,14 @@ from pytest_gpumem.advice.results import configs_in_order, shares_of
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.reports.matrix import MatrixRow, matrix_cells, matrix_table
-from pytest_gpumem.units import agreeing, counted, format_bytes, format_ratio, format_seconds
+from pytest_gpumem.units import counted, format_bytes, format_ratio, format_seconds, word_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_gpumem.advice.largest import Largest, Sought
+    from pytest_gpumem.advice.largest import Largest, SizeAxis
     from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-    from pytest_gpumem.advice.search_order import Tried
+    from pytest_gpumem.advice.search_order import Trial
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Composition
 
@@ -152,13 +152,13 @@ def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
 def conclusions(advice: Advice) -> list[str]:
     """Return a line for each device with the recommended config, or else with the smallest peak."""
     if advice.emulated:
-        card_lines = [[_card_line(card), *_largest_lines(card, advice.sought)] for card in advice.devices]
+        card_lines = [[_card_line(card), *_largest_lines(card, advice.size_axis)] for card in advice.devices]
         return [
             *(line for lines_for_card in card_lines for line in lines_for_card),
             *([] if advice.finished else ["not finished"]),
         ]
     (device,) = advice.devices
-    return [*_device_lines(device, finished=advice.finished), *_largest_lines(device, advice.sought)]
+    return [*_device_lines(device, finished=advice.finished), *_largest_lines(device, advice.size_axis)]
 
 
 def _device_lines(device: DeviceTrials, *, finished: bool) -> list[str]:
@@ -170,7 +170,7 @@ def _device_lines(device: DeviceTrials, *, finished: bool) -> list[str]:
     return [*ended, f"recommended: {device.chosen.config}: {format_bytes(device.chosen.peak or 0)}{within}{time}"]
 
 
-def _largest_lines(device: DeviceTrials, size_axis: Sought | None) -> list[str]:
+def _largest_lines(device: DeviceTrials, size_axis: SizeAxis | None) -> list[str]:
     """Return a line with the largest batch, or the longest sequence, for each searched config."""
     return [
         f"{device.name}: {config}: {_largest_text(largest, size_axis or 'samples', config.accumulate)}"
@@ -178,7 +178,7 @@ def _largest_lines(device: DeviceTrials, size_axis: Sought | None) -> list[str]:
     ]
 
 
-def _largest_text(largest: Largest, size_axis: Sought, accumulate: int) -> str:
+def _largest_text(largest: Largest, size_axis: SizeAxis, accumulate: int) -> str:
     unit = accumulate if size_axis == "samples" else 1
     if not largest.is_known:
         return (
@@ -188,7 +188,7 @@ def _largest_text(largest: Largest, size_axis: Sought, accumulate: int) -> str:
         )
     why = f": {largest.why_not_more}" if largest.why_not_more else ""
     if not largest.size:
-        return f"not even {unit} {agreeing(unit, 'fits', 'fit')}{why}"
+        return f"not even {unit} {word_form(unit, 'fits', 'fit')}{why}"
     peak = format_bytes(largest.peak or 0)
     return f"at most {largest.size:,} {size_axis} fit, with {peak}; {largest.size + unit:,} do not{why}"
 
@@ -215,7 +215,7 @@ def _problem_line(device: DeviceTrials, *, finished: bool) -> str:
     return f"nothing fits into {format_bytes(device.limit)}{_smallest_text(device.smallest)}"
 
 
-def _smallest_text(smallest: Tried | None) -> str:
+def _smallest_text(smallest: Trial | None) -> str:
     return "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.foretold_peak import LEAST_TOKENS, foretold_peak, is_long
-from pytest_gpumem.advice.run_warnings import warnings_kept
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, is_start
+from pytest_gpumem.advice.run_warnings import collected_warnings
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Trial, is_start
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.explain.sites import Sites
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.advice.largest import Sought
+    from pytest_gpumem.advice.largest import SizeAxis
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.measure.prepared import PreparedStep
@@ -99,7 +99,7 @@ class AdviceSubject:
     The arguments are the device, and whether the first ``build`` returns the model that was made with the batch.
     """
 
-    def number(self, axis: Sought) -> int | None:
+    def number(self, axis: SizeAxis) -> int | None:
         """Return the samples in the batch, or the tokens in each sample. Return ``None`` if unknown."""
         if self.size is None:
             return None
@@ -107,7 +107,7 @@ class AdviceSubject:
             return self.size.samples
         return self.size.length if self.has_length else None
 
-    def with_number(self, axis: Sought, number: int) -> AdviceSubject:
+    def with_number(self, axis: SizeAxis, number: int) -> AdviceSubject:
         """Return the subject with another number of samples or tokens. Raises `ModelError` if the model does not accept it."""
         assert self.size is not None, "the caller has asked for the number"
         assert self.sized is not None, "a subject with a size can change it"
@@ -227,7 +227,7 @@ def _titled(title: str, facts: str) -> str:
     return f"{model}, {facts}{separator}{step}"
 
 
-def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
+def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
     """Measure the step with ``config``, and return the figures or the reason for a failure, with the run's warnings.
 
     A failure is a result unless the config is the first (`is_start`), because the earlier measurements are worth more than a
@@ -238,37 +238,37 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
         TrialFailed: The first config failed, so the error is the model's own. For a project's function the traceback has been
             printed.
     """
-    with warnings_kept() as warnings:
+    with collected_warnings() as warnings:
         trial = _try(device, subject, config)
     return replace(trial, warnings=tuple(warnings))
 
 
-def _try(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
+def _try(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
     if config.checkpointing.kind.on_blocks and config.blocks is None and not subject.containers:
-        return Tried(config, why_not=_NO_BLOCKS)
+        return Trial(config, why_not=_NO_BLOCKS)
     try:
         metrics = _metrics(device, subject, config)
     except NotAStep:
         raise
     except (CannotRun, ConfigError, MeasuringError) as error:
-        return Tried(config, why_not=str(error))
+        return Trial(config, why_not=str(error))
     except Exception as error:
         why_not = _why_not(device, error)
         if why_not is None and is_start(config):
             if not subject.title:
                 traceback.print_exception(error)
             raise TrialFailed(_failure(subject, config, error)) from error
-        return Tried(config, why_not=why_not or _first_line(error))
+        return Trial(config, why_not=why_not or _first_line(error))
     lost = device.lost()
     if lost is not None:
-        return Tried(config, why_not=lost)
+        return Trial(config, why_not=lost)
     # The reserved bytes have to fit into the GPU.
     allocated = int(metrics["peak_allocated"])
     reserved = int(metrics.get("peak_reserved", allocated))
     slow = None if config.precision is None else device.emulates(config.precision)
     doubt = decided_a_branch(device.take_reads().notes())
     time = metrics.get("step_time")
-    return Tried(config, reserved, time, allocated=allocated, slow=slow or "", doubt=doubt or "")
+    return Trial(config, reserved, time, allocated=allocated, slow=slow or "", doubt=doubt or "")
 
 
 def _why_not(device: Device, error: Exception) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.advice.largest import OPTIONS, Largest, SizeTrial, largest_of, next_size
 from pytest_gpumem.advice.results import DeviceTrials
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, recommended
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Trial, recommended
 from pytest_gpumem.advice.trial import SubjectError, TrialFailed
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.step_config.errors import NotAStep
@@ -16,12 +16,12 @@ from pytest_gpumem.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_gpumem.advice.largest import Sought
+    from pytest_gpumem.advice.largest import SizeAxis
     from pytest_gpumem.advice.search_order import Search
     from pytest_gpumem.advice.trial import AdviceSubject
     from pytest_gpumem.step_config.config import StepConfig
 
-    TryOne = Callable[[AdviceSubject, StepConfig], tuple[Tried, str | None]]
+    TryOne = Callable[[AdviceSubject, StepConfig], tuple[Trial, str | None]]
     """Tries a config, and returns the trial and a clause that says why its peak may be too low, or ``None``."""
 
 
@@ -42,7 +42,7 @@ class Trials:
     """True if the model's own error does not end the trials, because other devices have results."""
     elsewhere: dict[StepConfig, list[SizeTrial]] = field(default_factory=dict)
     """Size trials on other devices, on which a step takes nearly the same memory. This device adds its own trials."""
-    _tried: list[Tried] = field(default_factory=list)
+    _tried: list[Trial] = field(default_factory=list)
     _largest: dict[StepConfig, Largest] = field(default_factory=dict)
     _lacking: list[str] = field(default_factory=list)
     _warnings: list[str] = field(default_factory=list)
@@ -62,8 +62,8 @@ class Trials:
         self._warnings += self.subject.warnings
         try:
             self._try_configs(self.search.over(self._tried, self.limit, self.subject.samples))
-            if self.limit is not None and self.search.sought is not None:
-                self._find_largest(self.search.sought, self.limit)
+            if self.limit is not None and self.search.size_axis is not None:
+                self._find_largest(self.search.size_axis, self.limit)
         except KeyboardInterrupt:
             self.say("interrupted\n")
             finished = False
@@ -90,18 +90,18 @@ class Trials:
                 if not self.goes_on and not self._tried:
                     self.say("failed\n")
                     raise
-                trial = Tried(config, why_not=str(error))
+                trial = Trial(config, why_not=str(error))
             self._tried.append(trial)
             self._say_figure(trial.peak, trial.why_not)
 
-    def _find_largest(self, axis: Sought, limit: int) -> None:
-        """Find the largest batch, or the longest sequence, for each config from `Search.sought_for`."""
+    def _find_largest(self, axis: SizeAxis, limit: int) -> None:
+        """Find the largest batch, or the longest sequence, for each config from `Search.configs_for_largest`."""
         start = self.subject.number(axis)
         if start is None:
             model = self.subject.title.partition(",")[0]
             raise SubjectError(f"{OPTIONS[axis]}: the samples of {model} have no length")
         trials_by_config = {trial.config: trial for trial in self._tried}
-        for config in self.search.sought_for(self._tried, limit):
+        for config in self.search.configs_for_largest(self._tried, limit):
             first = trials_by_config[config]
             trials = [SizeTrial(start, first.fits(limit), first.peak)]
             unit = config.accumulate if axis == "samples" else 1
@@ -116,14 +116,14 @@ class Trials:
             self._largest[config] = largest_of(trials)
             self.elsewhere[config] = trials
 
-    def _at_size(self, config: StepConfig, axis: Sought, number: int, limit: int) -> SizeTrial:
+    def _at_size(self, config: StepConfig, axis: SizeAxis, number: int, limit: int) -> SizeTrial:
         try:
             trial = self._try(self.subject.with_number(axis, number), config)
         except (ModelError, NotAStep, TrialFailed) as error:
             return SizeTrial(number, fits=False, why_not=str(error))
         return SizeTrial(number, trial.fits(limit), trial.peak, "" if trial.why_not == OUT_OF_MEMORY else trial.why_not)
 
-    def _try(self, subject: AdviceSubject, config: StepConfig) -> Tried:
+    def _try(self, subject: AdviceSubject, config: StepConfig) -> Trial:
         trial, lacking = self.try_one(subject, config)
         self._lacking += [] if lacking is None else [lacking]
         self._warnings += trial.warnings

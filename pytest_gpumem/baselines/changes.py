@@ -37,7 +37,7 @@ class Changes:
     """The stored entries, by the same keys."""
     entries: Mapping[Key, Baseline]
     """The entries to write."""
-    gone: tuple[tuple[str, Key], ...]
+    removals: tuple[tuple[str, Key], ...]
     """The entries to remove, as (slug, key), because their tests no longer take these measurements."""
     times_left_out: tuple[str, ...]
     """A clause for each measurement whose times are accepted but cannot be stored."""
@@ -45,7 +45,7 @@ class Changes:
     @property
     def any(self) -> bool:
         """True if the store changes."""
-        return bool(self.entries or self.gone)
+        return bool(self.entries or self.removals)
 
 
 def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], source: Source) -> Changes:

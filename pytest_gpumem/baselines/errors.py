@@ -13,13 +13,13 @@ class IncompleteChangeError(BackendError):
     Args:
         error: The backend's error.
         written: The number of entries that were written before the failure.
-        left: The tests, as (file, test), whose entries were neither written nor removed.
+        unwritten_tests: The tests, as (file, test), whose entries were neither written nor removed.
     """
 
-    def __init__(self, error: BackendError, written: int, left: frozenset[tuple[str, str]]) -> None:
+    def __init__(self, error: BackendError, written: int, unwritten_tests: frozenset[tuple[str, str]]) -> None:
         super().__init__(str(error))
         self.written = written
-        self.left = left
+        self.unwritten_tests = unwritten_tests
 
 
 class DistributedLockError(Exception):

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.atomic_file import DRAFT, write_atomically
 from pytest_gpumem.baselines.backend import LARGEST, SUFFIX, Backend
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.git import GitError, contents, git
 from pytest_gpumem.open_folder import open_folder
-from pytest_gpumem.whole_file import DRAFT, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Folder(Backend):
     def write(self, path: str, text: str) -> None:
         try:
             # Strict, because a test name with replaced characters could not be found again.
-            write_whole(self.root / path, text, root=self.root, errors="strict")
+            write_atomically(self.root / path, text, root=self.root, errors="strict")
         except (OSError, UnicodeEncodeError) as error:
             raise BackendError(f"{self.shown(path)}: cannot be written: {error}") from error
 
@@ -110,7 +110,9 @@ class Folder(Backend):
                 lines = folder.read_text(name, LARGEST).splitlines()
             # Only our .gitignore ignores itself. Any other .gitignore belongs to the user.
             if _ITSELF in lines and not set(_IGNORED) <= set(lines):
-                write_whole(self.root / _IGNORE, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
+                write_atomically(
+                    self.root / _IGNORE, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED]))
+                )
             for path in self._files():
                 with self._folder_of(path) as (folder, name):
                     if name.startswith(".") and name.endswith(DRAFT):

@@ -47,7 +47,7 @@ class FileChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableFile:
     """A text that is not a valid store file, so its baseline is unknown."""
 
     why: str
@@ -58,8 +58,8 @@ class Event:
     """A change to a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
 
     commit: Commit | None
-    before: Baseline | Unreadable | None
-    after: Baseline | Unreadable | None
+    before: Baseline | UnreadableFile | None
+    after: Baseline | UnreadableFile | None
 
 
 def file_changes(top: Path, path: str) -> list[FileChange]:
@@ -127,7 +127,7 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
 
     Only the key's test and measurement are compared, because the file may have had another name.
     """
-    states: dict[str | None, Baseline | Unreadable | None] = {None: None}
+    states: dict[str | None, Baseline | UnreadableFile | None] = {None: None}
     states |= {blob: state_in(text, key) for blob, text in texts.items()}
     events = []
     for change in changes:
@@ -137,23 +137,23 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
     return events
 
 
-def state_in(text: bytes, key: Key) -> Baseline | Unreadable | None:
+def state_in(text: bytes, key: Key) -> Baseline | UnreadableFile | None:
     """Return a baseline from its file's text; ``None`` if the file lacks it. Pure."""
     file = _entries(text)
-    return file if isinstance(file, Unreadable) else file.get((key.test, key.name))
+    return file if isinstance(file, UnreadableFile) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
     """Return the test's measurements, by name, that have a baseline in any text."""
     files = (_entries(text) for text in texts.values())
-    return {name for file in files if not isinstance(file, Unreadable) for owner, name in file if owner == test}
+    return {name for file in files if not isinstance(file, UnreadableFile) for owner, name in file if owner == test}
 
 
-def _entries(text: bytes) -> dict[tuple[str, str], Baseline] | Unreadable:
+def _entries(text: bytes) -> dict[tuple[str, str], Baseline] | UnreadableFile:
     try:
         entries = parse(text.decode("utf-8").replace("\r\n", "\n"), "")
     except (FormatError, UnicodeDecodeError) as error:
-        return Unreadable(str(error))
+        return UnreadableFile(str(error))
     return {(key.test, key.name): entry for key, entry in entries.items()}
 
 

@@ -61,7 +61,7 @@ def is_url(location: str) -> bool:
     return _URL.match(location) is not None
 
 
-def names_a_host(location: str) -> bool:
+def chooses_host(location: str) -> bool:
     r"""Return whether a location chooses the host for requests.
 
     ``https://host/x`` and the Windows share ``\\host\share`` do. ``s3://bucket`` and paths do not. A nested URL such as

@@ -7,7 +7,7 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.command_name import command_name
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 from pytest_gpumem.values.rank import without_rank
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def matches(key: Key, pattern: str) -> bool:
     return pattern in text or any(fnmatch.fnmatchcase(name, glob) for name in (text, f"{key.file}::{key.test}"))
 
 
-def selected(keys: Iterable[Key], pattern: str) -> list[Key]:
+def selected_keys(keys: Iterable[Key], pattern: str) -> list[Key]:
     """Return the sorted keys for the test with the id ``pattern``; if no test has this id, all matching keys."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
@@ -73,7 +73,7 @@ def is_name_of_test(name: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def unused(
+def unused_baselines(
     stored: Iterable[tuple[str, Key]],
     *,
     measured: Collection[tuple[str, str]],
@@ -100,5 +100,5 @@ def unused(
 def unused_line(baselines: Sequence[tuple[str, Key]]) -> str:
     """Return the line about unused baselines, given as (slug, key)."""
     shown = ", ".join(str(key) for _, key in baselines[:3]) + (", ..." if len(baselines) > 3 else "")
-    pronoun = agreeing(len(baselines), "it", "them")
+    pronoun = word_form(len(baselines), "it", "them")
     return f"store: {counted(len(baselines), 'unused baseline')}: {shown}; `{command_name()} prune` removes {pronoun}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.selecting import unused
+from pytest_gpumem.baselines.selecting import unused_baselines
 from pytest_gpumem.gate.baseline import Baseline
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class UnusedBaselines:
         """Return a device's unused baselines. Raises `StoreError` and `BackendError`."""
         if slug not in self._by_slug:
             files = {file for file in self.store.files() if file in self.whole_files or not self.exists(file)}
-            unused_keys = unused(
+            unused_keys = unused_baselines(
                 self.store.keys(slug, files), measured=self.tests, whole_files=self.whole_files, exists=self.exists
             )
             entries = ((key, self.store.find(key, slug)) for _, key in unused_keys)

@@ -66,8 +66,8 @@ def entries_to_write(
         elif mode == "all":
             merged = _accepted(earlier, entry, verdict)
             another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
-            changed = not entry.takes_the_same(earlier) or _has_changed_speed(verdict)
-            if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
+            changed = not entry.has_same_figures(earlier) or _has_changed_speed(verdict)
+            if (entry.runs is not None and another_run) or not entry.is_equivalent(earlier):
                 entries[key] = merged if changed else replace(merged, reason=earlier.reason)
         elif mode == "improved":
             lowered = _lowered(earlier, entry, verdict)
@@ -100,7 +100,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     taken = {
         name: value
         for name, value in entry.metrics.items()
-        if name in better or (METRICS[name].where_absent is None and _fit((name,), earlier, entry))
+        if name in better or (METRICS[name].value_if_absent is None and _fit((name,), earlier, entry))
     }
     lowered = replace(
         entry,
@@ -197,7 +197,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
         return _with_times_of(earlier, entry)
     if _has_changed_speed(verdict):
         return entry
-    return with_runs(earlier.runs.and_then(entry.runs), entry)
+    return with_runs(earlier.runs.extended_by(entry.runs), entry)
 
 
 def _tallies_of(

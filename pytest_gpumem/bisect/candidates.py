@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.bisect.search import Graph
 from pytest_gpumem.git import GitError, Revision, git
-from pytest_gpumem.requirements.releases import between, is_same, public
+from pytest_gpumem.requirements.releases import is_same_release, releases_between, without_local_version
 from pytest_gpumem.requirements.requirement_set import RequirementSet
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.checkout import Checkout
 
 _FIELDS = ("%m", "%H", "%P", "%as", "%an", "%s")
-AT = "@ "
+ADDRESS_PREFIX = "@ "
 """Prefix of a release with an address instead of a version: ``"@ git+https://..."``."""
 
 
@@ -164,7 +164,7 @@ def _common(top: Path, good: Revision, bad: Revision) -> str:
 
 
 def releases(
-    package: str, listed: Sequence[str], good: str, bad: str, beside: Mapping[str, str] | None = None
+    package: str, listed: Sequence[str], good: str, bad: str, pinned_releases: Mapping[str, str] | None = None
 ) -> list[Candidate]:
     """Return a package's releases from ``good`` to ``bad``, both included.
 
@@ -173,17 +173,17 @@ def releases(
         listed: All releases on the index.
         good: The first release.
         bad: The last release, or an address such as ``"@ git+https://..."``, which comes after all final releases.
-        beside: Releases for other packages, by name, which every candidate also pins.
+        pinned_releases: Releases for other packages, by name, which every candidate also pins.
     """
-    if bad.startswith(AT):
-        chosen = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
+    if bad.startswith(ADDRESS_PREFIX):
+        chosen = [*releases_between(listed, good, max([good, *listed], key=_final_version)), bad]
     else:
-        chosen = between(listed, good, bad)
-    backwards = not bad.startswith(AT) and Version(good) > Version(bad)
+        chosen = releases_between(listed, good, bad)
+    backwards = not bad.startswith(ADDRESS_PREFIX) and Version(good) > Version(bad)
     return [
         Candidate(
-            Variant(None, _pinned({**(beside or {}), package: release}, _line(package, release))),
-            release.removeprefix(AT),
+            Variant(None, _pinned({**(pinned_releases or {}), package: release}, _line(package, release))),
+            release.removeprefix(ADDRESS_PREFIX),
             package=package,
             backwards=backwards,
         )
@@ -199,7 +199,7 @@ def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str]
     Example: with ``{"numpy": "1.26.4", "torch": "2.5.0"}`` and ``{"numpy": "2.0.1", "torch": "2.6.0"}``, the row pins numpy
     1.26.4 and torch 2.5.0, then numpy 2.0.1 and torch 2.5.0, then numpy 2.0.1 and torch 2.6.0.
     """
-    differ = sorted(name for name in good.keys() & bad.keys() if not is_same(good[name], bad[name]))
+    differ = sorted(name for name in good.keys() & bad.keys() if not is_same_release(good[name], bad[name]))
     row = []
     for number in range(len(differ) + 1):
         pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
@@ -208,10 +208,10 @@ def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str]
     return differ, row
 
 
-def one_release(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
+def same_release_notes(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
     """Return a sentence for each package with two builds from one release, which an index cannot distinguish."""
     same = sorted(
-        name for name in good.keys() & bad.keys() if good[name] != bad[name] and is_same(good[name], bad[name])
+        name for name in good.keys() & bad.keys() if good[name] != bad[name] and is_same_release(good[name], bad[name])
     )
     return [f"{name} {good[name]} and {bad[name]} are one release on the index" for name in same]
 
@@ -221,11 +221,13 @@ def _pinned(pins: Mapping[str, str], name: str) -> RequirementSet:
 
 
 def _line(package: str, release: str) -> str:
-    return f"{package} {release}" if release.startswith(AT) else f"{package}=={public(release)}"
+    return (
+        f"{package} {release}" if release.startswith(ADDRESS_PREFIX) else f"{package}=={without_local_version(release)}"
+    )
 
 
 def _title(package: str, release: str) -> str:
-    return f"{package} {release.removeprefix(AT)}"
+    return f"{package} {release.removeprefix(ADDRESS_PREFIX)}"
 
 
 def _final_version(release: str) -> Version:

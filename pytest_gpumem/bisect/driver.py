@@ -23,7 +23,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.values import shown
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.journal import Journal
     from pytest_gpumem.bisect.search import Answer
-    from pytest_gpumem.reports.comparison import Compared, ComparedChange
+    from pytest_gpumem.reports.comparison import ComparedChange, ComparisonReport
 
-TIMED = "step_time"
-JUDGED = (*(name for name, metric in METRICS.items() if metric.tolerance is not None and metric.unit in WHOLE), TIMED)
+STEP_TIME = "step_time"
+JUDGED_METRICS = (
+    *(name for name, metric in METRICS.items() if metric.tolerance is not None and metric.unit in WHOLE),
+    STEP_TIME,
+)
 """The metrics by which a candidate can be judged."""
 _MOST_PAIRS = 8
 """The largest number of pairs for judging a time."""
@@ -48,7 +51,7 @@ _ERROR = re.compile(r"(?:E\s+|ERROR: )(.+)")
 """An exception, or pytest's own error: ``"ERROR: not found: test_it.py::test_gone"``."""
 
 
-class NothingFound(Exception):
+class NothingToSearch(Exception):
     """There is nothing to search for. The message says why, and what to do."""
 
 
@@ -63,16 +66,16 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result: the first bad candidate, the last good candidate, and skipped candidates between them."""
 
     metric: str
     good: Candidate
     bad: Candidate
     skipped: tuple[Candidate, ...]
-    ends: Compared
+    ends: ComparisonReport
     """The comparison between both ends."""
-    step: Compared
+    step: ComparisonReport
     """The comparison between the last good and the first bad candidate."""
     trials: tuple[Trial, ...]
     settings: Settings
@@ -94,19 +97,19 @@ class Search:
     """The tolerated slowdown, as a ratio."""
     _runs: dict[str, Run | str] = field(default_factory=dict)
     """Runs by the candidate's name, or the reason why there is no run."""
-    _timed: dict[tuple[str, str], Compared] = field(default_factory=dict)
+    _timed: dict[tuple[str, str], ComparisonReport] = field(default_factory=dict)
     """Comparisons from runs in turns, by both candidates' names."""
     _settings: Settings = field(default_factory=Settings)
 
-    def find(self) -> Found:
+    def find(self) -> SearchResult:
         """Return the first bad candidate.
 
         Raises:
-            NothingFound: The last candidate is not worse than the first, or they cannot be compared.
+            NothingToSearch: The last candidate is not worse than the first, or they cannot be compared.
             RunFailed: An end cannot be run.
-            NotInstalled: Packages for an end cannot be installed.
+            InstallationError: Packages for an end cannot be installed.
             GitError: A commit cannot be checked out.
-            Stopped: A signal was noted.
+            StopSignal: A signal was noted.
         """
         self._runs = dict(self.journal.runs())
         if self._runs:
@@ -123,7 +126,7 @@ class Search:
         limits = bounds(graph_of(self.candidates), {position: trial.answer for position, trial in trials.items()})
         between = tuple(self.candidates[position] for position in limits.between)
         step = self._step(self.candidates[limits.good], self.candidates[limits.bad])
-        return Found(
+        return SearchResult(
             metric,
             self.candidates[limits.good],
             self.candidates[limits.bad],
@@ -134,14 +137,14 @@ class Search:
             self._settings,
         )
 
-    def _trials(self, ends: Compared, metric: str) -> dict[int, Trial]:
+    def _trials(self, ends: ComparisonReport, metric: str) -> dict[int, Trial]:
         """Judge candidates until the search is done, and return the trials by position, with both ends."""
         first, last = self.candidates[0], self.candidates[-1]
         trials = {
             0: Trial(first, "good", _value(ends, metric, "old")),
             len(self.candidates) - 1: Trial(last, "bad", _value(ends, metric, "new")),
         }
-        jobs = 1 if metric == TIMED else self.jobs
+        jobs = 1 if metric == STEP_TIME else self.jobs
         graph = graph_of(self.candidates)
         while positions := next_positions(graph, {position: trial.answer for position, trial in trials.items()}, jobs):
             with ThreadPoolExecutor(max_workers=len(positions)) as threads:
@@ -167,7 +170,7 @@ class Search:
         try:
             with self.provisioner.provide({candidate.name: candidate.variant}) as provided:
                 record, run = self.runner.take(provided[candidate.name], explained=True)
-        except (RunFailed, NotInstalled, GitError) as failure:
+        except (RunFailed, InstallationError, GitError) as failure:
             # The journal does not store a failure, because the cause may be gone when the search continues.
             why = _reason_in_a_line(failure)
             self.provisioner.say(f"{candidate.name}: {why}")
@@ -181,9 +184,9 @@ class Search:
         self.provisioner.say(f"{candidate.name}: {run.measured} measured in {time.monotonic() - began:.1f} s")
         return run
 
-    def _compared(self, base: Candidate, head: Candidate) -> Compared:
+    def _compared(self, base: Candidate, head: Candidate) -> ComparisonReport:
         """Compare two candidates."""
-        if self.metric == TIMED:
+        if self.metric == STEP_TIME:
             sides = base.name, head.name
             if sides not in self._timed:
                 self._timed[sides] = self._in_turns(base, head)
@@ -191,18 +194,18 @@ class Search:
         before, after = self._end(base), self._end(head)
         return self._report([(before, after)], base, head)
 
-    def _step(self, good: Candidate, bad: Candidate) -> Compared:
+    def _step(self, good: Candidate, bad: Candidate) -> ComparisonReport:
         """Compare the last good and the first bad candidate, and mark the changed lines."""
         report = self._compared(good, bad)
         with self.provisioner.provide({BASE: good.variant, HEAD: bad.variant}) as provided:
             changed = changed_code(provided[BASE], self._end(good), provided[HEAD], self._end(bad))
             return with_marked_lines(report, changed)
 
-    def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> Compared:
+    def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> ComparisonReport:
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
         return compare_runs(pairs, base.variant.title, head.variant.title, self.max_slowdown, tolerances)
 
-    def _in_turns(self, base: Candidate, head: Candidate) -> Compared:
+    def _in_turns(self, base: Candidate, head: Candidate) -> ComparisonReport:
         """Run two candidates in turns until their times are decided, and return the comparison."""
         sides = {BASE: base, HEAD: head}
         with self.provisioner.provide({side: candidate.variant for side, candidate in sides.items()}) as provided:
@@ -230,50 +233,52 @@ class Search:
         return Trial(candidate, answer, _value(report, metric, "new"))
 
     def _check_ends(
-        self, ends: Compared, metric: str | None, first: Candidate, last: Candidate, good: Run, bad: Run
+        self, ends: ComparisonReport, metric: str | None, first: Candidate, last: Candidate, good: Run, bad: Run
     ) -> None:
-        """Raise `NothingFound` if the last candidate is not worse than the first."""
+        """Raise `NothingToSearch` if the last candidate is not worse than the first."""
         if metric is not None and any(change.outcome is Outcome.REGRESSED for change in _changes(ends, metric)):
             return
         with self.provisioner.provide({BASE: first.variant, HEAD: last.variant}) as provided:
             unused = why_no_difference(provided[BASE], provided[HEAD], good.imported | bad.imported)
         if unused is not None:
-            raise NothingFound(unused)
+            raise NothingToSearch(unused)
         judged = metric or "peak_allocated"
         changes = _changes(ends, judged)
         if not changes:
             why = _why_nothing(ends, judged)
-            raise NothingFound(f"{first.name} (base) and {last.name} (head) cannot be compared: {why}")
+            raise NothingToSearch(f"{first.name} (base) and {last.name} (head) cannot be compared: {why}")
         units = self._settings.units
         good_value, bad_value = (shown(judged, _value(ends, judged, side), units) for side in ("old", "new"))
         values = f"{METRICS[judged].title} {good_value} and {bad_value}"
         if any(change.outcome is Outcome.IMPROVED for change in changes):
-            raise NothingFound(
+            raise NothingToSearch(
                 f"{last.name} is better than {first.name} ({values}); to find what mended it, exchange --good and --bad"
             )
-        raise NothingFound(f"{last.name} is no worse than {first.name} ({values}): both ends are good, or both are bad")
+        raise NothingToSearch(
+            f"{last.name} is no worse than {first.name} ({values}): both ends are good, or both are bad"
+        )
 
 
-def _changes(report: Compared, metric: str) -> list[ComparedChange]:
+def _changes(report: ComparisonReport, metric: str) -> list[ComparedChange]:
     return [change for row in report.rows for change in row.changes if change.metric == metric]
 
 
-def _value(report: Compared, metric: str, side: str) -> float | None:
+def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
     """Return a metric's largest value on a side, among the tests that are worse, or among all if none is."""
     changes = _changes(report, metric)
     worse = [change for change in changes if change.outcome is Outcome.REGRESSED]
     return max((value for change in worse or changes if (value := getattr(change, side)) is not None), default=None)
 
 
-def _most_important(report: Compared) -> str | None:
+def _most_important(report: ComparisonReport) -> str | None:
     """Return the worse metric that a failure message would name first; ``None`` if no metric is worse."""
     worse = {change.metric for row in report.rows for change in row.changes if change.outcome is Outcome.REGRESSED}
     return min(worse, key=lambda name: METRICS[name].precedence, default=None)
 
 
-def _why_nothing(report: Compared, metric: str) -> str:
+def _why_nothing(report: ComparisonReport, metric: str) -> str:
     """Return the reason why a report has no value for a metric."""
-    reasons = [test.reason for test in report.left_out if test.reason is not None]
+    reasons = [test.reason for test in report.omitted_tests if test.reason is not None]
     if reasons:
         return reasons[0]
     return f"no test has {METRICS[metric].title} on both sides" if report.rows else "no test was measured"

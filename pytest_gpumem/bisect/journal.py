@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Run, run_of
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.requirements.environments import packages_here
 from pytest_gpumem.user_cache import cache_root
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Journal:
         """Store the run for the candidate called ``name``."""
         file = hashlib.sha256(name.encode()).hexdigest()[:16]
         text = json.dumps({"name": name, "status": record.status, "lines": record.lines})
-        write_whole(self.folder / f"{file}.json", text)
+        write_atomically(self.folder / f"{file}.json", text)
 
     def remove(self) -> None:
         """Delete the folder."""

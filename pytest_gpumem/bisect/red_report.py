@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.bisect.candidates import AT
-from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound
+from pytest_gpumem.bisect.candidates import ADDRESS_PREFIX
+from pytest_gpumem.bisect.driver import JUDGED_METRICS, STEP_TIME, NothingToSearch
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import UNKNOWN_RELEASE, Outcome
 from pytest_gpumem.reports.errors import ReportError
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Red:
+class RegressedTest:
     """A measurement that regressed.
 
-    ``then`` and ``now`` are the releases on the good and on the bad side, for packages that differ, by name. ``gated`` is
-    true if the good side is a baseline. A commit may then be the cause. It is false if the good side is a set of requirements.
+    ``good_releases`` and ``bad_releases`` are the releases on the good and on the bad side, for differing packages, by name.
+    ``gated`` is true if the good side is a baseline. A commit may then be the cause. It is false if the good side is a set of
+    requirements.
     """
 
     key: Key
     slug: str
     metrics: tuple[str, ...]
     """The metrics that regressed."""
-    then: Mapping[str, str] = field(default_factory=dict)
-    now: Mapping[str, str] = field(default_factory=dict)
+    good_releases: Mapping[str, str] = field(default_factory=dict)
+    bad_releases: Mapping[str, str] = field(default_factory=dict)
     gated: bool = False
     other_tests: int = 0
     """The number of other regressed tests."""
@@ -45,7 +46,7 @@ class Red:
     @property
     def metric(self) -> str | None:
         """The metric to judge by: ``step_time`` if nothing else regressed; ``None`` to let the search choose."""
-        return None if {*self.metrics} & {*JUDGED} - {TIMED} else TIMED
+        return None if {*self.metrics} & {*JUDGED_METRICS} - {STEP_TIME} else STEP_TIME
 
     @property
     def notes(self) -> list[str]:
@@ -54,7 +55,7 @@ class Red:
         return [f"searched with {self.nodeid}, the first test that regressed{other_tests}"]
 
 
-def red_of(text: str, name: str) -> Red:
+def regressed_test_of(text: str, name: str) -> RegressedTest:
     """Return the first regressed test in a report. A test with a regressed byte or count metric goes before a time.
 
     Args:
@@ -63,7 +64,7 @@ def red_of(text: str, name: str) -> Red:
 
     Raises:
         ReportError: The text is not a report.
-        NothingFound: No test regressed.
+        NothingToSearch: No test regressed.
     """
     try:
         plain = json.loads(text)
@@ -75,11 +76,13 @@ def red_of(text: str, name: str) -> Red:
     except (KeyError, TypeError, AttributeError) as error:
         raise ReportError(f"{name}: it is not a report from this version of gpumem ab: {error!r}") from None
     if not regressed:
-        raise NothingFound(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
+        raise NothingToSearch(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
     # Bytes and counts repeat, so a single run for each candidate is enough.
     first = next((red for red in regressed if red.metric is None), regressed[0])
     other_tests = len({red.nodeid for red in regressed} - {first.nodeid})
-    return Red(first.key, first.slug, first.metrics, first.then, first.now, first.gated, other_tests)
+    return RegressedTest(
+        first.key, first.slug, first.metrics, first.good_releases, first.bad_releases, first.gated, other_tests
+    )
 
 
 def _why(plain: Any) -> str:
@@ -93,7 +96,7 @@ def _why(plain: Any) -> str:
     return f"; {reasons[0]}" if reasons else ""
 
 
-def _in_comparison(plain: dict[str, Any]) -> Iterator[Red]:
+def _in_comparison(plain: dict[str, Any]) -> Iterator[RegressedTest]:
     """Yield the regressed measurements in a report from ``gpumem ab``."""
     packages = [
         package for package in plain.get("packages", ()) if package["base"] is not None and package["head"] is not None
@@ -101,16 +104,19 @@ def _in_comparison(plain: dict[str, Any]) -> Iterator[Red]:
     # Dependencies that changed with a requested package are left out: they may not be installable by themselves.
     requested = [package for package in packages if package["requested"]] or packages
     good = {package["name"]: package["base"] for package in requested}
-    bad = {package["name"]: f"{AT}{package['url']}" if package["url"] else package["head"] for package in requested}
+    bad = {
+        package["name"]: f"{ADDRESS_PREFIX}{package['url']}" if package["url"] else package["head"]
+        for package in requested
+    }
     for test in plain["tests"]:
         if test["outcome"] == Outcome.REGRESSED.value:
             metrics = tuple(
                 change["metric"] for change in test["metrics"] if change["outcome"] == Outcome.REGRESSED.value
             )
-            yield Red(Key(test["file"], test["test"], test["name"]), "", metrics, good, bad)
+            yield RegressedTest(Key(test["file"], test["test"], test["name"]), "", metrics, good, bad)
 
 
-def _in_session(text: str, name: str) -> Iterator[Red]:
+def _in_session(text: str, name: str) -> Iterator[RegressedTest]:
     """Yield the regressed measurements in a session's report."""
     for result in from_json(text, name).results:
         for verdict in result.verdict.verdicts:
@@ -118,7 +124,7 @@ def _in_session(text: str, name: str) -> Iterator[Red]:
             if metrics:
                 measurement = verdict.measurement
                 key = Key(result.verdict.file, result.verdict.test, measurement.name)
-                yield Red(key, measurement.environment.slug, metrics, *_releases(verdict), gated=True)
+                yield RegressedTest(key, measurement.environment.slug, metrics, *_releases(verdict), gated=True)
 
 
 def _regressed(verdict: Verdict) -> Iterable[str]:

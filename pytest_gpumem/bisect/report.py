@@ -14,16 +14,16 @@ from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from pytest_gpumem.bisect.candidates import Candidate
-    from pytest_gpumem.bisect.driver import Found
-    from pytest_gpumem.bisect.red_report import Red
-    from pytest_gpumem.reports.comparison import Compared
+    from pytest_gpumem.bisect.driver import SearchResult
+    from pytest_gpumem.bisect.red_report import RegressedTest
+    from pytest_gpumem.reports.comparison import ComparisonReport
     from pytest_gpumem.reports.layout import Line, Screen, Style
 
 _SMALL_PART = 0.5
 """If the change explains a smaller part than this, a note says how to find the rest."""
 
 
-def lines(search: Found, screen: Screen) -> list[Line | str]:
+def lines(search: SearchResult, screen: Screen) -> list[Line | str]:
     """Return the table with trials, the added memory by module and line, and a last line that names the change."""
     units = search.settings.units
     columns = (
@@ -52,7 +52,7 @@ def lines(search: Found, screen: Screen) -> list[Line | str]:
     ]
 
 
-def markdown(search: Found, red: Red | None = None) -> str:
+def markdown(search: SearchResult, red: RegressedTest | None = None) -> str:
     """Return a section in GitHub's Markdown, for an issue or a job's summary. ``red`` is the test from ``--from``."""
     units = search.settings.units
     text = [f"### gpumem bisect: {escaping.plain(culprit(search))}", "", f"{escaping.plain(result(search))}.", ""]
@@ -74,7 +74,7 @@ def markdown(search: Found, red: Red | None = None) -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
-def to_json(search: Found, red: Red | None = None) -> str:
+def to_json(search: SearchResult, red: RegressedTest | None = None) -> str:
     """Return the result as JSON, in the metric's units."""
     good, bad = _values(search.step, search.metric)
     plain = {
@@ -91,19 +91,19 @@ def to_json(search: Found, red: Red | None = None) -> str:
     return json.dumps(plain, indent=2) + "\n"
 
 
-def nothing_as_markdown(why: str) -> str:
+def failure_as_markdown(why: str) -> str:
     """Return the Markdown for a failed bisection. ``why`` is a sentence, with log lines after it."""
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
     return "\n".join(["### gpumem bisect: nothing was found", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"
 
 
-def nothing_as_json(why: str) -> str:
+def failure_as_json(why: str) -> str:
     """Return the JSON for a failed bisection, with the reason ``why``."""
     return json.dumps({"format": FORMAT, "found": False, "culprit": None, "why": why}, indent=2) + "\n"
 
 
-def result(search: Found) -> str:
+def result(search: SearchResult) -> str:
     """Return the change in a sentence: ``"transformers 4.38.0 did it: peak allocated 9.23 MB to 539.50 MB, after 4.37.2"``."""
     title = METRICS[search.metric].title
     values = _values(search.step, search.metric)
@@ -116,7 +116,7 @@ def result(search: Found) -> str:
     return f"{culprit(search)} {effect}: {title} {before} to {after}{ratio}, after {earlier.name}{skipped}"
 
 
-def culprit(search: Found) -> str:
+def culprit(search: SearchResult) -> str:
     """Return the change's name, for example ``"transformers 4.38.0"``.
 
     If skipped candidates come before the first bad candidate, all are named: ``"one of 9d8e7f6, 5a6b7c8"``.
@@ -129,12 +129,12 @@ def culprit(search: Found) -> str:
     return f"one of {package}{', '.join(candidate.name for candidate in (*skipped, later))}"
 
 
-def _in_time(search: Found) -> tuple[Candidate, Candidate]:
+def _in_time(search: SearchResult) -> tuple[Candidate, Candidate]:
     """Return the candidate before the change, and the candidate that made the change."""
     return (search.bad, search.good) if search.bad.backwards else (search.good, search.bad)
 
 
-def notes(search: Found) -> list[str]:
+def notes(search: SearchResult) -> list[str]:
     """Return notes on the result as clauses.
 
     Example: ``"this is +500.00 kB of +2.00 MB; to find the rest, continue with --good 5a6b7c8"``.
@@ -155,7 +155,7 @@ def notes(search: Found) -> list[str]:
     return clauses
 
 
-def _values(report: Compared, metric: str) -> tuple[float | None, float | None]:
+def _values(report: ComparisonReport, metric: str) -> tuple[float | None, float | None]:
     """Return the old and new value from the test whose metric has grown most."""
     changes = [change for row in report.rows for change in row.changes if change.metric == metric]
     largest = max(changes, key=lambda change: (change.new or 0) - (change.old or 0), default=None)

@@ -13,7 +13,7 @@ from pytest_gpumem.changed_code.statements import TwoVersions
 from pytest_gpumem.gate.difference import CHANGED_LINE, with_changed_lines, with_named_lines
 from pytest_gpumem.values.composition import explanation_without_callers
 from pytest_gpumem.values.operator_counts import NOWHERE, tallies_without_callers
-from pytest_gpumem.values.source_lines import chains_of, file_and_line, one_of, package_of
+from pytest_gpumem.values.source_lines import alternatives_clause, chains_of, file_and_line, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,5 +186,5 @@ def _marked(tally: Tally, changed: ChangedCode) -> Tally:
     named = changed.named(place) if tally.amount > 0 and place != NOWHERE else ()
     if not named:
         return tally
-    reason = "; ".join(filter(None, [changed.mark(place), *one_of(named)]))
+    reason = "; ".join(filter(None, [changed.mark(place), *alternatives_clause(named)]))
     return replace(tally, place=replace(place, named=named[0], reason=reason))

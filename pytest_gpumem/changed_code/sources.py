@@ -110,7 +110,7 @@ def _python_files(folder: Path) -> Iterator[str]:
                 yield (Path(current) / name).relative_to(folder).as_posix()
 
 
-class NothingKnown:
+class NoSource:
     """A version of the code without any source."""
 
     def lines(self, line: str) -> None:

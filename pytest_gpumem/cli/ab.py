@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_variants
-from pytest_gpumem.ab.runs import AFTER_SETUP, refused
+from pytest_gpumem.ab.compare_variants import ComparisonResult, Plan, Progress, compare_variants
+from pytest_gpumem.ab.runs import SETUP_NOTE, reason_to_refuse
 from pytest_gpumem.ab.variants import Variant, without_folders
 from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
-from pytest_gpumem.processes import noted_signals
+from pytest_gpumem.processes import recorded_signals
 from pytest_gpumem.reports.comparison_formats import (
+    failure_as_json,
+    failure_as_markdown,
     lines,
     markdown,
-    nothing_as_json,
-    nothing_as_markdown,
     to_json,
 )
 from pytest_gpumem.requirements.environments import Environments, cache_folder
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.git import Revision
-    from pytest_gpumem.reports.comparison import Compared
+    from pytest_gpumem.reports.comparison import ComparisonReport
 
     FC = TypeVar("FC", bound=Callable[..., Any] | click.Command)
     T = TypeVar("T")
@@ -63,12 +63,12 @@ def _join_file_options(words: Sequence[str]) -> Iterator[str]:
 
 _MOST_OF_MARKDOWN = 50_000
 """Characters. GitHub's limit for a comment is 65,536, and the comment contains other text as well."""
-_RENDERERS: dict[str, Callable[[Ended], str]] = {
+_RENDERERS: dict[str, Callable[[ComparisonResult], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
 """The formats for ``--report``, by suffix."""
-_ERROR_RENDERERS: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md": nothing_as_markdown}
+_ERROR_RENDERERS: dict[str, Callable[[str], str]] = {".json": failure_as_json, ".md": failure_as_markdown}
 """The formats for a comparison without a result, by suffix."""
 
 
@@ -314,20 +314,20 @@ def ab(
             checkout = Checkout.around(Path.cwd())
             revisions = [checkout.revision(base), checkout.revision(head or "HEAD")]
             uncommitted = checkout.uncommitted()
-        why_not = refused(arguments, checkout.top)
+        why_not = reason_to_refuse(arguments, checkout.top)
         if why_not is not None:
             raise click.UsageError(why_not)
     variants = without_folders([Variant(*side) for side in zip(revisions, requirements, strict=True)])
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
     print_uncommitted(uncommitted)
-    with noted_signals() as stop:
+    with recorded_signals() as stop:
         ended = compare_variants(plan, environments(), stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
         _print(ended, files)
     elif ended.why is not None:
         write_reports(files, _ERROR_RENDERERS, ended.why)
     if setup is not None:
-        click.echo(AFTER_SETUP, err=True)
+        click.echo(SETUP_NOTE, err=True)
     if ended.why is not None:
         click.echo(ended.why, err=True)
     context.exit(ended.exit_status)
@@ -341,12 +341,12 @@ def print_uncommitted(files: int) -> None:
         )
 
 
-def _report_of(ended: Ended) -> Compared:
+def _report_of(ended: ComparisonResult) -> ComparisonReport:
     assert ended.report is not None, "the comparison has a result"
     return ended.report
 
 
-def _print(ended: Ended, files: Sequence[Path]) -> None:
+def _print(ended: ComparisonResult, files: Sequence[Path]) -> None:
     with text_beside(files):
         write_lines(lines(_report_of(ended), ended.units, screen()))
     write_reports(files, _RENDERERS, ended)

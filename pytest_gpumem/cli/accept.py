@@ -12,7 +12,7 @@ import click
 from pytest_gpumem.accept.by_cause import UnknownCause, numbered_causes, with_causes
 from pytest_gpumem.accept.commit import why_other_commit
 from pytest_gpumem.accept.from_report import Candidate, by_device, candidates_of
-from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, chosen
+from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, selected_results
 from pytest_gpumem.baselines.changes import Source
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.folder import Folder
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.gate.causes import Cause
-    from pytest_gpumem.reports.causes import CausesOf
+    from pytest_gpumem.reports.causes import SessionCauses
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.units import UnitSystem
 
@@ -177,7 +177,7 @@ def accept(
     growth_causes = causes_in(report)
     apart: list[Candidate] = []
     with input_errors(UnknownTest, UnknownCause):
-        results = chosen(report, tests)
+        results = selected_results(report, tests)
         if causes:
             named = numbered_causes(growth_causes.causes, causes, units)
             explained = with_causes(growth_causes.causes, results, named, units)
@@ -263,7 +263,9 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
         yield f"the report has no result of {counted(len(report.not_run), 'selected test')}, left as before: {first}"
 
 
-def _accepted_by_a_person(changing: Sequence[Candidate], growth_causes: CausesOf, units: UnitSystem) -> list[Candidate]:
+def _accepted_by_a_person(
+    changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
+) -> list[Candidate]:
     """Show each cause of several tests, then each remaining test, and return the tests that the user accepts.
 
     Raises ``click.Abort`` at the end of the input.
@@ -273,7 +275,7 @@ def _accepted_by_a_person(changing: Sequence[Candidate], growth_causes: CausesOf
     taken: list[Cause] = []
     shown_causes = (
         zip(growth_causes.causes.causes, cause_cells(growth_causes, units, None), strict=True)
-        if growth_causes.tell
+        if growth_causes.concern_several_tests
         else ()
     )
     for cause, cells in shown_causes:
@@ -322,7 +324,7 @@ def _with_nothing_to_accept(
 ) -> Iterator[tuple[str, Refusal]]:
     """Yield each named test that equals its baseline. A pattern is accepted if it also matches tests that differ."""
     for test in tests:
-        titles = {result.verdict.nodeid for result in chosen(report, [test])}
+        titles = {result.verdict.nodeid for result in selected_results(report, [test])}
         named = [candidate for candidate in candidates if candidate.title in titles]
         if not any(candidate.changes_store or candidate.refused or candidate.is_noticed for candidate in named):
             for candidate in named:
@@ -340,7 +342,7 @@ def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
         names = dict.fromkeys(("peak_allocated", *([] if deciding is None else [deciding.metric])))
         figures = [_figure(name, entry.metrics[name], old.get(name), units) for name in names if name in entry.metrics]
         yield f"{key} on {entry.environment.slug}: {'; '.join(figures)}"
-    for slug, key in changes.gone:
+    for slug, key in changes.removals:
         yield f"{key} on {slug}: removed, its test no longer takes it"
 
 

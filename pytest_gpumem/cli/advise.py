@@ -15,7 +15,7 @@ from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_i
 from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.largest import OPTIONS
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-from pytest_gpumem.advice.run_warnings import warnings_kept
+from pytest_gpumem.advice.run_warnings import collected_warnings
 from pytest_gpumem.advice.search_order import Search
 from pytest_gpumem.advice.shard_option import PER_RANK, named_configs, sharding_of
 from pytest_gpumem.advice.snippet import code_of
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.advice.largest import SizeTrial, Sought
-    from pytest_gpumem.advice.search_order import Tried
+    from pytest_gpumem.advice.largest import SizeAxis, SizeTrial
+    from pytest_gpumem.advice.search_order import Trial
     from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Explanation
@@ -378,7 +378,7 @@ def advise(
         raise click.UsageError("--config names configs and --all measures all of them: use only one option")
     if largest_batch and longest_sequence:
         raise click.UsageError("--largest-batch and --longest-sequence exclude each other: use one at a time")
-    dimension: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
+    dimension: SizeAxis | None = "samples" if largest_batch else "tokens" if longest_sequence else None
     search = Search(fits, configs, everything, blocks, task, dimension, sharding, refused)
     with input_errors(ModelError):
         name = model_name(subject_name)
@@ -418,7 +418,7 @@ class _ModelArgument:
 
     def on_device(self, search: Search, device: Device) -> AdviceSubject:
         """Make the model and its batch on a device in this process."""
-        with warnings_kept() as warned:
+        with collected_warnings() as warned:
             if self.name is not None:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
             else:
@@ -431,7 +431,7 @@ class _ModelArgument:
         A named model is made in this process, which must not use CUDA. A function might use CUDA, so it is called in forks.
         """
         if self.name is not None:
-            with gpu_unseen(), warnings_kept() as warned:
+            with gpu_unseen(), collected_warnings() as warned:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
             return replace(subject, warnings=tuple(warned))
 
@@ -501,13 +501,13 @@ def _search_on_device(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
     """Search on a device in this process."""
-    if search.fits is None and (search.sought is not None or not (search.everything or search.configs)):
-        alternative = "" if search.sought is not None else " (or measure every combination with --all)"
+    if search.fits is None and (search.size_axis is not None or not (search.everything or search.configs)):
+        alternative = "" if search.size_axis is not None else " (or measure every combination with --all)"
         raise click.UsageError(f"this device needs a limit: give its memory, for example --fits 24GB{alternative}")
     device = _device(device_name)
     subject = subject_on(device)
 
-    def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+    def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
         # Peaks on an emulated GPU may lack the convolution workspaces of a real GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
@@ -524,7 +524,7 @@ def _search_on_device(
         (trials,),
         finished=trials.finished,
         notes=notes,
-        sought=search.sought,
+        size_axis=search.size_axis,
         sharding=search.sharding,
         attention=subject.attention,
     )
@@ -573,7 +573,7 @@ def _search_on_cards(
             tuple(card_trials),
             finished=card_trials[-1].finished,
             notes=(*_notes(search), *_notes_on_faster(search, card_trials)),
-            sought=search.sought,
+            size_axis=search.size_axis,
             sharding=search.sharding,
             attention=subject.attention,
         ),

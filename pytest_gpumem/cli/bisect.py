@@ -14,16 +14,16 @@ from packaging.version import InvalidVersion, Version
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import set_up
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import AFTER_SETUP, refused, without_baselines
+from pytest_gpumem.ab.runs import SETUP_NOTE, reason_to_refuse, without_baseline_options
 from pytest_gpumem.baselines.history import events_of, file_changes, texts_of
-from pytest_gpumem.baselines.selecting import selected
+from pytest_gpumem.baselines.selecting import selected_keys
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.bisect import candidates
-from pytest_gpumem.bisect.candidates import AT, commits, one_release, pins_of, releases
-from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
+from pytest_gpumem.bisect.candidates import ADDRESS_PREFIX, commits, pins_of, releases, same_release_notes
+from pytest_gpumem.bisect.driver import JUDGED_METRICS, STEP_TIME, NothingToSearch, Search
 from pytest_gpumem.bisect.journal import Journal
-from pytest_gpumem.bisect.red_report import red_of
-from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
+from pytest_gpumem.bisect.red_report import regressed_test_of
+from pytest_gpumem.bisect.report import failure_as_json, failure_as_markdown, lines, markdown, to_json
 from pytest_gpumem.bisect.state import state_of
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.ab import (
@@ -46,11 +46,11 @@ from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_li
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
-from pytest_gpumem.processes import Stopped, noted_signals
+from pytest_gpumem.processes import StopSignal, recorded_signals
 from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
+from pytest_gpumem.requirements.errors import InstallationError, RequirementError
 from pytest_gpumem.requirements.installed import versions
-from pytest_gpumem.requirements.releases import is_same, public, releases_of
+from pytest_gpumem.requirements.releases import is_same_release, releases_of, without_local_version
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted
 
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.runs import Runner
     from pytest_gpumem.ab.variants import Provisioner
     from pytest_gpumem.bisect.candidates import Candidate
-    from pytest_gpumem.bisect.driver import Found
-    from pytest_gpumem.bisect.red_report import Red
+    from pytest_gpumem.bisect.driver import SearchResult
+    from pytest_gpumem.bisect.red_report import RegressedTest
 
 
 def _package_name(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -77,7 +77,7 @@ def _package_name(_context: click.Context, _parameter: click.Parameter, value: s
     return requirement.name
 
 
-_ERROR_RENDERERS = {".json": nothing_as_json, ".md": nothing_as_markdown}
+_ERROR_RENDERERS = {".json": failure_as_json, ".md": failure_as_markdown}
 
 
 @click.command(cls=WithPytestArguments)
@@ -115,7 +115,7 @@ _ERROR_RENDERERS = {".json": nothing_as_json, ".md": nothing_as_markdown}
 )
 @click.option(
     "--metric",
-    type=click.Choice(JUDGED),
+    type=click.Choice(JUDGED_METRICS),
     metavar="METRIC",
     help="Judge by this metric, for example `peak_reserved`. Default: the first metric that is worse at the bad end. "
     "`step_time` is measured by turns, as `gpumem ab` does.",
@@ -226,21 +226,21 @@ def bisect(
     | `why` | the reason, if nothing was found |
     """
     pytest_arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
-    with error_reports(files, _ERROR_RENDERERS), input_errors(GitError, ReportError, NothingFound):
+    with error_reports(files, _ERROR_RENDERERS), input_errors(GitError, ReportError, NothingToSearch):
         red = None if source is None else _red_test(source)
         _check_ends(tests, good, bad, package, packages=packages, red=red)
         of_code = package is None and not packages and red is None
         checkout = Checkout.around(Path.cwd()) if of_code else Checkout.as_it_is(Path.cwd())
         metric = metric or (red.metric if red is not None else None)
-        options, store = (pytest_arguments, None) if red is None else without_baselines(pytest_arguments)
-        arguments = [*([] if metric == TIMED else ["--no-gpumem-time"]), *options, *tests]
-        why_not = refused(arguments, checkout.top)
+        options, store = (pytest_arguments, None) if red is None else without_baseline_options(pytest_arguments)
+        arguments = [*([] if metric == STEP_TIME else ["--no-gpumem-time"]), *options, *tests]
+        why_not = reason_to_refuse(arguments, checkout.top)
         if why_not is not None:
             raise click.UsageError(why_not)
     only = () if red is None else (red.nodeid,)
     if of_code:
         print_uncommitted(checkout.uncommitted())
-    with error_reports(files, _ERROR_RENDERERS), noted_signals() as stop:
+    with error_reports(files, _ERROR_RENDERERS), recorded_signals() as stop:
         try:
             with set_up(checkout, arguments, setup, environments(), stop, _say, only) as (runner, provisioner):
                 searches = _CandidateSearches(runner, provisioner, metric, jobs, max_slowdown)
@@ -253,9 +253,9 @@ def bisect(
                     result = searches.find(searches.releases(package, good or "", bad or ""))
                 else:
                     result = _search_packages(searches, *_releases_at_ends(good, bad, tests[0], slug))
-        except (RunFailed, NothingFound, NotInstalled, GitError, RequirementError) as failure:
+        except (RunFailed, NothingToSearch, InstallationError, GitError, RequirementError) as failure:
             raise InputError(*str(failure).splitlines()) from None
-        except Stopped as stopped:
+        except StopSignal as stopped:
             click.echo("interrupted; run the same command again to continue the search", err=True)
             context.exit(stopped.exit_status)
     with text_beside(files):
@@ -284,10 +284,10 @@ class _CandidateSearches:
     jobs: int
     max_slowdown: float
 
-    def find(self, searched: Sequence[Candidate]) -> Found:
+    def find(self, searched: Sequence[Candidate]) -> SearchResult:
         """Search a list of candidates in order. An interrupted search stores its runs for the next call.
 
-        Raises the exceptions of `Search.find`, for example `NothingFound` if the bad end is not worse than the good end.
+        Raises the exceptions of `Search.find`, for example `NothingToSearch` if the bad end is not worse than the good end.
         """
         _say(f"{counted(len(searched), 'candidate')}, {searched[0].name} to {searched[-1].name}")
         runner = self.runner
@@ -303,12 +303,12 @@ class _CandidateSearches:
             result = Search(
                 searched, runner, self.provisioner, journal, self.metric, self._jobs(), self.max_slowdown
             ).find()
-        except (RunFailed, NothingFound, NotInstalled, GitError):
+        except (RunFailed, NothingToSearch, InstallationError, GitError):
             journal.remove()
             raise
         finally:
             if of_code and runner.setup is not None:
-                _say(AFTER_SETUP)
+                _say(SETUP_NOTE)
         journal.remove()
         return result
 
@@ -319,21 +319,23 @@ class _CandidateSearches:
             return 1
         return most_jobs(self.jobs)
 
-    def releases(self, package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
+    def releases(
+        self, package: str, good: str, bad: str, pinned_releases: Mapping[str, str] | None = None
+    ) -> list[Candidate]:
         """Return the candidates from release ``good`` to release ``bad`` on the package index.
 
         Args:
             package: The name of the package.
             good: The first release, for example ``"4.45.0"``.
             bad: The last release, or an address such as ``"@ git+https://..."``.
-            beside: Releases of other packages to install in each candidate, by name.
+            pinned_releases: Releases of other packages to install in each candidate, by name.
 
         Raises:
             RequirementError: An end is not a release, or both ends are the same release.
-            NotInstalled: The index cannot be read.
+            InstallationError: The index cannot be read.
         """
         for release in (good, bad):
-            if release.startswith(AT):
+            if release.startswith(ADDRESS_PREFIX):
                 continue
             try:
                 Version(release)
@@ -345,72 +347,72 @@ class _CandidateSearches:
             raise RequirementError(
                 f"--good and --bad are the same release of {package}: {good}; give two different releases"
             )
-        if not bad.startswith(AT) and is_same(good, bad):
+        if not bad.startswith(ADDRESS_PREFIX) and is_same_release(good, bad):
             raise RequirementError(
                 f"{package} {good} and {bad} are the same release on the index; give two different releases"
             )
         try:
             listed = releases_of(package, plain_environment(), self.provisioner.stop)
-        except NotInstalled:
-            if not bad.startswith(AT):
+        except InstallationError:
+            if not bad.startswith(ADDRESS_PREFIX):
                 raise
             # A package that was installed from an address may be on no index.
             listed = []
-        return releases(package, listed, good, bad, beside)
+        return releases(package, listed, good, bad, pinned_releases)
 
 
-def _missing_packages(package: str | None, bad: str | None, red: Red | None) -> str:
+def _missing_packages(package: str | None, bad: str | None, red: RegressedTest | None) -> str:
     """Return the packages to install before the bad end can be measured here, for example ``"tinymodels 1.4"``."""
     if package is not None:
         needed = {package: bad or ""}
     elif red is not None:
-        needed = dict(red.now)
+        needed = dict(red.bad_releases)
     else:
         needed = pins_of(requirement_set([f"-r {bad}"])) if bad is not None else {}
     installed = versions(needed)
     missing = [
         f"{name} {release}"
         for name, release in needed.items()
-        if name not in installed or not is_same(installed[name], release)
+        if name not in installed or not is_same_release(installed[name], release)
     ]
     return f"the packages in {bad}" if missing and package is None and red is None else " and ".join(missing)
 
 
-def _red_test(source: Path) -> Red:
-    """Return the first test in a report that regressed. Raises `ReportError`, `NothingFound` and `InputError`."""
+def _red_test(source: Path) -> RegressedTest:
+    """Return the first test in a report that regressed. Raises `ReportError`, `NothingToSearch` and `InputError`."""
     try:
-        return red_of(read_text(source), name_of(source))
+        return regressed_test_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name_of(source)} cannot be read: {error}") from None
 
 
 def _search_for_red_test(
-    red: Red,
+    red: RegressedTest,
     searches: _CandidateSearches,
     checkout: Checkout,
     store: str | None,
     *,
     first_parent: bool,
-) -> Found:
+) -> SearchResult:
     """Search the packages that differ and, if none is the cause, the commits since the baseline."""
     why_no_package = ""
-    if red.then or not red.gated:
+    if red.good_releases or not red.gated:
         try:
-            return _search_packages(searches, dict(red.then), dict(red.now))
-        except (NothingFound, NotInstalled, RunFailed) as failure:
+            return _search_packages(searches, dict(red.good_releases), dict(red.bad_releases))
+        except (NothingToSearch, InstallationError, RunFailed) as failure:
             if not red.gated:
                 raise
             why_no_package = f"; packages: {str(failure).splitlines()[0]}"
     try:
         good, bad = _accepting_commit(red, store), checkout.revision("HEAD")
         return searches.find(commits(checkout, good, bad, first_parent=first_parent))
-    except (GitError, InputError, NothingFound) as failure:
+    except (GitError, InputError, NothingToSearch) as failure:
         message = failure.format_message() if isinstance(failure, InputError) else str(failure)
-        raise NothingFound(f"{message}{why_no_package}") from None
+        raise NothingToSearch(f"{message}{why_no_package}") from None
 
 
-def _accepting_commit(red: Red, store: str | None) -> Revision:
-    """Return the commit that accepted a test's current baseline. Raises `NothingFound`, `GitError` and `InputError`."""
+def _accepting_commit(red: RegressedTest, store: str | None) -> Revision:
+    """Return the commit that accepted a test's current baseline. Raises `NothingToSearch`, `GitError` and `InputError`."""
     backend = store_backend(project_settings(store))
     checkout, folder = checkout_of(backend)
     path = path_of(red.slug, red.key.file)
@@ -418,23 +420,29 @@ def _accepting_commit(red: Red, store: str | None) -> Revision:
     events = events_of(changes, texts_of(checkout.top, changes), red.key)
     commit = events[-1].commit if events else None
     if commit is None:
-        raise NothingFound(
+        raise NothingToSearch(
             f"no commit contains the baseline of {red.key}, so no good commit is known; give TEST and --good instead of --from"
         )
     if commit.cut_off:
-        raise NothingFound(
+        raise NothingToSearch(
             f"this clone is shallow, so the commit that accepted the baseline of {red.key} is not known: fetch the "
             "history with `git fetch --unshallow`, or on GitHub Actions with fetch-depth: 0 for actions/checkout"
         )
     if commit.name == checkout.revision("HEAD").commit:
-        raise NothingFound(
+        raise NothingToSearch(
             f"HEAD accepted the baseline of {red.key}, so no later commit can have caused the regression"
         )
     return Revision(commit.name, commit.name)
 
 
 def _check_ends(
-    tests: Sequence[str], good: str | None, bad: str | None, package: str | None, *, packages: bool, red: Red | None
+    tests: Sequence[str],
+    good: str | None,
+    bad: str | None,
+    package: str | None,
+    *,
+    packages: bool,
+    red: RegressedTest | None,
 ) -> None:
     """Raise ``click.UsageError`` if an end is missing, or if a report already names both."""
     if red is not None:
@@ -471,7 +479,7 @@ def _releases_at_ends(
         return good_releases, bad_releases
     settings = project_settings()
     stored = read_baselines(store_backend(settings), slug)
-    keys = selected((baseline.key for baseline in stored), test)
+    keys = selected_keys((baseline.key for baseline in stored), test)
     of_test = [baseline for baseline in stored if baseline.key in keys]
     if not of_test:
         check_is_no_file(test)
@@ -485,17 +493,17 @@ def _releases_at_ends(
     return recorded, versions(recorded)
 
 
-def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> Found:
+def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> SearchResult:
     """Search the packages that differ, and then the releases of the package that caused the change.
 
     For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
     the first search ends with transformers, and the second searches its releases from 4.45.0 to 4.50.0 beside torch 2.13.0.
     """
     differing, by_package = candidates.packages(good, bad)
-    same = one_release(good, bad)
+    same = same_release_notes(good, bad)
     if not differing:
         why = "; ".join(same) or "all packages that are known at both ends have the same releases"
-        raise NothingFound(f"{why}, so there is no release to search" if same else why)
+        raise NothingToSearch(f"{why}, so there is no release to search" if same else why)
     for sentence in same:
         _say(sentence)
     changed = changed_releases(*({name: end[name] for name in differing} for end in (good, bad)))
@@ -506,12 +514,12 @@ def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: di
         return result
     culprit = differing[position - 1]
     # Candidate N has the bad releases of the first N packages, and the good releases of the rest.
-    beside = {
+    pinned_releases = {
         name: (bad if number < position - 1 else good)[name] for number, name in enumerate(differing) if name != culprit
     }
-    between = searches.releases(culprit, _on_index(good[culprit]), _on_index(bad[culprit]), beside)
+    between = searches.releases(culprit, _on_index(good[culprit]), _on_index(bad[culprit]), pinned_releases)
     return result if result is not None and len(between) == len(by_package[:2]) else searches.find(between)
 
 
 def _on_index(release: str) -> str:
-    return release if release.startswith(AT) else public(release)
+    return release if release.startswith(ADDRESS_PREFIX) else without_local_version(release)

@@ -55,7 +55,7 @@ def cache(*, clear: bool) -> None:
     """
     cached = environments()
     with input_errors(OSError):
-        finished, unfinished = cached.kept(), cached.unfinished()
+        finished, unfinished = cached.finished(), cached.unfinished()
         sizes = [bytes_in(environment.folder) for environment in finished]
     columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
     rows = tuple(
@@ -65,7 +65,7 @@ def cache(*, clear: bool) -> None:
                 (
                     environment.name,
                     ", ".join(f"{name} {version}" for name, version in environment.packages.items()),
-                    time.strftime("%Y-%m-%d", time.localtime(environment.made)),
+                    time.strftime("%Y-%m-%d", time.localtime(environment.created)),
                     format_bytes(nbytes),
                 ),
             )

@@ -24,7 +24,7 @@ from pytest_gpumem.github.comment import (
     pull_request_of_event,
     put_comment,
     put_issue,
-    room,
+    room_in_comment,
 )
 from pytest_gpumem.github.runs import find_run, pull_request_of_run
 from pytest_gpumem.reports.errors import ReportError
@@ -326,7 +326,7 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
     passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
-    left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
+    left = room_in_comment(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
     # Markdown comes first, because only JSON can be shortened to the remaining characters.
     for content in sorted(contents, key=lambda content: content.result is not None):

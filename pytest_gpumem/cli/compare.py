@@ -14,7 +14,7 @@ from pytest_gpumem.cli.project import committed, project_settings, read_baseline
 from pytest_gpumem.cli.store_options import store_option
 from pytest_gpumem.cli.streams import InputError, format_option, read_report, screen, write_lines
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
-from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compare_sides, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
 
@@ -85,7 +85,9 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     if old == new == "-":
         raise click.UsageError("OLD and NEW cannot both be standard input")
     settings = project_settings(store)
-    comparison = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
+    comparison = compare_sides(
+        _side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances}
+    )
     if form == "json":
         click.echo(to_json(comparison), nl=False)
     elif form == "markdown":

@@ -25,7 +25,7 @@ from pytest_gpumem.cli.streams import InputError, format_option, input_errors, s
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device, read_table
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
-from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor import collecting
 from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoreFacts
 from pytest_gpumem.doctor.findings import exit_status, findings
 from pytest_gpumem.doctor.probe import open_device
@@ -134,20 +134,20 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
         gpu = emulated_gpu(emulated, settings.gpus)
-    in_process = looking.probe(list(BUILT_IN), environment)
-    on_emulated = looking.probe([emulated], {**environment, DESCRIPTION: described(gpu)})
+    in_process = collecting.probe(list(BUILT_IN), environment)
+    on_emulated = collecting.probe([emulated], {**environment, DESCRIPTION: described(gpu)})
     added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings, conftest=conftest),)
     return Facts(
         device=word,
-        releases=looking.releases(),
-        driver=looking.driver(),
+        releases=collecting.releases(),
+        driver=collecting.driver(),
         torch=in_process.torch,
         torch_emulated=on_emulated.torch,
         devices=(*in_process.devices, *on_emulated.devices, *added),
         store=_store(settings),
-        compiling=looking.compiling(environment),
-        reports=looking.reports(),
-        other_command=looking.other_command(),
+        compiling=collecting.compiling(environment),
+        reports=collecting.reports(),
+        other_command=collecting.other_command(),
         ignored=_ignored(files.root),
         is_default_device=is_default,
         unread=files.unread,
@@ -186,7 +186,7 @@ def _store(settings: Settings) -> StoreFacts:
         backend = backend_at(settings.store, settings.store_base)
         if isinstance(backend, Folder) and not backend.root.is_dir():
             return StoreFacts(location, is_there=False, restore=restoring_command(backend.root))
-        return StoreFacts(location, looking.stored(read_baselines(backend)))
+        return StoreFacts(location, collecting.stored_facts(read_baselines(backend)))
     except (BackendError, InputError) as error:
         message = error.message if isinstance(error, InputError) else str(error)
         return StoreFacts(location, trouble=message.replace(f"{Path.cwd()}{os.sep}", ""))

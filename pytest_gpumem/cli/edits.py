@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.cli.streams import InputError, write_lines
 from pytest_gpumem.open_folder import open_folder
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def write_edits(root: Path, edits: Sequence[Edit]) -> None:
         for edit in edits:
             written.append(edit)
             top, path = _placed(root, edit)
-            write_whole(path, edit.after, root=top, errors="surrogateescape")
+            write_atomically(path, edit.after, root=top, errors="surrogateescape")
     except OSError as error:
         for edit in written:
             _restore(*_placed(root, edit), edit.before)
@@ -82,6 +82,6 @@ def _restore(top: Path, path: Path, before: str | None) -> None:
         if before is None:
             path.unlink(missing_ok=True)
         else:
-            write_whole(path, before, root=top, errors="surrogateescape")
+            write_atomically(path, before, root=top, errors="surrogateescape")
     except OSError as error:
         click.echo(f"{path} could not be restored: {error.strerror}", err=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_gpumem.open_folder import LinkFound
-from pytest_gpumem.whole_file import write_whole
+from pytest_gpumem.atomic_file import write_atomically
+from pytest_gpumem.open_folder import SymbolicLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,9 +58,9 @@ def write_file(file: Path, text: str) -> None:
         click.echo(text.encode("utf-8", "backslashreplace"), nl=False)
         return
     try:
-        write_whole(file, text)
-    except LinkFound:
-        raise LinkFound(file, "name the target of the link, or - for standard output") from None
+        write_atomically(file, text)
+    except SymbolicLinkError:
+        raise SymbolicLinkError(file, "name the target of the link, or - for standard output") from None
 
 
 def read_text(file: Path) -> str:

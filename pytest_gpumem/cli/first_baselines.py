@@ -19,7 +19,7 @@ from pytest_gpumem.command_name import command_name
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import MARK_KEY, SETTINGS, with_patterns
 from pytest_gpumem.init.workflow import PLACEHOLDER
-from pytest_gpumem.processes import noted_signals, run
+from pytest_gpumem.processes import recorded_signals, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ class FirstBaselines:
             agreed: Asks a question, and returns whether the answer is yes.
 
         Raises:
-            Stopped: The process received a signal, for example SIGTERM.
+            StopSignal: The process received a signal, for example SIGTERM.
             SystemExit: Not every test could be recorded. The status is 1.
         """
         failed = False
@@ -157,8 +157,8 @@ class FirstBaselines:
             write_lines([f"  {function}" for function in sorted(differing)])
 
     def _prune(self, functions: Sequence[str]) -> None:
-        """Remove the baselines of test functions from the store. If this fails, print the command to run. Raises `Stopped`."""
-        with TemporaryDirectory(prefix="gpumem-init-") as folder, noted_signals() as stop:
+        """Remove the baselines of test functions from the store, or else print the command to run. Raises `StopSignal`."""
+        with TemporaryDirectory(prefix="gpumem-init-") as folder, recorded_signals() as stop:
             output = Path(folder) / "output.txt"
             command = ["-m", "pytest_gpumem.cli.main", "prune", *functions]
             status = run(

@@ -28,13 +28,12 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.fit.forks import ProgramRuns
-from pytest_gpumem.fit.outcome import NOT_ENOUGH, Fit, FitOutcome, Found, ends_it, exit_status
-from pytest_gpumem.fit.outcome import found as found_of
+from pytest_gpumem.fit.outcome import NOT_ENOUGH, Fit, FitOutcome, RunResult, ends_it, exit_status, result_of
 from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
-from pytest_gpumem.processes import Stopped, noted_signals
+from pytest_gpumem.processes import StopSignal, recorded_signals
 from pytest_gpumem.reports.layout import laid_out
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,13 +188,13 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     jobs = most_jobs(min(jobs, max(1, len(gpus) - 1)))
     by_gpu: dict[Gpu, Fit] = {}
     interrupted = None
-    with noted_signals() as stop:
+    with recorded_signals() as stop:
         try:
             with closing(ProgramRuns(arguments, os.environ, steps, jobs, stop)) as runs:
                 _try_all(by_gpu, gpus, runs, jobs, stop, arguments[0], every=bool(words))
-        except Stopped as stopped:
+        except StopSignal as stopped:
             interrupted = stopped.exit_status
-            were = agreeing(len(by_gpu), "was", "were")
+            were = word_form(len(by_gpu), "was", "were")
             click.echo(f"\ninterrupted: {len(by_gpu)} of {counted(len(gpus), 'GPU')} {were} tried", err=True)
     fits = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
     if interrupted is not None:
@@ -249,7 +248,7 @@ def _try_all(
     """
     expandable = with_expandable_segments(os.environ)
 
-    def run_on(gpu: Gpu, extra_variables: dict[str, str]) -> Found:
+    def run_on(gpu: Gpu, extra_variables: dict[str, str]) -> RunResult:
         stop.check()
         segments = " with expandable segments" if extra_variables else ""
         begin = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){segments} ... "
@@ -261,11 +260,11 @@ def _try_all(
             run = runs.on(gpu, extra_variables)
         except OSError as error:
             raise InputError(f"{program}: {error.strerror or error}") from None
-        result = found_of(run, gpu, CONTEXT_BYTES)
+        result = result_of(run, gpu, CONTEXT_BYTES)
         line.write(f"{'' if jobs == 1 else begin}{progress(result, str(Path.cwd()))}\n")
         return result
 
-    def complete(gpu: Gpu, plain: Found) -> None:
+    def complete(gpu: Gpu, plain: RunResult) -> None:
         is_repeated = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
         fits[gpu] = Fit(gpu, plain, run_on(gpu, expandable or {}) if is_repeated else None)
 
@@ -282,7 +281,7 @@ def _try_all(
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.note(signal.SIGTERM)  # This ends the other runs.
+            stop.record(signal.SIGTERM)  # This ends the other runs.
             raise
         finally:
             threads.shutdown(cancel_futures=True)

@@ -21,7 +21,7 @@ from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.options import DEFAULT_STORE
 from pytest_gpumem.config.settings import settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
-from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor import collecting
 from pytest_gpumem.git import USUAL_BRANCH, GitError, default_branch
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.found_tests import Names, find_tests
@@ -33,7 +33,7 @@ from pytest_gpumem.init.proposal import (
     MARK_KEY,
     SETTINGS,
     WORKFLOW,
-    Here,
+    Machine,
     Project,
     ProposalError,
     counts,
@@ -41,7 +41,7 @@ from pytest_gpumem.init.proposal import (
 )
 from pytest_gpumem.init.sources import sources_of
 from pytest_gpumem.init.workflow import DEVICES, RUNNERS, account, commit
-from pytest_gpumem.processes import Stopped
+from pytest_gpumem.processes import StopSignal
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
-    except Stopped as stopped:
+    except StopSignal as stopped:
         hint = "`python -m pytest --gpumem-update=new` records the missing baselines"
         click.echo(f"\ninterrupted: {hint}", err=True)
         sys.exit(stopped.exit_status)
@@ -343,13 +343,13 @@ def _is_inside(store: str) -> bool:
     return not (is_url(store) or Path(store).is_absolute() or store.startswith(("~", "..")))
 
 
-def _this_machine(environment: Mapping[str, str]) -> Here:
+def _this_machine(environment: Mapping[str, str]) -> Machine:
     """Return the devices and versions on this machine. torch is imported in separate processes."""
-    plain = looking.probe(list(BUILT_IN), environment)
-    emulated = looking.probe([DEVICES["emulated"]], environment)
+    plain = collecting.probe(list(BUILT_IN), environment)
+    emulated = collecting.probe([DEVICES["emulated"]], environment)
     usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}
     release = plain.torch.release or emulated.torch.release
-    return Here(
+    return Machine(
         has_gpu="cuda" in usable,
         can_emulate=DEVICES["emulated"] in usable,
         has_cpu="cpu" in usable,

@@ -19,9 +19,15 @@ from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
-from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import (
+    merge_reports,
+    repeated_tests,
+    run_twice,
+    unaccounted_baselines,
+    unselected_tests,
+)
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
@@ -119,7 +125,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         if earlier < number and part.results:
             raise InputError(f"{paths[number]} is the same report as {paths[earlier]}: give each shard once")
     with input_errors(MergeError):
-        report = merged(parts, [str(path) for path in paths])
+        report = merge_reports(parts, [str(path) for path in paths])
     if shards is not None:
         _check_shards(shards, paths, parts, report)
     with text_beside(files):
@@ -145,16 +151,16 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], re
     if report.shards != shards:
         count = counted(report.shards, "shard")
         raise InputError(f"there are reports of {count}, expected {shards}: {', '.join(map(str, paths))}")
-    idle, twice = in_no_shard(report), run_twice(parts)
+    idle, twice = unselected_tests(report), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
         raise InputError(
             f"{paths[later]} ran the same tests as {paths[earlier]}, and {counted(len(idle), 'test')} ran in no "
             f"shard: {_named(idle)}; give each shard once, or leave out --shards if this is intended"
         )
-    lost = sorted({(key.file, key.test) for _, key in in_no_report(parts)})
+    lost = sorted({(key.file, key.test) for _, key in unaccounted_baselines(parts)})
     if lost:
-        are = agreeing(len(lost), "is", "are")
+        are = word_form(len(lost), "is", "are")
         again = "" if twice is None else f"{paths[twice[1]]} ran the same tests as {paths[twice[0]]}, and "
         raise InputError(
             f"{again}{counted(len(lost), 'test')} with baselines on these devices {are} in no shard: "
@@ -164,8 +170,8 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], re
 
 
 def _print(report: SessionReport, parts: list[SessionReport], verbose: int) -> None:
-    repeated, idle = several(parts), in_no_shard(report)
-    lines = [*report.said, f"merged: {counted(report.shards, 'shard')}"]
+    repeated, idle = repeated_tests(parts), unselected_tests(report)
+    lines = [*report.closing_lines, f"merged: {counted(report.shards, 'shard')}"]
     if repeated:
         lines.append(
             f"merged: {counted(len(repeated), 'test')} ran in several shards; the worst result counts: {_named(repeated)}"
@@ -174,7 +180,7 @@ def _print(report: SessionReport, parts: list[SessionReport], verbose: int) -> N
         lines.append(f"merged: {counted(len(idle), 'test')} collected, but selected in no shard: {_named(idle)}")
     if report.unused:
         lines.append(unused_line(report.unused))
-    text = terminal_text(replace(report, said=tuple(lines)), screen(), verbose)
+    text = terminal_text(replace(report, closing_lines=tuple(lines)), screen(), verbose)
     write_lines(text.tables)
     write_lines(failure_lines(report, screen()))
     # terminal_text prints errors, because pytest does not print them at the end of a session.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.selecting import nearest_tests, selected
+from pytest_gpumem.baselines.selecting import nearest_tests, selected_keys
 from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.reports.file_kinds import kind_of_file
 
@@ -53,7 +53,7 @@ def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
     Raises:
         InputError: Several tests match. The error lists up to 20 of them.
     """
-    matching = selected(keys, name)
+    matching = selected_keys(keys, name)
     tests = sorted({f"{key.file}::{key.test}" for key in matching})
     if len(tests) > 1:
         raise InputError(f"{name!r} matches {len(tests)} tests; name one of them:", *_listed(tests))

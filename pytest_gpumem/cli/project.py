@@ -21,7 +21,7 @@ from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.project_files import project_files
 from pytest_gpumem.config.settings import check_readable, is_loaded, own_gpus_in, read_table
-from pytest_gpumem.emulated_process.before_torch import gpu_told
+from pytest_gpumem.emulated_process.before_torch import described_gpus
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError, restoring_command
 from pytest_gpumem.reports.file_kinds import kind_of_file
@@ -221,8 +221,8 @@ def own_gpus_around() -> dict[str, Gpu]:
         for folder in (current_folder, *current_folder.parents):
             table = read_table(folder / "pyproject.toml") if _exists(folder / "pyproject.toml") else None
             if table is not None:
-                return {**gpu_told(), **own_gpus_in(table, f"{folder / 'pyproject.toml'}: [tool.gpumem]")}
-    return dict(gpu_told())
+                return {**described_gpus(), **own_gpus_in(table, f"{folder / 'pyproject.toml'}: [tool.gpumem]")}
+    return dict(described_gpus())
 
 
 def run_pytest(arguments: Sequence[str], plugin: object) -> int:

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from pytest_gpumem.baselines.errors import BackendError, StoreError
-from pytest_gpumem.baselines.selecting import unused
+from pytest_gpumem.baselines.selecting import unused_baselines
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import InputError, write_lines
@@ -16,7 +16,7 @@ from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
 from pytest_gpumem.session import SESSION
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
@@ -90,7 +90,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             candidates = [(slug, key) for slug, key in own if f"{key.file}::{key.test}" in idle]
         else:
             measured = session.living(collected.items)
-            candidates = unused(stored, measured=measured, whole_files=selection.files, exists=exists)
+            candidates = unused_baselines(stored, measured=measured, whole_files=selection.files, exists=exists)
         # Listing the devices imports torch, so the devices are listed only if the answer matters.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
         # Suites are parametrised over a machine's devices, so another machine may collect tests for other devices.
@@ -101,7 +101,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         raise click.ClickException(str(error)) from None
     for slug, key in removable:
         write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
-    verb = agreeing(len(removable), "is", "are") if dry_run else agreeing(len(removable), "was", "were")
+    verb = word_form(len(removable), "is", "are") if dry_run else word_form(len(removable), "was", "were")
     click.echo(f"{len(removable)} of {counted(len(stored), 'baseline')} {verb} unused")
     if elsewhere:
         devices = ", ".join(sorted({slug for slug, _ in elsewhere}))

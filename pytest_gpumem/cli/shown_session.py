@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.streams import read_report, write_lines
-from pytest_gpumem.processes import noted_signals, run
+from pytest_gpumem.processes import recorded_signals, run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,9 +39,9 @@ def run_shown(
         The exit status, and the verdicts on measured tests. No verdicts if the session wrote no report.
 
     Raises:
-        Stopped: This process received a signal, for example SIGTERM.
+        StopSignal: This process received a signal, for example SIGTERM.
     """
-    with TemporaryDirectory(prefix="gpumem-init-") as name, noted_signals() as stop:
+    with TemporaryDirectory(prefix="gpumem-init-") as name, recorded_signals() as stop:
         report = Path(name) / "report.json"
         shown = _ShownOutput(Path(name) / "output.txt")
         status = run(

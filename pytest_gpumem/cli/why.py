@@ -14,7 +14,7 @@ from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lin
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.reports.why import tests_of, why_lines
-from pytest_gpumem.session.kept_report import kept_in
+from pytest_gpumem.session.cached_report import cached_report_path
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _kept(test: str) -> Path:
         raise InputError(
             f"no report is kept, because pytest's cache is switched off (-p no:cacheprovider): {alternative}"
         )
-    path = kept_in(cache)
+    path = cached_report_path(cache)
     if not path.is_file():
         raise InputError(
             f"no report is kept: there is no file {path}. `pytest --gpumem-baseline` keeps one, as does any other run with a "

@@ -69,10 +69,10 @@ def check_in_file(kind: Kind, value: Any, where: str) -> None:
     """Raise `SettingsError` for a value that must be typed and not be in a file, because a pull request can change a file."""
     if kind is not STORE:
         return
-    from pytest_gpumem.baselines.location import names_a_host
+    from pytest_gpumem.baselines.location import chooses_host
     from pytest_gpumem.baselines.url_backend import without_credentials
 
-    if names_a_host(value):
+    if chooses_host(value):
         url = without_credentials(value)
         raise SettingsError(
             f"{where} is {url!r}: a file of the project may name a folder or a bucket (s3://, gs://, az://). Another place has "

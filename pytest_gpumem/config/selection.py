@@ -59,7 +59,7 @@ class MeasuredTest:
         )
 
 
-def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> MeasuredTest | None:
+def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> MeasuredTest | None:
     """Return the measured test for an item; ``None`` if the item has neither the marker nor the fixture.
 
     Args:
@@ -131,7 +131,7 @@ def without_group(item: pytest.Item) -> str:
     return item.nodeid.removesuffix(f"@{name}")
 
 
-def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
+def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
     """Add the marker to all test functions with a matching pattern. Doctests and other items do not get it."""
     for item in items:
         if isinstance(item, pytest.Function) and any(

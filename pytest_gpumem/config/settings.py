@@ -393,7 +393,7 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
         raise SettingsError(f"{named_device(settings.device, typed=typed)}: no such device; {near}")
 
 
-def options_given(config: pytest.Config) -> list[str]:
+def options_to_repeat(config: pytest.Config) -> list[str]:
     """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
 
     With ``--gpumem-against`` the command names the default device, because a real GPU's baselines are written there.

@@ -230,7 +230,9 @@ class CpuDevice(Device):
         times = proc.cpu_times()
         if times is None:
             return conditions
-        return replace(conditions, stolen=times.stolen, others=times.busy - self._own_seconds(), cores=times.cores)
+        return replace(
+            conditions, stolen=times.stolen, other_cpu_seconds=times.busy - self._own_seconds(), cores=times.cores
+        )
 
     def _own_seconds(self) -> float:
         """Return the CPU seconds used by this process, its children, and its job's other ranks."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.atomic_file import replacing
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.capability import lacking
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
@@ -22,7 +23,6 @@ from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.variables import ALLOC_CONF, CUDA_ALLOC_CONF
-from pytest_gpumem.whole_file import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open, Seen, Threads, Token
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Threads, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _AT_ONCE_NS = 100_000
 class HistoryEntry(NamedTuple):
     """An entry of the allocator's history, with torch's name for the action and the requested bytes.
 
-    ``apart`` marks an allocation from the program's own thread, which the profiler does not see.
+    ``from_other_thread`` marks an allocation from the program's own thread, which the profiler does not see.
 
     For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation with 5,000 bytes.
     """
@@ -36,7 +36,7 @@ class HistoryEntry(NamedTuple):
     action: str
     address: int
     nbytes: int
-    apart: bool = False
+    from_other_thread: bool = False
 
 
 def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = False) -> list[HistoryEntry]:
@@ -52,7 +52,9 @@ def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = Fals
             entry["action"],
             entry.get("addr", NOWHERE),
             entry["size"],
-            apart=threads_apart and entry["action"] == ALLOCATED and _is_in_a_thread(entry.get("frames") or []),
+            from_other_thread=threads_apart
+            and entry["action"] == ALLOCATED
+            and _is_in_a_thread(entry.get("frames") or []),
         )
         for entry in trace
         if entry["action"] in _USED_ACTIONS
@@ -76,14 +78,14 @@ def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) 
     """
     return [
         token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))
-        if isinstance(token, Open) and token.sequence >= 0 and token.time_ns in threads
+        if isinstance(token, SpanBegin) and token.sequence >= 0 and token.time_ns in threads
         else token
         for token in tokens
     ]
 
 
-def _counting(span: Open, threads: Threads) -> int:
-    return threads.made if span.kind == "node" and threads.made else threads.ran
+def _counting(span: SpanBegin, threads: Threads) -> int:
+    return threads.made_by if span.kind == "node" and threads.made_by else threads.run_by
 
 
 def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
@@ -97,15 +99,15 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
     open_spans: list[int] = []
     opened_at: dict[int, int] = {}
     for index, token in enumerate(tokens):
-        if isinstance(token, Seen):
+        if isinstance(token, TensorRecord):
             moments.append(moments[-1])
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             opened_at[index] = open_spans.pop()
             # An unfinished span has no valid end time.
             moments.append(max(token.time_ns, moments[opened_at[index]]))
         else:
             moments.append(token.time_ns)
-            if isinstance(token, Open):
+            if isinstance(token, SpanBegin):
                 open_spans.append(index)
     return _nested(tokens, sorted(range(len(tokens)), key=moments.__getitem__), opened_at)
 
@@ -121,9 +123,9 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
     ended: set[int] = set()
     for index in order:
         token = tokens[index]
-        if not isinstance(token, Close):
+        if not isinstance(token, SpanEnd):
             ordered.append(token)
-            if isinstance(token, Open):
+            if isinstance(token, SpanBegin):
                 stack.append(index)
             continue
         opened = opened_at[index]
@@ -137,7 +139,7 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
 
 
 def _is_mark(token: Token) -> bool:
-    return isinstance(token, Open) and token.kind == "mark"
+    return isinstance(token, SpanBegin) and token.kind == "mark"
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
@@ -165,13 +167,13 @@ class _Join:
     def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
         self._left = deque(entry for entry in history if entry.action in _USED_ACTIONS)
         self._tokens: list[Token] = []
-        self._now = next((token.time_ns for token in tokens if not isinstance(token, Seen)), 0)
+        self._now = next((token.time_ns for token in tokens if not isinstance(token, TensorRecord)), 0)
         self._ahead = 0
         """The difference between the profiler's clock and the history's, from the latest common event."""
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
-            sum(entry.action == ALLOCATED and not entry.apart for entry in self._left),
+            sum(entry.action == ALLOCATED and not entry.from_other_thread for entry in self._left),
         )
 
     def follow(self, token: Token) -> None:
@@ -182,7 +184,7 @@ class _Join:
             else:
                 self._given_back(token)
             return
-        if not isinstance(token, Seen):
+        if not isinstance(token, TensorRecord):
             while self._left and self._is_alone(self._left[0]) and self._left[0].time_ns + self._ahead <= token.time_ns:
                 self._emit(self._left.popleft())
             self._now = token.time_ns
@@ -224,15 +226,15 @@ class _Join:
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
         """Return whether only the history has this entry."""
-        return entry.apart or entry.action in (FREE, _RAN_OUT)
+        return entry.from_other_thread or entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
         """Emit all entries before the next match, and return the match; ``None`` if an allocation or the end comes first."""
         while self._left:
             entry = self._left.popleft()
-            if entry.action == action and address in (None, entry.address) and not entry.apart:
+            if entry.action == action and address in (None, entry.address) and not entry.from_other_thread:
                 return entry
-            if entry.action == ALLOCATED and not entry.apart:
+            if entry.action == ALLOCATED and not entry.from_other_thread:
                 self._left.appendleft(entry)
                 return None
             self._emit(entry)
@@ -244,8 +246,8 @@ class _Join:
             self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
             self._tokens.append(AllocationEvent(self._now, NOWHERE, 0))
-        elif entry.apart:
-            self._tokens.append(AllocationEvent(self._now, entry.address, entry.nbytes, apart=True))
+        elif entry.from_other_thread:
+            self._tokens.append(AllocationEvent(self._now, entry.address, entry.nbytes, from_other_thread=True))
 
     def _mismatch(self, difference: str) -> MeasuringError:
         profiled, recorded = self._counts

@@ -169,17 +169,17 @@ class Reservation:
     def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
         self._process = process
         self._read_memory = read_memory
-        self.wanted = request
+        self.needed = request
 
     @property
     def limit(self) -> int | None:
         """The most bytes that the process may hold; ``None`` if the test has the whole device."""
-        return None if self.wanted is None else self._process.entry.total
+        return None if self.needed is None else self._process.entry.total
 
     def take_all(self) -> None:
         """Exchange the reservation for the whole device. Tests of other processes may run in between."""
-        if self.wanted is not None:
-            self.wanted = None
+        if self.needed is not None:
+            self.needed = None
             self._process.end(self._read_memory)
             self._process.begin(None, self._read_memory)
 

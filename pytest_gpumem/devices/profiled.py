@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.devices.cuda_history import numbered_by_thread
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, span, threads_of_spans
-from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,14 +37,14 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
     With ``record_shapes=True`` they include the operators' input tensors. The function reads torch's private event tree, as
     `allocation_events` does, because the public views lose addresses, nesting and order.
 
-    For example, ``x + x`` on 256 float32 values gives an ``Open`` called ``aten::add``, a ``Seen`` for each operand, an
-    ``AllocationEvent`` of 1024 bytes and a ``Close``.
+    For example, ``x + x`` on 256 float32 values gives a ``SpanBegin`` called ``aten::add``, a ``TensorRecord`` for each operand,
+    an ``AllocationEvent`` of 1024 bytes and a ``SpanEnd``.
     """
     tokens: list[Token] = []
     stack: list[Any] = sorted(event_tree(profiler), key=lambda event: event.start_time_ns)[::-1]
     while stack:
         event = stack.pop()
-        if isinstance(event, Close):
+        if isinstance(event, SpanEnd):
             tokens.append(event)
             continue
         kind = event.tag.name
@@ -56,7 +56,7 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
         if kind == "TorchOp" and event.name != _DISPATCH_MODE and not _is_of_measured_code(event):
             tokens.append(_opened(event))
             tokens.extend(_inputs(event.extra_fields.inputs))
-            stack.append(Close(event.end_time_ns))
+            stack.append(SpanEnd(event.end_time_ns))
         stack.extend(reversed(event.children))
     return tokens
 
@@ -66,14 +66,16 @@ def _is_of_measured_code(event: Any) -> bool:
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
-def _opened(event: Any) -> Open:
+def _opened(event: Any) -> SpanBegin:
     name, sequence = event.name, event.extra_fields.sequence_number
     if name.startswith(MARK_PREFIX):
-        return Open(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
+        return SpanBegin(event.start_time_ns, "mark", "", mark=int(name.removeprefix(MARK_PREFIX)))
     if name.startswith(_NODE):
-        return Open(event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event))
+        return SpanBegin(
+            event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event)
+        )
     # An operator inside a node has the node's number, but did not create the node.
-    return Open(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
+    return SpanBegin(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
 
 
 def _sequence_of(node: Any) -> int:
@@ -87,13 +89,13 @@ def _is_backward(event: Any) -> bool:
     return bool(event.extra_fields.scope.name == "BACKWARD_FUNCTION")
 
 
-def _inputs(inputs: list[Any]) -> list[Seen]:
+def _inputs(inputs: list[Any]) -> list[TensorRecord]:
     operands = []
     for value in inputs:
         for tensor in value if isinstance(value, list) else (value,):
             address = getattr(tensor, "storage_data_ptr", None)
             if address:
-                operands.append(Seen(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
+                operands.append(TensorRecord(address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes)))
     return operands
 
 
@@ -145,7 +147,9 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
         profiler.__exit__(None, None, None)
         recording = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
     ends = [
-        n for n, token in enumerate(recording) if isinstance(token, Open) and (token.kind, token.mark) == ("mark", _END)
+        n
+        for n, token in enumerate(recording)
+        if isinstance(token, SpanBegin) and (token.kind, token.mark) == ("mark", _END)
     ]
     if not ends:
         raise MeasuringError(_CUT_SHORT)

@@ -1,4 +1,4 @@
-"""Facts about a machine, its Python and a project: frozen values that `looking` collects and `findings` judges.
+"""Facts about a machine, its Python and a project: frozen values that `collecting` collects and `findings` judges.
 
 Field names are keys in ``gpumem doctor --format json``.
 """
@@ -108,7 +108,7 @@ class Facts:
     other_command: OtherCommand | None = None
     """The command ``gpumem`` that a shell finds first, if it belongs to another package."""
 
-    def of(self, word: str) -> DeviceFacts | None:
+    def device_facts(self, word: str) -> DeviceFacts | None:
         """Return the facts about the device called ``word``."""
         return next((device for device in self.devices if device.word == word), None)
 
@@ -116,6 +116,6 @@ class Facts:
     def chosen(self) -> DeviceFacts | None:
         """The device that the project measures on. ``auto`` chooses CUDA if it can be used, otherwise the CPU."""
         if self.device != "auto":
-            return self.of(self.device)
-        cuda = self.of("cuda")
-        return cuda if cuda is not None and cuda.trouble is None else self.of("cpu")
+            return self.device_facts(self.device)
+        cuda = self.device_facts("cuda")
+        return cuda if cuda is not None and cuda.trouble is None else self.device_facts("cpu")

@@ -192,7 +192,7 @@ def _mend_of_cuda(facts: Facts) -> str:
 
 
 def _auto(facts: Facts) -> Finding:
-    cuda, cpu = facts.of("cuda"), facts.of("cpu")
+    cuda, cpu = facts.device_facts("cuda"), facts.device_facts("cpu")
     if cuda is not None and cuda.trouble is None:
         return Finding("ok", "auto", "uses cuda")
     if cpu is not None and cpu.trouble is None:

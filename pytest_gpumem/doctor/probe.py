@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.registry import factories
 from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
-from pytest_gpumem.emulated_process.before_torch import gpu_told
+from pytest_gpumem.emulated_process.before_torch import described_gpus
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import emulated_gpu
@@ -37,7 +37,7 @@ def probe(words: Sequence[str]) -> ProbeResult:
     """Import torch and open the devices: built-in devices, or a single emulated GPU."""
     if words[0].startswith(EMULATED):
         try:
-            emulate(emulated_gpu(words[0], gpu_told()))
+            emulate(emulated_gpu(words[0], described_gpus()))
         except EmulationError as error:
             return ProbeResult(devices=(DeviceFacts(words[0], trouble=str(error)),))
     torch = import_torch()

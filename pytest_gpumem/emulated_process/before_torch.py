@@ -51,7 +51,7 @@ class _BeforeTorch(MetaPathFinder):
 
         self._looking = True
         try:
-            load(emulated_gpu(self.word, gpu_told()))
+            load(emulated_gpu(self.word, described_gpus()))
             spec = importlib.util.find_spec("torch")
         finally:
             self._looking = False
@@ -78,7 +78,7 @@ def install(word: str) -> None:
         sys.meta_path.insert(0, _BeforeTorch(word))
 
 
-def gpu_told() -> Mapping[str, Gpu]:
+def described_gpus() -> Mapping[str, Gpu]:
     """Return the project's own GPU that the parent process described, by its name; empty if there is none."""
     from pytest_gpumem.emulation.gpus import from_description
 

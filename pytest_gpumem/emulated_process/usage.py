@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.whole_file import write_whole
+from pytest_gpumem.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class ProcessUsage:
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
     """Write a usage file into ``folder``. An earlier file with the same name is replaced."""
-    write_whole(folder / f"{name}.json", json.dumps(asdict(usage)))
+    write_atomically(folder / f"{name}.json", json.dumps(asdict(usage)))
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:

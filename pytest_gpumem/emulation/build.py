@@ -17,7 +17,7 @@ from pytest_gpumem.emulation.errors import EmulationError, NotElf
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
-from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
+from pytest_gpumem.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
 from pytest_gpumem.variables import CACHE, COMPILER
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
     """
     try:
         cache = cache_root() / "emulation"
-        make_own(cache)
+        make_private_folder(cache)
         beside = needed_beside(torch.libraries.parents[1], cache)
         folder = cache / f"torch-{torch.version}-{_key(torch, beside)}"
         if not folder.is_dir():
             _build_into(folder, torch, beside)
-        check_own(folder)
-    except CacheRefused as error:
+        check_private_folder(folder)
+    except CacheError as error:
         raise EmulationError(f"the emulated GPU's libraries cannot be kept: {error}") from None
     libraries = (path for path in folder.glob("*.so*") if not path.is_symlink())
     return tuple(sorted(libraries, key=lambda path: (not path.name.startswith(FIRST), path.name)))

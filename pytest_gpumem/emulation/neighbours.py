@@ -11,10 +11,10 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.emulation.elf import read_needs
 from pytest_gpumem.emulation.errors import NotElf
 from pytest_gpumem.emulation.libraries import library_of
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def needed_beside(packages: Path, cache: Path) -> Needs:
     needs = _read(packages)
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        write_whole(cached, json.dumps(needs))
+        write_atomically(cached, json.dumps(needs))
     return needs
 
 

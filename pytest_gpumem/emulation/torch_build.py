@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.user_cache import CacheRefused, cache_root, make_own
+from pytest_gpumem.user_cache import CacheError, cache_root, make_private_folder
 from pytest_gpumem.variables import COMPILER
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
     if not environment.get(_INDUCTOR):
         try:
             kernels = cache_root() / "torchinductor"
-            make_own(kernels)
+            make_private_folder(kernels)
             variables[_INDUCTOR] = str(kernels)
-        except CacheRefused as error:
+        except CacheError as error:
             raise EmulationError(f"compiled kernels cannot be kept: {error}") from None
     return {name: value for name, value in variables.items() if not environment.get(name)}
 
@@ -135,7 +135,7 @@ def needs_of_triton() -> set[str]:
     return {name for file in sources for name in re.findall(r"\b(cu[A-Z]\w+)\(", file.read_text(encoding="utf-8"))}
 
 
-def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
+def missing_for_compiling(environment: Mapping[str, str]) -> str | None:
     """Return a sentence with a missing requirement of torch.compile and how to install it; ``None`` if none is missing."""
     if importlib.util.find_spec("triton") is None:
         return (

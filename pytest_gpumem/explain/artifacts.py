@@ -7,15 +7,15 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.values.plain import to_plain
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.recording import Recording
 
 TIMELINE_FORMAT = 1
 TIMELINE_KEYS = {"format": f"The number of the format: {TIMELINE_FORMAT}.", "test": "The test's node id."}
@@ -42,7 +42,7 @@ class Artifacts:
         self._device = device
         self._count = 0
 
-    def keep(self, recorded: Recorded) -> str | None:
+    def keep(self, recorded: Recording) -> str | None:
         """Write a recording, and return a clause if writing fails."""
         if self._folder is None:
             return None
@@ -53,13 +53,13 @@ class Artifacts:
             for earlier in (timeline, snapshot):
                 # An earlier session's file must not look like a file from this session.
                 earlier.unlink(missing_ok=True)
-            write_whole(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
+            write_atomically(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
             self._device.keep_snapshot(snapshot)
         except OSError as error:
             return f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
         return None
 
 
-def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
+def timeline_to_plain(nodeid: str, recorded: Recording) -> dict[str, Any]:
     """Return a timeline for JSON: ``format``, the test's node id, and all fields of `OverTime`."""
     return {"format": TIMELINE_FORMAT, "test": nodeid, **to_plain(over_time_of(recorded))}

@@ -37,7 +37,7 @@ def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
         # In-place functions return an argument, which they did not create.
         returned = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
         for address in returned and returned - addresses((args, kwargs)):
-            by_address[address] = sites.here(2)
+            by_address[address] = sites.caller_site(2)
         return result
 
     with function_mode(call):
@@ -64,9 +64,9 @@ class OperatorSites:
         """Track module calls within the context."""
         return self._tracker.watching()
 
-    def here(self) -> OperatorSite:
+    def operator_site(self) -> OperatorSite:
         """Return the place of the operator that runs next. Call this for each operator, because views also create nodes."""
-        module, site = self._tracker.module, self._sites.here(2)
+        module, site = self._tracker.module, self._sites.caller_site(2)
         self.modules.add(module)
         number = running_node_number()
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.renewed_inputs import renewals
 from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.units import agreeing, format_bytes
-from pytest_gpumem.values.composition import Composition, Row, holder_at, joined, merged, ranked
+from pytest_gpumem.units import format_bytes, word_form
+from pytest_gpumem.values.composition import Composition, Row, holder_at, join_layers, merge_rows, sort_holders
 from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
             f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces a smaller tensor, as with "
             "torch.cat on a cache"
         )
-    return Composition(survivors.nbytes, joined(merged(rows), timeline.layers), timeline.recomputed, tuple(notes))
+    return Composition(
+        survivors.nbytes, join_layers(merge_rows(rows), timeline.layers), timeline.recomputed, tuple(notes)
+    )
 
 
 def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
@@ -143,9 +145,10 @@ def _holders(
         row_paths = frozenset(paths[block.address] for block in blocks if block.address in paths)
         if row_paths:
             rows_by_paths.setdefault(row_paths, []).append(row)
-    return ranked(
+    return sort_holders(
         holder_at(
-            row_paths, Composition(sum(row.nbytes for row in held_rows), joined(merged(held_rows), timeline.layers))
+            row_paths,
+            Composition(sum(row.nbytes for row in held_rows), join_layers(merge_rows(held_rows), timeline.layers)),
         )
         for row_paths, held_rows in rows_by_paths.items()
     )
@@ -153,7 +156,7 @@ def _holders(
 
 def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
     """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
-    rows = merged(_row(block, timeline) for block in pool.blocks)
+    rows = merge_rows(_row(block, timeline) for block in pool.blocks)
 
     def common(texts: Iterable[str], otherwise: str = "") -> str:
         different = set(texts)
@@ -174,8 +177,8 @@ def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:
     nbytes, number = format_bytes(pool.blocks[0].nbytes), len(pool.blocks)
     freed = number - pool.number
     return (
-        f"{pool.number} of {number} tensors with {nbytes} each {agreeing(pool.number, 'is', 'are')} kept, but it is not known "
-        f"which, because the step freed {freed} older {agreeing(freed, 'tensor', 'tensors')} with this size"
+        f"{pool.number} of {number} tensors with {nbytes} each {word_form(pool.number, 'is', 'are')} kept, but it is not known "
+        f"which, because the step freed {freed} older {word_form(freed, 'tensor', 'tensors')} with this size"
     )
 
 
@@ -189,7 +192,7 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
 
 
 def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) -> Composition:
-    rows = joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
+    rows = join_layers(merge_rows(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
         rows = (*rows, Row("unattributed", unattributed, count=1))

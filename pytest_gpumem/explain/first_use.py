@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import dense_bytes, dtype_and_shape, tensor_text
-from pytest_gpumem.values.composition import Composition, Holder, Row, merged, ranked
+from pytest_gpumem.values.composition import Composition, Holder, Row, merge_rows, sort_holders
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 
-class TensorsMadeBy:
-    """The tensors made by a run, from the creation of this object until `ended`. This object keeps no tensor alive.
+class NewTensors:
+    """The tensors made by a run, from the creation of this object until `record`. This object keeps no tensor alive.
 
-    Only objects outside the frozen heap are examined, which takes 1 ms for 20,000 objects. Call `ended` before the heap is
+    Only objects outside the frozen heap are examined, which takes 1 ms for 20,000 objects. Call `record` before the heap is
     frozen again.
     """
 
@@ -37,7 +37,7 @@ class TensorsMadeBy:
         self._newer: list[weakref.ref[torch.Tensor]] = []
         self._is_frozen = _is_torch_frozen()
 
-    def ended(self) -> None:
+    def record(self) -> None:
         """Record the new tensors.
 
         If other code has unfrozen the heap, nothing is recorded, because older tensors would look new.
@@ -46,7 +46,7 @@ class TensorsMadeBy:
             older = {number for number, reference in self._older.items() if reference() is not None}
             self._newer = [reference for number, reference in _references().items() if number not in older]
 
-    def left(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
+    def alive_by_address(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
         """Return the new tensors still alive, by block address on a device, without blocks that have an older tensor."""
         older = blocks_of(_alive(self._older.values()), device)
         by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -86,7 +86,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftByRun:
+class RetainedBlocks:
     """The blocks left by a measured run, and the path to each block's holder, by address. This object keeps no block alive."""
 
     blocks: Mapping[int, _Block]
@@ -105,12 +105,12 @@ class LeftByRun:
                 block = self.blocks[address]
                 # If the next run has replaced the block, the holder is no cache, although it keeps no more than before.
                 rows[path, not is_once and block.is_alive(address)].append(block.row)
-        return ranked(
-            Holder(path, Composition(sum(row.nbytes for row in held_rows), merged(held_rows)), first_use=is_alive)
+        return sort_holders(
+            Holder(path, Composition(sum(row.nbytes for row in held_rows), merge_rows(held_rows)), first_use=is_alive)
             for (path, is_alive), held_rows in rows.items()
         )
 
-    def joined_to(self, explanation: Explanation) -> Explanation:
+    def extend_explanation(self, explanation: Explanation) -> Explanation:
         """Return the recorded run's explanation, with the bytes left only by the measured run.
 
         Other bytes retained by the recorded run may be the same leak, with a different or unknown path. So only bytes beyond
@@ -140,11 +140,11 @@ class LeftByRun:
             unexplained -= nbytes
         if not added:
             return explanation
-        rows = merged((*retained.rows, *(row for holder in added for row in holder.kept.rows)))
+        rows = merge_rows((*retained.rows, *(row for holder in added for row in holder.kept.rows)))
         return replace(
             explanation,
             retained=replace(retained, total=retained.total + sum(map(_nbytes, added)), rows=rows),
-            holders=ranked((*recorded, *added)),
+            holders=sort_holders((*recorded, *added)),
         )
 
 
@@ -152,13 +152,13 @@ def _nbytes(holder: Holder) -> int:
     return holder.kept.total
 
 
-def left_by_run(
-    new_tensors: TensorsMadeBy, device: torch.device, own: Collection[int], known_blocks: Mapping[int, int]
-) -> LeftByRun:
+def blocks_retained_by_run(
+    new_tensors: NewTensors, device: torch.device, own: Collection[int], known_blocks: Mapping[int, int]
+) -> RetainedBlocks:
     """Return the blocks left by a run. Call this right after the run.
 
     Args:
-        new_tensors: The run's tensors, after `TensorsMadeBy.ended`.
+        new_tensors: The run's tensors, after `NewTensors.record`.
         device: The device of the blocks.
         own: Addresses of blocks kept on purpose.
         known_blocks: The size of each block that the device knows, by address. Some have no tensor in Python.
@@ -168,13 +168,13 @@ def left_by_run(
         for address, nbytes in known_blocks.items()
         if address not in own
     }
-    for address, tensors in new_tensors.left(device).items():
+    for address, tensors in new_tensors.alive_by_address(device).items():
         if address not in own:
             nbytes = blocks_of(tensors, device)[address]
             row = Row("other", nbytes, tensor=_text_of(tensors, nbytes))
             blocks[address] = _Block(row, tuple(map(weakref.ref, tensors)), device)
         tensors.clear()
-    return LeftByRun(blocks, holders_of({address: block.row.nbytes for address, block in blocks.items()}))
+    return RetainedBlocks(blocks, holders_of({address: block.row.nbytes for address, block in blocks.items()}))
 
 
 def _text_of(tensors: list[torch.Tensor], nbytes: int) -> str:

@@ -6,15 +6,15 @@ Example:
     the output. The tokens, and the live bytes after each, are::
 
         moment  token                                live
-        0       Open mark "phase" forward               0
-        1       Open operator aten::mm, sequence 0      0
+        0       SpanBegin mark "phase" forward          0
+        1       SpanBegin operator aten::mm, sequence 0 0
         2       allocation of 800 bytes at 2          800
-        3, 4    Close, Close                          800
-        5       Open mark "phase" backward            800
-        6       Open node MmBackward0, sequence 0     800
+        3, 4    SpanEnd, SpanEnd                      800
+        5       SpanBegin mark "phase" backward       800
+        6       SpanBegin node MmBackward0, sequence 0     800
         7       allocation of 400 bytes at 3         1200
         8       free at 2                             400
-        9, 10   Close, Close                          400
+        9, 10   SpanEnd, SpanEnd                      400
 
     Live bytes count from the beginning of the recording. `timeline_of` returns a timeline with ``peak=7``,
     ``peak_bytes=1200`` and these lifetimes::
@@ -36,7 +36,7 @@ from pytest_gpumem.explain.leftovers import with_leftovers
 from pytest_gpumem.explain.trace import WHOLE_STEP, GraphCalls, Label, Mark, SpanStack
 from pytest_gpumem.torch_support.static_access import tensor_text
 from pytest_gpumem.values.composition import item_bits
-from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 from pytest_gpumem.values.layers import folded, layers_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class _Reader:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._open: list[tuple[int, Open]] = []
+        self._open: list[tuple[int, SpanBegin]] = []
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
@@ -191,9 +191,9 @@ class _Reader:
                 if token.nbytes > 0:
                     phase = self._live[token.address].phase
                     phases[phase] = max(phases.get(phase, (live, -moment)), (live, -moment))
-            elif isinstance(token, Open):
+            elif isinstance(token, SpanBegin):
                 self._opened(moment, token)
-            elif isinstance(token, Close):
+            elif isinstance(token, SpanEnd):
                 self._closed(moment)
             else:
                 self._seen(token)
@@ -233,7 +233,7 @@ class _Reader:
 
     def _allocated(self, moment: int, event: AllocationEvent) -> Lifetime:
         around = SpanStack(self._lines)
-        for opened, span in filter(self._is_phase, self._open) if event.apart else self._open:
+        for opened, span in filter(self._is_phase, self._open) if event.from_other_thread else self._open:
             if span.kind == "operator":
                 around.operator_begins(opened, span)
             elif span.kind == "node":
@@ -259,11 +259,11 @@ class _Reader:
             tensor=next(self._tensors, ""),
         )
 
-    def _is_phase(self, opened: tuple[int, Open]) -> bool:
+    def _is_phase(self, opened: tuple[int, SpanBegin]) -> bool:
         _, span = opened
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
-    def _node_mark(self, node: Open, own: Mark | None) -> Mark | None:
+    def _node_mark(self, node: SpanBegin, own: Mark | None) -> Mark | None:
         """Return the mark around the operator that created a node, or the node's own mark if the node runs Python code."""
         creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
@@ -279,7 +279,7 @@ class _Reader:
             return replace(mark, site=forward.site, library=forward.library, callers=forward.callers)
         return mark
 
-    def _opened(self, moment: int, span: Open) -> None:
+    def _opened(self, moment: int, span: SpanBegin) -> None:
         self._open.append((moment, span))
         self._calls.opened(span)
         if span.kind == "node":
@@ -325,7 +325,7 @@ class _Reader:
         if span.kind == "mark" and self._trace.marks[span.mark].kind == "rest":
             self._spans[self._trace.marks[span.mark].path] = opened, moment
 
-    def _seen(self, tensor: Seen) -> None:
+    def _seen(self, tensor: TensorRecord) -> None:
         block = self._live.get(tensor.address)
         # A view with another size does not describe the whole block.
         if (

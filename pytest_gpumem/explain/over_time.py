@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.compose import category_of
 from pytest_gpumem.values.composition import CATEGORIES
-from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.recording import Recording
 
 
-def over_time_of(recorded: Recorded) -> OverTime:
+def over_time_of(recorded: Recording) -> OverTime:
     """Return the recorded step's live bytes by category, at its beginning and after each allocation and free.
 
     Example:
@@ -25,7 +25,7 @@ def over_time_of(recorded: Recorded) -> OverTime:
     timeline, tokens = recorded.timeline, recorded.trace.tokens
     events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
     index = {moment: number for number, (moment, _) in enumerate(events)}
-    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
+    began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | SpanBegin | SpanEnd)), 0)
     # One more point in front, for the bytes before the first event.
     changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
     for block in timeline.lifetimes:
@@ -48,12 +48,12 @@ def over_time_of(recorded: Recorded) -> OverTime:
     )
 
 
-def _phases(recorded: Recorded, began: int) -> Iterator[PhaseSpan]:
-    open_spans: list[Open] = []
+def _phases(recorded: Recording, began: int) -> Iterator[PhaseSpan]:
+    open_spans: list[SpanBegin] = []
     for token in recorded.trace.tokens:
-        if isinstance(token, Open):
+        if isinstance(token, SpanBegin):
             open_spans.append(token)
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             span = open_spans.pop()
             mark = recorded.trace.marks[span.mark] if span.kind == "mark" else None
             if mark is not None and mark.kind == "phase":

@@ -36,7 +36,7 @@ from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.composition import Explanation
-from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.values.module_calls import KindsOfSteps
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedFigures:
     """Measured figures in bytes that a recording has to match.
 
     Example:
@@ -92,7 +92,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class EarlierBlocks:
     """Blocks left by an earlier run: a cache, which belongs to the step, or a leak, which does not."""
 
     nbytes: int = 0
@@ -114,17 +114,17 @@ class Subject:
     """Registers owners before the run."""
     prepare: Callable[[], None] = lambda: None
     """Undoes changes from an earlier run, for example a filled cache, before the run."""
-    left: Callable[[], Left] = Left
+    earlier_blocks: Callable[[], EarlierBlocks] = EarlierBlocks
     """Returns the blocks left by an earlier run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
-    once: bool = False
+    is_once: bool = False
     """True to record a single level only, because each further run repeats the subject's side effects."""
-    compiled: bool = False
+    is_compiled: bool = False
     """True if the subject runs compiled code, which torch would compile again under marks."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """A recording with its timeline."""
 
     trace: Trace
@@ -138,7 +138,7 @@ class Recorded:
     level: Level
     failed_in: int = -1
     """The mark of the innermost call that failed; -1 for none."""
-    left: Left = field(default_factory=Left)
+    earlier_blocks: EarlierBlocks = field(default_factory=EarlierBlocks)
     holders: Mapping[int, str] = field(default_factory=dict)
     """The path to the holder of each block that the step left or replaced, by address (`holders_of`)."""
     growth: int = 0
@@ -148,37 +148,43 @@ class Recorded:
     kept_by_profiler: int = 0
     """Bytes freed by the step but kept alive by the profiler. If this is more than 0, peak and lifetimes are wrong."""
 
-    def with_tensors_of(self, other: Recorded) -> Recorded:
+    def with_tensors_of(self, other: Recording) -> Recording:
         """Return the same recording with dtypes and shapes from ``other``, if both made the same allocations."""
         trace = replace(self.trace, tensors=tensors_of_allocations(other.timeline, self.timeline))
         return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
 
-    def with_calls_of(self, kinds: KindsOfSteps) -> Recorded:
+    def with_calls_of(self, kinds: KindsOfSteps) -> Recording:
         """Return the same recording with module calls from all kinds of steps."""
         calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
         return replace(self, timeline=calls)
 
-    def with_left_blocks(self) -> Recorded:
+    def with_left_blocks(self) -> Recording:
         """Return the same recording, with the blocks left by an earlier run as the step's own."""
-        trace = replace(self.trace, own=self.trace.own | (self.left.addresses & self.trace.before.keys()))
-        own_bytes = self.own_bytes + self.left.nbytes
-        return replace(self, trace=trace, timeline=timeline_of(trace, own_bytes), own_bytes=own_bytes, left=Left())
+        trace = replace(self.trace, own=self.trace.own | (self.earlier_blocks.addresses & self.trace.before.keys()))
+        own_bytes = self.own_bytes + self.earlier_blocks.nbytes
+        return replace(
+            self,
+            trace=trace,
+            timeline=timeline_of(trace, own_bytes),
+            own_bytes=own_bytes,
+            earlier_blocks=EarlierBlocks(),
+        )
 
-    def without_later_growth(self, own_bytes: int) -> Recorded:
+    def without_later_growth(self, own_bytes: int) -> Recording:
         """Return the same recording with only ``own_bytes`` at its beginning, without blocks kept by later steps."""
         if own_bytes >= self.own_bytes:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
-    def adjusted_to(self, expected: Expected) -> Recorded:
+    def adjusted_to(self, expected: ExpectedFigures) -> Recording:
         """Return the same recording with the measured step's own bytes at the beginning."""
         recording = self
-        if self.left.nbytes and not self.matches(expected):
+        if self.earlier_blocks.nbytes and not self.matches(expected):
             with_left = self.with_left_blocks()
             recording = with_left if with_left.matches(expected) else self
         return recording if expected.own is None else recording.without_later_growth(expected.own)
 
-    def matches(self, expected: Expected) -> bool:
+    def matches(self, expected: ExpectedFigures) -> bool:
         """Return whether the recording matches the measured figures."""
         return (
             self.peak == expected.peak
@@ -213,10 +219,10 @@ class Recorded:
 
 
 def _operators(tokens: Iterable[Token]) -> int:
-    return sum(isinstance(token, Open) and token.kind == "operator" for token in tokens)
+    return sum(isinstance(token, SpanBegin) and token.kind == "operator" for token in tokens)
 
 
-def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
+def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFigures) -> tuple[Explanation, Recording]:
     """Record a subject, and explain its peak.
 
     Marks can change a step: some modules take another path under a `TorchFunctionMode`, and torch compiles compiled code again.
@@ -245,7 +251,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
     attempts = max(device.consensus.exchange(expected.steps))
     growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
     following = 0 if growth is None else FOLLOWING_STEPS if attempts == 1 else DIFFERING_STEPS
-    levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
+    levels = _CLOSELY[2:] if subject.is_compiled else _CLOSELY[:1] if subject.is_once else _CLOSELY
     recorder = SubjectRecorder(device, sites, subject, growth or 0, following)
     recordings = _Recordings(expected, attempts)
     for level in (*levels[:1] * attempts, *levels[1:]):
@@ -278,7 +284,7 @@ class _Recordings:
         attempts: The most steps to record, equal on all ranks.
     """
 
-    def __init__(self, expected: Expected, attempts: int) -> None:
+    def __init__(self, expected: ExpectedFigures, attempts: int) -> None:
         self._expected = expected
         self._wanted = min(attempts, DIFFERING_STEPS)
         self._number = 0
@@ -286,12 +292,12 @@ class _Recordings:
         self._most_operators = 0
         """The most operators in a step, recorded or following."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
-        self.closest: Recorded | None = None
+        self.closest: Recording | None = None
         """The recording with the closest peak. Among equally close recordings the first, because it has the most detail."""
-        self.matching: Recorded | None = None
+        self.matching: Recording | None = None
         """The matching recording with the most operators."""
 
-    def add(self, recorded: Recorded, *, matches: bool) -> None:
+    def add(self, recorded: Recording, *, matches: bool) -> None:
         """Add a recording without an error. ``matches`` is True if the recording matches the measured figures."""
         self._number += 1
         for step in (recorded.timeline, *recorded.timeline.following):
@@ -314,7 +320,7 @@ class _Recordings:
             return False
         return self._number >= self._wanted or self.matching.operators == self._most_operators
 
-    def explained(self) -> tuple[Explanation, Recorded]:
+    def explained(self) -> tuple[Explanation, Recording]:
         """Return the best recording's explanation, and this recording."""
         best = self.matching or self.closest
         assert best is not None, "an error of the last level is raised"
@@ -325,11 +331,11 @@ class _Recordings:
         note = _note_on_another(best, self._expected)
         return replace(explanation, peak=replace(explanation.peak, notes=(note,))), best
 
-    def _distance(self, recorded: Recorded) -> int:
+    def _distance(self, recorded: Recording) -> int:
         return abs(recorded.peak - self._expected.peak)
 
 
-def _note_on_another(closest: Recorded, expected: Expected) -> str:
+def _note_on_another(closest: Recording, expected: ExpectedFigures) -> str:
     """Return a clause with the difference between the recorded step's peak and the measured peak."""
     needed, measured = format_bytes(closest.peak), format_bytes(expected.peak)
     if closest.survivors.replacements:
@@ -347,12 +353,12 @@ def _note_on_another(closest: Recorded, expected: Expected) -> str:
     )
 
 
-def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
+def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recording] | None:
     """Record ``subject`` until memory runs out again, and return the composition at this moment with the recording.
 
     The result is ``None`` if memory does not run out again.
     """
-    recorded = SubjectRecorder(device, sites, subject).at("phases" if subject.compiled else "calls")
+    recorded = SubjectRecorder(device, sites, subject).at("phases" if subject.is_compiled else "calls")
     if recorded.error is None or not is_out_of_memory(recorded.error):
         return None
     peak = composition_at(recorded.timeline, _moment_of_failure(recorded), recorded.own_bytes)
@@ -370,10 +376,10 @@ class SubjectRecorder:
     def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
         self._record = partial(record, device, sites, subject, growth=growth, following=following)
         self._consensus = device.consensus
-        self._with_operands: Recorded | None = None
+        self._with_operands: Recording | None = None
         """The recording with operands, if its profile kept memory alive."""
 
-    def at(self, level: Level) -> Recorded:
+    def at(self, level: Level) -> Recording:
         """Run the subject and return its recording. If the profile keeps memory alive, the subject runs twice."""
         if self._with_operands is None:
             recorded = self._record(level)
@@ -393,7 +399,7 @@ def record(
     growth: int = 0,
     following: int = 0,
     operands: bool = True,
-) -> Recorded:
+) -> Recording:
     """Run a subject once and record the run.
 
     Python's cyclic collector has to be off, as in measured steps.
@@ -412,7 +418,7 @@ def record(
         The recording. Its ``error`` is the subject's exception. Other exceptions, such as ``KeyboardInterrupt``, are raised.
     """
     subject.prepare()
-    if subject.once:
+    if subject.is_once:
         device.quiesce()  # the measured run began with empty caches too
     else:
         device.settle()
@@ -422,7 +428,7 @@ def record(
     held = {storage.data_ptr(): storage.nbytes() for storage in own}
     del own
     before = {**held, **device.blocks()}
-    left = subject.left()
+    earlier_blocks = subject.earlier_blocks()
     own_bytes = subject.own_bytes()
     tracker = Tracker(device.torch_device, sites, level, subject.creation_sites)
     tokens: list[Token] = []
@@ -436,7 +442,7 @@ def record(
         tracker.snapshot()
         try:
             # For GPUs, the profiler's tree leaves out allocations outside of spans, for example torch.load's storages.
-            with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.once else nullcontext():
+            with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.is_once else nullcontext():
                 result = subject.run(tracker)
         except Exception as raised:  # noqa: BLE001 - returned to the caller
             # Tracebacks would keep the step's tensors alive.
@@ -468,7 +474,7 @@ def record(
         with suppress(Exception):
             # An error in the search for holders must not prevent the explanation.
             holders = holders_of(_blocks_to_hold(timeline, growth, trace.freed_at_end))
-    return Recorded(
+    return Recording(
         trace,
         timeline,
         own_bytes,
@@ -476,7 +482,7 @@ def record(
         error,
         level,
         tracker.failed_in,
-        left,
+        earlier_blocks,
         holders,
         growth,
         ended,
@@ -571,7 +577,7 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
     tracker.snapshot()
 
 
-def _explained(recorded: Recorded) -> Explanation:
+def _explained(recorded: Recording) -> Explanation:
     timeline = with_makers_of_inputs(recorded.timeline)
     retained = composition_of_retained(timeline, recorded.growth)
     return Explanation(
@@ -587,7 +593,7 @@ def _explained(recorded: Recorded) -> Explanation:
     )
 
 
-def _notes_on_growth(recorded: Recorded) -> Iterator[str]:
+def _notes_on_growth(recorded: Recording) -> Iterator[str]:
     """Yield clauses if the recorded step kept other bytes than the measured steps."""
     nbytes = recorded.survivors.nbytes
     if not recorded.growth:
@@ -601,7 +607,7 @@ def _notes_on_growth(recorded: Recorded) -> Iterator[str]:
         yield f"the recorded step kept {format_bytes(nbytes)}; on average each step keeps {format_bytes(recorded.growth)}"
 
 
-def _moment_of_failure(recorded: Recorded) -> int:
+def _moment_of_failure(recorded: Recording) -> int:
     """Return the moment when memory ran out.
 
     CUDA's allocator records this moment. On the CPU, the failed allocation is not among the events. After it, the call only
@@ -612,10 +618,11 @@ def _moment_of_failure(recorded: Recorded) -> int:
     if reported:
         return reported[-1]
     opened = next(
-        (n for n, token in enumerate(tokens) if isinstance(token, Open) and 0 <= token.mark == recorded.failed_in), None
+        (n for n, token in enumerate(tokens) if isinstance(token, SpanBegin) and 0 <= token.mark == recorded.failed_in),
+        None,
     )
     if opened is None:
         return recorded.timeline.peak
-    depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens[opened:])
+    depths = accumulate(isinstance(token, SpanBegin) - isinstance(token, SpanEnd) for token in tokens[opened:])
     ended = next((n for n, depth in enumerate(depths, opened) if depth == 0), len(tokens) - 1)
     return max(range(opened, ended + 1), key=recorded.timeline.live.__getitem__)

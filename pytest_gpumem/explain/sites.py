@@ -80,7 +80,7 @@ class Sites:
         self.packages: set[Package] = set()
         """The installed packages with code on the way to a site. To get the packages in a step, clear this set first."""
 
-    def here(self, depth: int = 1) -> Site:
+    def caller_site(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
         user = ""

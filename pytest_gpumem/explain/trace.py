@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.values.layers import folded
-from pytest_gpumem.values.module_calls import Caller, ModuleCalls, counted
+from pytest_gpumem.values.module_calls import Caller, ModuleCalls, count_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from pytest_gpumem.values.events import Seen, Token
+    from pytest_gpumem.values.events import TensorRecord, Token
     from pytest_gpumem.values.source_lines import Chain
 
 
@@ -90,7 +90,7 @@ class Trace:
     """The size in bytes of each block from before the recording, by address."""
     own: frozenset[int] = frozenset()
     """The addresses of blocks in ``before`` that belong to the step."""
-    results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
+    results: Mapping[int, tuple[TensorRecord, ...]] = field(default_factory=dict)
     """The tensors returned by each call, by its mark's index. Operator tokens show only the tensors that an operator takes."""
     tensors: tuple[tuple[str, ...], ...] = ()
     """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them. Otherwise empty.
@@ -119,12 +119,12 @@ class Trace:
         )
 
     def _is_next(self, token: Token) -> bool:
-        return isinstance(token, Open) and token.kind == "mark" and self.marks[token.mark].kind == "next"
+        return isinstance(token, SpanBegin) and token.kind == "mark" and self.marks[token.mark].kind == "next"
 
     @staticmethod
     def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
         """Return ``tokens``, which begin with the opening of a span, without this opening and the span's end."""
-        depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens)
+        depths = accumulate(isinstance(token, SpanBegin) - isinstance(token, SpanEnd) for token in tokens)
         end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
         return tokens[1:end] + tokens[end + 1 :]
 
@@ -159,7 +159,7 @@ class GraphCalls:
         self._allocated_in: set[int] = set()
         """The calls in which forward allocated memory."""
 
-    def opened(self, span: Open) -> None:
+    def opened(self, span: SpanBegin) -> None:
         """Process the beginning of a span."""
         if span.kind == "node":
             self._nodes += 1
@@ -202,14 +202,14 @@ class GraphCalls:
         if not self._nodes:
             self._allocated_in.update(self._open)
 
-    def closed(self, span: Open) -> None:
+    def closed(self, span: SpanBegin) -> None:
         """Process the end of a span."""
         if span.kind == "node":
             self._nodes -= 1
         elif self._is_module(span):
             self._open.pop()
 
-    def _is_module(self, span: Open) -> bool:
+    def _is_module(self, span: SpanBegin) -> bool:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
     def callers(self) -> dict[str, tuple[Caller, ...]]:
@@ -222,7 +222,7 @@ class GraphCalls:
 
     def no_grad(self) -> ModuleCalls:
         """Return how many calls began with grad mode off, for each module and function."""
-        return counted([*self._calls, *self._functions])
+        return count_calls([*self._calls, *self._functions])
 
     def no_backward(self) -> ModuleCalls:
         """Return for each module how many forward calls with grad mode on had no node that ran in backward.
@@ -235,7 +235,7 @@ class GraphCalls:
         forward_calls = {call for calls in self._made_in.values() for call in calls}
         forward_calls |= {call for call in self._allocated_in if not self._calls[call][1]}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
-        return counted((self._calls[call][0], call not in reached) for call in sorted(forward_calls))
+        return count_calls((self._calls[call][0], call not in reached) for call in sorted(forward_calls))
 
 
 def _function_text(module: str, function: str) -> str:
@@ -257,7 +257,7 @@ class SpanStack:
     outermost_operator: int = -1
     call: int = -1
     module: int = -1
-    node: Open | None = None
+    node: SpanBegin | None = None
     """The autograd graph's node that allocates; ``None`` for Python code within a node."""
     within_node: bool = False
     recomputed: bool = False
@@ -265,7 +265,7 @@ class SpanStack:
     is_cast_within: bool = False
     """True within a cast run by another operator. For example, ``linear`` casts its weight under autocast."""
 
-    def operator_begins(self, opened: int, span: Open) -> None:
+    def operator_begins(self, opened: int, span: SpanBegin) -> None:
         if self.outermost_operator < 0:
             self.outermost_operator = opened
         self.is_cast_within |= span.name == _CAST and not _FACTORY.match(self.operator or _CAST)
@@ -277,7 +277,7 @@ class SpanStack:
         is_weight = self.is_cast_within and self.mark is not None and nbytes in self.mark.casts
         return AUTOCAST if is_weight else self.operator
 
-    def node_begins(self, opened: int, span: Open) -> None:
+    def node_begins(self, opened: int, span: SpanBegin) -> None:
         self.node, self.call, self.module, self.mark = span, opened, -1, None
         self.within_node, self.recomputed = True, False
         self.operator, self.outermost_operator, self.is_cast_within = "", -1, False

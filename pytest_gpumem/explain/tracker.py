@@ -18,7 +18,7 @@ from pytest_gpumem.explain.owners import TensorOwners
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.torch_support.private_api import engine_run_within, outside_torch_function, span
 from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, dtype_and_shape, is_a
-from pytest_gpumem.values.events import Seen
+from pytest_gpumem.values.events import TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Tracker:
     ) -> None:
         self.marks: list[Mark] = []
         self.snapshots: dict[int, tuple[Label, ...]] = {}
-        self.results: dict[int, tuple[Seen, ...]] = {}
+        self.results: dict[int, tuple[TensorRecord, ...]] = {}
         """The tensors returned by each call, by its mark's index."""
         self.failed_in = -1
         """The mark of the innermost call that raised first; -1 for none."""
@@ -136,7 +136,7 @@ class Tracker:
         if self._busy or name in _IDLE or self._is_another_thread():
             return func(*args, **kwargs)
         # Three frames up: `call`, `FunctionMode.__torch_function__`, and the caller.
-        site = self._sites.here(3)
+        site = self._sites.caller_site(3)
         module_frame = self._modules[-1][3] if self._modules else 0
         function, caller, caller_function = self._sites.function(name, 3, module_frame)
         if self._modules and function == "forward":
@@ -206,7 +206,9 @@ class Tracker:
         caller_function = self._sites.around(2, self._modules[-1][3] if self._modules else 0)
         if self._modules and caller_function == "forward":
             caller_function = ""
-        mark = Mark("module", path, *self._sites.here(2), grad=_autograd_records(), caller_function=caller_function)
+        mark = Mark(
+            "module", path, *self._sites.caller_site(2), grad=_autograd_records(), caller_function=caller_function
+        )
         calling_frame = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
         self._modules.append((id(module), path, self._begin(mark), id(calling_frame)))
 
@@ -223,7 +225,7 @@ class Tracker:
         if self._is_another_thread():
             return
         self._end_optimizing()
-        self.owners.optimizer(optimizer, self._sites.here().user)
+        self.owners.optimizer(optimizer, self._sites.caller_site().user)
         self.snapshot()
         self._optimizing.append(self._begin(Mark("optimizer")))
 
@@ -246,14 +248,14 @@ class Tracker:
             return False
         return any(thread.ident == threading.get_ident() for thread in threading.enumerate())
 
-    def _seen(self, result: object) -> Iterator[Seen]:
+    def _seen(self, result: object) -> Iterator[TensorRecord]:
         import torch
 
         for value in contents_of(result) if is_a(result, tuple, list) else (result,):
             if is_a(value, torch.Tensor):
                 for address, nbytes in self.owners.blocks_of(value):
                     if nbytes == dense_bytes(value):
-                        yield Seen(address, *dtype_and_shape(value))
+                        yield TensorRecord(address, *dtype_and_shape(value))
 
 
 def _autograd_records() -> bool:

@@ -26,7 +26,7 @@ from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulated_process.fork_server import CODE, Fork, Program
 from pytest_gpumem.emulation.gpus import described
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
-from pytest_gpumem.fit.outcome import found
+from pytest_gpumem.fit.outcome import result_of
 from pytest_gpumem.fit.run import emulating, run_folder, run_on
 from pytest_gpumem.processes import GRACE_SECONDS, POLL_SECONDS, end_group, end_with_parent
 from pytest_gpumem.variables import EMULATED
@@ -112,7 +112,7 @@ class ProgramRuns:
 
         Raises:
             OSError: The program cannot be started.
-            Stopped: The signal ended the run.
+            StopSignal: The signal ended the run.
         """
         if self._first is None:
             self._began = time.monotonic_ns()
@@ -141,7 +141,7 @@ class ProgramRuns:
 
         Raises:
             OSError: The program cannot be started.
-            Stopped: The signal ended the run.
+            StopSignal: The signal ended the run.
         """
         assert self._first is not None
         first, run = self._first
@@ -163,7 +163,7 @@ class ProgramRuns:
 
 
 def _outcome(run: ProgramRun, gpu: Gpu) -> object:
-    return found(run, gpu, CONTEXT_BYTES)
+    return result_of(run, gpu, CONTEXT_BYTES)
 
 
 class ForkServer:
@@ -177,7 +177,7 @@ class ForkServer:
         stop: The signal that ends all runs.
 
     Raises:
-        Stopped: The signal ended the run.
+        StopSignal: The signal ended the run.
     """
 
     def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str], jobs: int, stop: Stop) -> None:
@@ -230,7 +230,7 @@ class ForkServer:
             steps: The number of optimizer steps after which the program ends, or ``None``.
 
         Raises:
-            Stopped: The signal ended the run.
+            StopSignal: The signal ended the run.
         """
         self._stop.check()
         if not self._alive:

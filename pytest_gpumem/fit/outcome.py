@@ -58,7 +58,7 @@ class ProgramRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunResult:
     """A run's outcome on a GPU. Bytes belong to the device with the highest peak."""
 
     outcome: FitOutcome
@@ -96,8 +96,8 @@ class Fit:
     """A GPU with the program's outcome, and the outcome with expandable segments if they were tried."""
 
     gpu: Gpu
-    plain: Found
-    expanded: Found | None = None
+    plain: RunResult
+    expanded: RunResult | None = None
 
     @property
     def fits(self) -> bool:
@@ -108,7 +108,7 @@ class Fit:
         return not self.fits and self.expanded is not None and self.expanded.outcome is FitOutcome.FITS
 
 
-def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
+def result_of(run: ProgramRun, gpu: Gpu, context_bytes: int) -> RunResult:
     """Return a run's outcome.
 
     Args:
@@ -141,7 +141,7 @@ def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
     else:
         outcome = FitOutcome.UNUSED if most is None else FitOutcome.FITS
     lines = [line for line in run.output.splitlines() if line.strip()]
-    return Found(
+    return RunResult(
         outcome=outcome,
         status=run.status,
         allocated=most.allocated if most else 0,
@@ -205,7 +205,7 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
     return 1 if any(fit.plain.outcome in NOT_ENOUGH for fit in fits) else 2
 
 
-def ends_it(first: Found, *, every: bool) -> bool:
+def ends_it(first: RunResult, *, every: bool) -> bool:
     """Return whether no further GPU needs to be tried after the first.
 
     This is so if the program used no GPU memory or failed by itself. A failed program may still run on other GPUs if the user

@@ -53,7 +53,7 @@ def run_on(
 
     Raises:
         OSError: The program cannot be started.
-        Stopped: The signal ended the program.
+        StopSignal: The signal ended the program.
     """
     with run_folder() as folder:
         status = run(

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.fit.outcome import NOT_ENOUGH, FitOutcome
 from pytest_gpumem.reports.layout import Column, Span, Table
-from pytest_gpumem.units import agreeing, format_bytes
+from pytest_gpumem.units import format_bytes, word_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
-    from pytest_gpumem.fit.outcome import Fit, Found
+    from pytest_gpumem.fit.outcome import Fit, RunResult
     from pytest_gpumem.reports.layout import Style
 
 _STYLES: dict[FitOutcome, Style] = {
@@ -31,7 +31,7 @@ def name_of(gpu: Gpu) -> str:
     return gpu.title if gpu.count == 1 else f"{gpu.title} x{gpu.count}"
 
 
-def progress(result: Found, cwd: str) -> str:
+def progress(result: RunResult, cwd: str) -> str:
     """Return a phrase with a run's outcome, such as ``"fits, 15.25 GB reserved"``."""
     if result.outcome is FitOutcome.FITS:
         return f"fits, {_needed(result)}"
@@ -141,7 +141,7 @@ def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
     return json.dumps(plain, indent=2) + "\n"
 
 
-def _plain(result: Found) -> dict[str, Any]:
+def _plain(result: RunResult) -> dict[str, Any]:
     return {**asdict(result), "outcome": result.outcome.value}
 
 
@@ -172,22 +172,22 @@ def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
     return f"all but {', '.join(missing)}" if missing else f"all {len(every)} GPUs"
 
 
-def _span(results: Sequence[Found]) -> str:
+def _span(results: Sequence[RunResult]) -> str:
     """Return the reserved memory as a figure, or as a range if GPUs differ."""
     least, most = (format_bytes(bound(result.reserved for result in results)) for bound in (min, max))
     return least if least == most else f"{least} to {most}"
 
 
-def _needed(result: Found) -> str:
+def _needed(result: RunResult) -> str:
     return f"{format_bytes(result.reserved)} reserved"
 
 
-def _first_time(result: Found, cwd: str) -> str:
+def _first_time(result: RunResult, cwd: str) -> str:
     times = "once" if result.times_out_of_memory == 1 else f"{result.times_out_of_memory} times, first"
     return f"{times}{_where(result, cwd)}"
 
 
-def _where(result: Found, cwd: str) -> str:
+def _where(result: RunResult, cwd: str) -> str:
     if result.ran_out is None:
         return ""
     file, _, rest = result.ran_out.line.rpartition(":")
@@ -199,7 +199,7 @@ def _where(result: Found, cwd: str) -> str:
     )
 
 
-def _status(result: Found) -> str:
+def _status(result: RunResult) -> str:
     if result.status >= 0:
         return f"exit status {result.status}"
     try:
@@ -214,7 +214,7 @@ _GRAPHS = (
 )
 
 
-def _graphs_fill_it(result: Found) -> bool:
+def _graphs_fill_it(result: RunResult) -> bool:
     """Return whether autograd graphs may hold at least a quarter of the memory in a program that does not train."""
     ran_out = result.ran_out
     return bool(ran_out and ran_out.without_tensor and 4 * ran_out.without_tensor >= ran_out.allocated)
@@ -223,7 +223,7 @@ def _graphs_fill_it(result: Found) -> bool:
 def _notes(fit: Fit) -> tuple[str, ...]:
     """Return the notes about a GPU in a fixed order. Notes that do not apply are empty."""
     result = fit.plain
-    killed = agreeing(result.killed, "a process that used CUDA was", f"{result.killed} processes that used CUDA were")
+    killed = word_form(result.killed, "a process that used CUDA was", f"{result.killed} processes that used CUDA were")
     expandable = ""
     if result.outcome in NOT_ENOUGH and result.expandable:
         expandable = "segments were expandable already"

@@ -10,7 +10,13 @@ from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
 from pytest_gpumem.values.composition import without_callers
 from pytest_gpumem.values.module_calls import outermost
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, tallies_without_callers, total
+from pytest_gpumem.values.operator_counts import (
+    MADE_OF_OPERATORS,
+    NOWHERE,
+    reduced_tallies,
+    tallies_without_callers,
+    total,
+)
 from pytest_gpumem.values.step_peaks import StepPeaks
 
 if TYPE_CHECKING:
@@ -94,11 +100,11 @@ class Baseline:
         object.__setattr__(self, "by_operator", {**self.by_operator, **no_operators})
 
     @property
-    def tells_lines(self) -> bool:
+    def has_lines(self) -> bool:
         """True if any operator has a known line."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
-    def takes_the_same(self, other: Baseline) -> bool:
+    def has_same_figures(self, other: Baseline) -> bool:
         """Return whether both baselines have the same workload, bytes and counts."""
         return self.workload == other.workload and _repeating(self) == _repeating(other)
 
@@ -128,20 +134,20 @@ class Baseline:
         }
         return replace(self, metrics=metrics, step_peaks=self.step_peaks_by_device.get(device, ()))
 
-    def says_the_same(self, other: Baseline) -> bool:
+    def is_equivalent(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
-        A baseline that says the same is not written. Another driver or torch release with equal bytes changes nothing. A
+        An equivalent baseline is not written. Another driver or torch release with equal bytes changes nothing. A
         environment detail matters only if a metric depends on it, because the metric is uncertain if this detail
         differs.
         """
         return (
-            self.takes_the_same(other)
+            self.has_same_figures(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
             # Lines move without a change of bytes, so compositions and operators matter only if the other baseline has none.
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
-            and (other.tells_lines or not self.tells_lines)
+            and (other.has_lines or not self.has_lines)
             and bool(other.step_peaks or not self.step_peaks)
             # A tolerance applies to the bytes beside workspaces. Baselines from older versions do not record workspaces.
             and (other.workspaces is not None or self.workspaces is None)
@@ -153,9 +159,9 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class NoBaseline:
-    """The store has no baseline for this environment. ``elsewhere`` lists the devices with a baseline."""
+    """The store has no baseline for this environment. ``other_devices`` lists the devices with a baseline."""
 
-    elsewhere: tuple[str, ...] = ()
+    other_devices: tuple[str, ...] = ()
 
 
 def baseline_of(
@@ -180,14 +186,14 @@ def baseline_of(
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
         # An entry without the metric stands for this value.
-        if value != METRICS[name].where_absent
+        if value != METRICS[name].value_if_absent
     }
     devices = measurement.by_device if len(measurement.by_device) > 1 else {}
     by_device = {
         device: {
             name: value
             for name, value in device_metrics.items()
-            if METRICS[name].tolerance is not None and value != METRICS[name].where_absent
+            if METRICS[name].tolerance is not None and value != METRICS[name].value_if_absent
         }
         for device, device_metrics in devices.items()
     }
@@ -204,7 +210,7 @@ def baseline_of(
         None if kept_explanation is None else _composition_to_keep(without_callers(kept_explanation.peak)),
         reason=reason,
         by_operator={
-            name: kept(tallies_without_callers(tallies))
+            name: reduced_tallies(tallies_without_callers(tallies))
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_gpumem.gate.growths import ENOUGH, KEPT, LEAST, growths_of, proven
+from pytest_gpumem.gate.growths import ENOUGH, KEPT_METRICS, LEAST, growths_of, with_proven_places
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.composition import KEPT_IN
@@ -60,7 +60,7 @@ class Cause:
     """Paths of the modules in which its lines ran, the most frequent first. The model itself has the name of its
     class."""
     operator: str
-    what: str
+    tensors: str
     """The tensors. For a budget, its metric and limit."""
     category: str
     reason: str
@@ -87,13 +87,13 @@ class Cause:
 
     @property
     def has_tensors(self) -> bool:
-        """True if `what` describes tensors."""
+        """True if `tensors` describes tensors, and not a budget."""
         return self.kind in ("line", "holder")
 
     @property
     def lacks_holder(self) -> bool:
         """True if tensors are kept and no holder was found."""
-        return self.kind == "line" and any(share.growth.metric in KEPT for share in self.shares)
+        return self.kind == "line" and any(share.growth.metric in KEPT_METRICS for share in self.shares)
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -106,7 +106,9 @@ class Cause:
 
         For a holder only metrics of kept bytes count.
         """
-        shares = [share for share in self.shares if share.growth.metric in KEPT or not self.holder] or self.shares
+        shares = [
+            share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
+        ] or self.shares
         counts = Counter(share.growth.metric for share in shares)
         return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
 
@@ -125,7 +127,7 @@ class Cause:
         return [share for share in self.shares if share.growth.metric == self.metric]
 
 
-class Unproven(NamedTuple):
+class CandidateCause(NamedTuple):
     """Lines or holders that may have caused a growth. Nothing proves which line or holder did."""
 
     lines: tuple[str, ...]
@@ -139,7 +141,7 @@ class Causes:
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
-    unproven: tuple[Unproven, ...] = ()
+    unproven: tuple[CandidateCause, ...] = ()
     """Alternatives for parts in `not_explained`, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
@@ -155,7 +157,7 @@ class Causes:
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     """Return the causes of growth in tests. The order of the tests does not matter."""
     growths = growths_of(tests)
-    growths = proven(growths, _chosen(growths))
+    growths = with_proven_places(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
     shares: dict[Place, list[tuple[ExplainedGrowth, float]]] = defaultdict(list)
     for explained in growths:
@@ -176,7 +178,7 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     return Causes(tuple(sorted(causes, key=_order)), not_explained, _unproven(growths))
 
 
-def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[Unproven, ...]:
+def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
     """Return the remaining alternatives, joined if their lines and holders are equal apart from package releases."""
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
@@ -185,7 +187,7 @@ def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[Unproven, ...]:
             if lines and alternatives.amount >= LEAST * explained.growth.amount:
                 groups[lines].append((explained.growth, alternatives))
     unproven = [
-        Unproven(
+        CandidateCause(
             tuple(
                 sorted(
                     {
@@ -209,7 +211,7 @@ def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
 
 
 def _order(cause: Cause) -> tuple[object, ...]:
-    return -len(cause.tests), METRICS[cause.metric].precedence, -cause.total, cause.lines, cause.module, cause.what
+    return -len(cause.tests), METRICS[cause.metric].precedence, -cause.total, cause.lines, cause.module, cause.tensors
 
 
 def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:

@@ -17,7 +17,7 @@ from pytest_gpumem.values.operator_counts import (
     layer_of,
     of_any_layer,
     of_layers,
-    summed,
+    sum_tallies,
     total,
 )
 from pytest_gpumem.values.source_lines import file_and_line, without_release
@@ -87,7 +87,7 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
         new_rest[operator] -= total(disappeared)
     changes += [Tally(operator, amount) for operator, amount in (+new_rest).items()]
     changes += [Tally(operator, -amount) for operator, amount in (+old_rest).items()]
-    return of_layers(summed(changes), {})
+    return of_layers(sum_tallies(changes), {})
 
 
 def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) -> list[Tally]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pytest_gpumem.gate.graph_changes import GraphChange, GraphChanges
 from pytest_gpumem.gate.smaller_rows import Attribution, attribution
-from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
+from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, join_layers
 from pytest_gpumem.values.layers import Numbers
-from pytest_gpumem.values.source_lines import file_and_line, one_of, without_release
+from pytest_gpumem.values.source_lines import alternatives_clause, file_and_line, without_release
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -127,7 +127,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class PeakMove:
     """A peak in another phase than before."""
 
     before: str
@@ -158,7 +158,7 @@ class Difference:
     If both versions of the code are known, changes at changed lines come before the others. The alternatives are the rows
     behind a sum over smaller rows, if the sum grew and nothing proves which row did.
     """
-    moved: Moved | None = None
+    moved: PeakMove | None = None
     """The phases of the peak, if it moved; otherwise ``None``."""
     graph: tuple[GraphChange, ...] = ()
     """Modules that autograd records now and did not record in the baseline, if this made rows grow."""
@@ -238,7 +238,7 @@ def _difference_of_peaks(
     same_phase = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
         return difference(before, after, graph)
-    moved = Moved(before.phase, after.phase, after.phase, None if same_phase is None else same_phase.total)
+    moved = PeakMove(before.phase, after.phase, after.phase, None if same_phase is None else same_phase.total)
     if after.phase in phases_before:
         return replace(difference(phases_before[after.phase], after, graph), moved=moved)
     if same_phase is not None:
@@ -304,7 +304,7 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
         lines = named(change.after) if change.nbytes > 0 and change.after is not None else ()
         if change.after is None or not lines:
             return change
-        reason = _joined(change.reason, *one_of(lines))
+        reason = _joined(change.reason, *alternatives_clause(lines))
         return change._replace(after=replace(change.after, named=lines[0]), reason=reason)
 
     return replace(difference, changes=tuple(map(with_name, difference.changes)))
@@ -448,7 +448,7 @@ def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[R
     old_layers, new_layers = ({n: row for n, row in side.items() if n not in same} for side in (old_layers, new_layers))
     old_unsplit, new_layers = _without_layers(old_unsplit, new_layers)
     new_unsplit, old_layers = _without_layers(new_unsplit, old_layers)
-    return [*joined(old_layers.values(), {}), *old_unsplit], [*joined(new_layers.values(), {}), *new_unsplit]
+    return [*join_layers(old_layers.values(), {}), *old_unsplit], [*join_layers(new_layers.values(), {}), *new_unsplit]
 
 
 def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:

@@ -130,9 +130,9 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
     chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
     holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
     if explanation is not None:
-        keeping_holders = () if KEPT.isdisjoint(chosen) else explanation.holders
+        keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
         holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
-        if any(_baseline_bytes(worse[name]) for name in KEPT.intersection(chosen)):
+        if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
             # If a line has several holders, some may not be new. Those have no share in the growth of the peak.
             holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, holders_at) for name in chosen}
@@ -163,9 +163,9 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         )
 
 
-KEPT = frozenset({"growth", "retained"})
+KEPT_METRICS = frozenset({"growth", "retained"})
 """Metrics whose cause is the holder."""
-LEFT_BEHIND = KEPT | {"cyclic_garbage"}
+LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
 """Metrics whose composition is not stored in baselines."""
 
 
@@ -243,7 +243,7 @@ def kept_rows(verdict: Verdict) -> KeptRows:
     worse = [
         metric
         for metric in verdict.metrics
-        if metric.metric in KEPT and metric.outcome in WORSE and _baseline_bytes(metric)
+        if metric.metric in KEPT_METRICS and metric.outcome in WORSE and _baseline_bytes(metric)
     ]
     if not worse:
         return KeptRows(rows)
@@ -267,7 +267,7 @@ def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
     """Return the first metric for each kind of memory: kept bytes, peaks and garbage."""
     first: dict[object, str] = {}
     for name in memory:
-        first.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
+        first.setdefault("kept" if name in KEPT_METRICS else METRICS[name].peak or name, name)
     return list(first.values())
 
 
@@ -287,10 +287,10 @@ def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_H
         return _parts_of_peak(verdict, holders_at)
     if explanation is None or metric not in LEFT_BEHIND:
         return {}
-    if metric in KEPT and explanation.holders:
+    if metric in KEPT_METRICS and explanation.holders:
         certain = (holder for holder in explanation.holders if not holder.alternatives)
         return _summed(_held_part(holder, row) for holder in certain for row in holder.kept.rows)
-    composition = explanation.retained if metric in KEPT else explanation.garbage
+    composition = explanation.retained if metric in KEPT_METRICS else explanation.garbage
     return _summed(_part_of_row(row, row.nbytes) for row in composition.rows)
 
 
@@ -414,7 +414,7 @@ def _alternatives(
     explanation = verdict.measurement.explanation
     if METRICS[metric].peak:
         return _alternatives_of_peak(verdict, holders_at)
-    if metric not in KEPT or explanation is None:
+    if metric not in KEPT_METRICS or explanation is None:
         return ()
     uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
     # Small rows have no known line. If they are one alternative, the only other alternative would seem to be proven.
@@ -445,7 +445,7 @@ def _alternatives_of_peak(
     return tuple(peak_alternatives)
 
 
-def proven(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
+def with_proven_places(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
     """Return growths whose alternatives are decided if another growth has a cause at one line.
 
     Growths of the same measurement decide before others. Several lines decide only if they have no more bytes than the

@@ -26,7 +26,7 @@ from pytest_gpumem.gate.verdict import (
 from pytest_gpumem.measurement import Measurement, largest
 from pytest_gpumem.metrics import METRICS, Kind, Metric, Tolerance
 from pytest_gpumem.units import format_bytes, format_bytes_change
-from pytest_gpumem.values.operator_counts import kept, varied_clause
+from pytest_gpumem.values.operator_counts import reduced_tallies, varied_clause
 from pytest_gpumem.values.step_peaks import StepPeaks, differ_by_chance, spread
 from pytest_gpumem.values.unknown_reads import decided_a_branch
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 
-def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
+def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
     """Return the tolerances between figures from an emulated GPU and measured figures.
 
     Each tolerance is at least the error that the benchmark found for the metric. Metrics without a known error are left out.
@@ -91,7 +91,7 @@ def judge(
     throughput = judge_throughput(measurement, budget.min_throughput)
     if throughput is not None:
         metrics += (throughput,)
-    other_devices = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
+    other_devices = baseline.other_devices if isinstance(baseline, NoBaseline) else ()
     origin = None if entry is None else origin_of(entry)
     notes = _idle_limits(budget, measurement)
     if entry is not None and why_not is None:
@@ -174,7 +174,7 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
         )
     if verdict.reason is None:
         count_changes = {
-            name: kept(changed_tallies(baseline.by_operator[name], tallies))
+            name: reduced_tallies(changed_tallies(baseline.by_operator[name], tallies))
             for name, tallies in measurement.by_operator.items()
             if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
         }
@@ -267,7 +267,7 @@ def _judge_metric(
         tolerance: The tolerance of the metric; ``None`` if the metric is not judged against a baseline.
     """
     value = measurement.metrics[metric.name]
-    baseline_value = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
+    baseline_value = None if baseline is None else baseline.metrics.get(metric.name, metric.value_if_absent)
     # A budget limits the whole program. It includes the first steps, which are not compared with a baseline.
     highest = max((value, *measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
@@ -301,8 +301,8 @@ def _not_comparable(
         return None, None
     if isinstance(baseline, NoBaseline):
         device = measurement.environment.device
-        if baseline.elsewhere:
-            return f"there are baselines for {', '.join(baseline.elsewhere)}, this is {device}", Outcome.FOREIGN
+        if baseline.other_devices:
+            return f"there are baselines for {', '.join(baseline.other_devices)}, this is {device}", Outcome.FOREIGN
         return f"there is no baseline for {device} yet", Outcome.NEW
     differences = measurement.workload.differences(baseline.workload)
     if differences:
@@ -313,7 +313,7 @@ def _not_comparable(
 def _compare(
     metric: Metric, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
 ) -> MetricVerdict:
-    value, baseline_value = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.where_absent)
+    value, baseline_value = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.value_if_absent)
     if baseline_value is None:
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
@@ -377,7 +377,7 @@ def _doubt(
     environment_change = None if exceeds_environment else _moved_by(metric.depends_on, metric, measurement, baseline)
     if environment_change is not None:
         return environment_change
-    if metric.made_of_operators:
+    if metric.is_counted_by_operator:
         return _varied(metric, baseline_value, allowed, measurement)
     if not metric.peak or _keeps_more(measurement):
         return None

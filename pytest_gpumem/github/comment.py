@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 
-from pytest_gpumem.reports.markdown import MOST_OF_A_COMMENT
+from pytest_gpumem.reports.markdown import COMMENT_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -162,7 +162,7 @@ def _next_page(link: str) -> str | None:
 _WAITS = (1.0, 3.0, 9.0)
 """Seconds before the second, third and fourth try."""
 _LONGEST_WAIT = 60.0
-MOST_OF_A_TITLE = 256
+TITLE_LIMIT = 256
 """The longest title that GitHub accepts: ``title is too long (maximum is 256 characters)``."""
 
 
@@ -186,9 +186,9 @@ def marker(name: str) -> str:
     return f"<!-- pytest-gpumem: {quote(name, safe=' ', errors='backslashreplace').replace('--', '-%2D')} -->"
 
 
-def room(name: str) -> int:
+def room_in_comment(name: str) -> int:
     """Return how many characters fit into the comment called ``name`` below its marker."""
-    return MOST_OF_A_COMMENT - len(marker(name)) - 1
+    return COMMENT_LIMIT - len(marker(name)) - 1
 
 
 def pull_request_of_event(file: Path) -> int | None:
@@ -227,7 +227,7 @@ def put_comment(
         api: GitHub's API.
         pull_request: The pull request to comment on.
         name: The comment's name, which a hidden first line stores.
-        body: The comment's Markdown, in at most as many characters as `room` returns.
+        body: The comment's Markdown, in at most as many characters as `room_in_comment` returns.
         sleep: Waits for so many seconds.
 
     Returns:
@@ -243,7 +243,7 @@ def put_issue(
     api: Api, repository: str, name: str, title: str, body: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, str]:
     """Update the open issue called ``name``, or open it. Arguments and results are as in `put_comment`."""
-    content = {"title": _text(title)[:MOST_OF_A_TITLE], "body": _with_marker(name, body)}
+    content = {"title": _text(title)[:TITLE_LIMIT], "body": _with_marker(name, body)}
 
     def put() -> tuple[bool, str]:
         number = _find_issue(api, repository, marker(name))

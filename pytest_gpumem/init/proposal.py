@@ -30,7 +30,7 @@ from pytest_gpumem.init.workflow import (
     workflow,
 )
 from pytest_gpumem.toml import read_toml
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ProposalError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class Machine:
     """This machine's devices and installed releases."""
 
     has_gpu: bool = False
@@ -165,7 +165,7 @@ class Proposal:
     """Paths of files with the account's placeholder, from which pip cannot install."""
 
 
-def chosen_runner(tests: FoundTests, machine: Here) -> tuple[Runner, str]:
+def chosen_runner(tests: FoundTests, machine: Machine) -> tuple[Runner, str]:
     """Return the runner for which this machine can record baselines, and the reason as a clause."""
     if not tests.on_gpu and machine.has_cpu:
         return "cpu", "no test that runs a model puts it on a GPU"
@@ -176,7 +176,7 @@ def chosen_runner(tests: FoundTests, machine: Here) -> tuple[Runner, str]:
     return "cpu", f"this machine has no GPU and cannot emulate one (see `{command_name()} doctor`)"
 
 
-def proposal(project: Project, tests: FoundTests, machine: Here, runner: Runner | None) -> Proposal:
+def proposal(project: Project, tests: FoundTests, machine: Machine, runner: Runner | None) -> Proposal:
     """Return the edits and notes for a project's set-up.
 
     Args:
@@ -256,7 +256,7 @@ def _names(pattern: str, nodeid: str) -> bool:
     return matches_test(pattern, nodeid) or matches_test(pattern, f"{nodeid}[]")
 
 
-def _device(tests: FoundTests, machine: Here) -> tuple[str, str]:
+def _device(tests: FoundTests, machine: Machine) -> tuple[str, str]:
     if not machine.has_cpu and machine.can_emulate:
         return "emulated:h100", "The installed torch can only be loaded for an emulated GPU."
     if not tests.on_gpu:
@@ -346,7 +346,7 @@ def _covers_store(line: str, store: str) -> bool:
     return re.fullmatch(rf"/?(?:{folders})/(\*\*?/)?\*\*?(\.toml)?", pattern) is not None
 
 
-def _workflow(project: Project, runner: Runner, why: str, machine: Here, edits: list[Edit]) -> Iterator[str]:
+def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edits: list[Edit]) -> Iterator[str]:
     up = project.to_top
     if project.workflow is not None:
         yield f"{up}{project.workflow} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`"
@@ -398,5 +398,5 @@ def counts(tests: FoundTests) -> str:
     """Return the test counts as a clause: ``"3 of 5 tests run models, and 1 is measured already"``."""
     running = sum(test.runs_model and not test.is_measured for test in tests.tests)
     measured = sum(test.is_measured for test in tests.tests)
-    run, are = agreeing(running, "runs", "run"), agreeing(measured, "is", "are")
+    run, are = word_form(running, "runs", "run"), word_form(measured, "is", "are")
     return f"{running} of {counted(len(tests.tests), 'test')} {run} models, and {measured} {are} measured already"

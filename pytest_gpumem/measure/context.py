@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.call_sites import creation_sites
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.recording import explain, explain_out_of_memory
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.artifacts import Artifacts
-    from pytest_gpumem.explain.recording import Expected, Recorded, Subject
+    from pytest_gpumem.explain.recording import ExpectedFigures, Recording, Subject
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.timing.sampling import TimeBudget
     from pytest_gpumem.values.composition import Explanation
@@ -44,7 +44,7 @@ class MeasuringContext:
     over_time: bool = False
     peak_only: bool = False
 
-    def begin(self, held: object) -> tuple[int, ...]:
+    def bytes_of_other_code(self, held: object) -> tuple[int, ...]:
         """Bring memory to rest before a step is prepared, and return other code's live bytes.
 
         Args:
@@ -75,11 +75,11 @@ class MeasuringContext:
         with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
             yield by_address
 
-    def named(self, name: str | None) -> Device:
+    def device_named(self, name: str | None) -> Device:
         """Return the device named ``name`` from `Device.everywhere`, or the context's device if there is no such name."""
         return next((device for device in self.device.everywhere if str(device.torch_device) == name), self.device)
 
-    def explain(self, subject: Subject, expected: Expected, device: Device) -> Explanation | str:
+    def explain(self, subject: Subject, expected: ExpectedFigures, device: Device) -> Explanation | str:
         """Record another run, and explain its peak.
 
         Args:
@@ -94,7 +94,7 @@ class MeasuringContext:
         try:
             # The other devices' windows must not see the recorded run.
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
-            with cyclic_collector_off(), random_numbers_given_back(self.device), unseen:
+            with cyclic_collector_off(), restored_random_numbers(self.device), unseen:
                 explanation, recorded = explain(device, self.sites, subject, expected)
             return self._with_artifacts(explanation, recorded, device)
         except RAISED_BY_A_STEP as error:
@@ -111,11 +111,11 @@ class MeasuringContext:
             The explanation, or ``None`` if memory does not run out again.
         """
         assert self.sites is not None, "only called if steps are explained"
-        with cyclic_collector_off(), random_numbers_given_back(self.device):
+        with cyclic_collector_off(), restored_random_numbers(self.device):
             explained = explain_out_of_memory(device, self.sites, subject)
         return None if explained is None else self._with_artifacts(*explained, device)
 
-    def _with_artifacts(self, explanation: Explanation, recorded: Recorded, device: Device) -> Explanation:
+    def _with_artifacts(self, explanation: Explanation, recorded: Recording, device: Device) -> Explanation:
         """Write the recording's artifacts, and return the explanation, with a note if that failed.
 
         The explanation also gets the memory over time if ``over_time``, and the GPU's name if the process uses several GPUs.

@@ -22,7 +22,7 @@ from pytest_gpumem.values.operator_counts import (
     OperatorSite,
     Tally,
     of_layers,
-    summed,
+    sum_tallies,
     total,
     varied_clause,
     without_places,
@@ -90,11 +90,11 @@ class Counts:
 class CountResult:
     """A step's counts, with tallies by metric. If several steps were counted, each count is the largest.
 
-    ``trouble`` is a clause with the reason if counting failed.
+    ``failure`` is a clause with the reason if counting failed.
     """
 
     counts: Counts
-    trouble: str | None = None
+    failure: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
     """The smallest value, for each count that differed between the counted steps."""
@@ -102,7 +102,7 @@ class CountResult:
     def notes(self) -> tuple[str, ...]:
         """Return notes on the counts, as clauses."""
         varied = (varied_clause(name, lowest, self.counts.metrics()[name]) for name, lowest in self.lowest.items())
-        return (*varied, *(() if self.trouble is None else (self.trouble,)))
+        return (*varied, *(() if self.failure is None else (self.failure,)))
 
 
 NO_COUNTS = CountResult(Counts())
@@ -113,7 +113,7 @@ FURTHER_COUNTED_STEPS = 5
 
 
 def count_step(
-    step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True
+    step: Callable[[], object], device: Device, *, is_compiled: bool = False, repeats: bool = True
 ) -> CountResult:
     """Count a step's operators in one run, and its kernel launches in another run.
 
@@ -123,21 +123,21 @@ def count_step(
     Args:
         step: Runs the step.
         device: The step's device.
-        compiled: True if torch.compile has compiled the step.
-        alike: True if the step is known to repeat. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer if a
+        is_compiled: True if torch.compile has compiled the step.
+        repeats: True if the step is known to repeat. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer if a
             step raises.
 
     Returns:
-        The counts. If the step raises, ``trouble`` has the exception. The memory figures stay valid, because earlier runs of
+        The counts. If the step raises, ``failure`` has the exception. The memory figures stay valid, because earlier runs of
         the step did not raise.
     """
     modules = len(sys.modules)
 
-    operators = dict[str, tuple[Tally, ...]] if compiled else partial(_count_operators, step, device.torch_device)
+    operators = dict[str, tuple[Tally, ...]] if is_compiled else partial(_count_operators, step, device.torch_device)
 
     def launches() -> dict[str, tuple[Tally, ...]]:
         kernels = device.launches(step)
-        return {} if kernels is None else {"launches": summed(Tally(*kernel) for kernel in kernels.items())}
+        return {} if kernels is None else {"launches": sum_tallies(Tally(*kernel) for kernel in kernels.items())}
 
     try:
         first = operators()
@@ -149,7 +149,7 @@ def count_step(
         clear_frames(error)
         first_line = str(error).strip().partition("\n")[0]
         return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
-    if not alike:
+    if not repeats:
         # All operator counts first, then all kernel counts. In turn, each count would see every second step only.
         for count in (operators, launches):
             try:
@@ -201,7 +201,7 @@ class _Tallies:
 
     def by_operator(self) -> dict[str, tuple[Tally, ...]]:
         return {
-            metric: summed(Tally(operator, amount, place) for (operator, place), amount in totals.items())
+            metric: sum_tallies(Tally(operator, amount, place) for (operator, place), amount in totals.items())
             for metric, totals in self._totals.items()
         }
 
@@ -233,7 +233,7 @@ def _count_operators(
     def add_sync_in_function(name: str) -> None:
         """Add a sync in a function that calls no operator."""
         count_flops()
-        tallies.place = places.here() if places is not None else NOWHERE
+        tallies.place = places.operator_site() if places is not None else NOWHERE
         tallies.add("syncs", name)
 
     syncs = Syncs(host, add_sync_in_operator, add_sync_in_function)
@@ -242,7 +242,7 @@ def _count_operators(
         nonlocal latest
         count_flops()
         latest = title_of(operator)
-        tallies.place = places.here() if places is not None else NOWHERE
+        tallies.place = places.operator_site() if places is not None else NOWHERE
         if _works(operator):
             tallies.add("operators", latest)
         syncs.check_operator(operator, args, kwargs)

@@ -22,7 +22,7 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,13 +46,13 @@ class PreparedLoop(PreparedStep):
 
     steps: int
     """The number of steps used for memory figures, including the first step."""
-    first: ByDevice
+    first_figures: ByDevice
     """Figures from the first step, in which the loop also builds its state."""
     run_counted: Callable[[], object]
     """Runs the loop until the next boundary under the counters. They may run out of memory although the loop does not."""
     optimizers: Sequence[torch.optim.Optimizer]
     """All optimizers stepped so far."""
-    blocks_not_own: frozenset[int]
+    other_blocks: frozenset[int]
     """Addresses of other code's tensors, which existed before the loop."""
 
     def measure(self) -> MeasuredStep:
@@ -69,11 +69,11 @@ class PreparedLoop(PreparedStep):
         collect_everything()
         device.settle()
         with cyclic_collector_off():
-            seen = [self.first, *self._steps(self.steps - 1)]
+            seen = [self.first_figures, *self._steps(self.steps - 1)]
             number = len(seen)
             if number < FEWEST_STEPS:
                 raise MeasuringError(
-                    f"the loop ended after {number} {agreeing(number, 'step', 'steps')}, but a measurement needs "
+                    f"the loop ended after {number} {word_form(number, 'step', 'steps')}, but a measurement needs "
                     f"{FEWEST_STEPS} or more"
                 )
             if device.consensus.any(number < self.steps):
@@ -87,7 +87,7 @@ class PreparedLoop(PreparedStep):
                 latest = seen[-FURTHER_STEPS - 1 :]
                 alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
-                    counted = count_step(self._run_counted, device, alike=alike)
+                    counted = count_step(self._run_counted, device, repeats=alike)
                 if device.consensus.any(keeps_bytes_rarely(_growth_window(seen))):
                     longer = list(self._steps(WINDOW))
         figures = replace(loop_figures(seen, longer), counted=counted)
@@ -117,7 +117,7 @@ class PreparedLoop(PreparedStep):
         """Yield figures for ``number`` further steps, or for fewer steps if the loop ends."""
         try:
             for _ in range(number):
-                yield run_one_step(self.phases, self.context.device, self.not_own, older_garbage=False)
+                yield run_one_step(self.phases, self.context.device, self.other_bytes, older_garbage=False)
         except LoopEnded:
             return
 
@@ -142,7 +142,7 @@ class PreparedLoop(PreparedStep):
         with everything_in_sight():
             held = (alive(torch.Tensor), list(self.optimizers))
         for storage in self.context.storages(held, device):
-            if storage.data_ptr() not in self.blocks_not_own:
+            if storage.data_ptr() not in self.other_blocks:
                 yield storage
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -178,21 +178,21 @@ class FirstStep:
 
     Args:
         device: The loop's device.
-        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
     """
 
-    def __init__(self, device: Device, not_own: Sequence[int]) -> None:
+    def __init__(self, device: Device, other_bytes: Sequence[int]) -> None:
         device.settle()
         self._device = device
-        self._reading = Reading(device, not_own)
+        self._reading = Reading(device, other_bytes)
         self._window: Window | None = device.open_window()
 
-    def ended(self) -> ByDevice:
+    def figures(self) -> ByDevice:
         """Return the step's figures. Call this once, when the step has ended."""
         assert self._window is not None, "the first step ends once"
         window, self._window = self._window, None
         self._device.close_window(window)
-        self._reading.ended()
+        self._reading.read_end()
         return self._reading.figures(window.everywhere, live_of_program(self._device), {})
 
     def forget(self) -> None:

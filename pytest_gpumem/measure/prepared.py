@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.call_sites import OperatorSites
-from pytest_gpumem.explain.recording import Expected, Subject, phase
+from pytest_gpumem.explain.recording import ExpectedFigures, Subject, phase
 from pytest_gpumem.measure.counting import TALLIED, with_lines
 from pytest_gpumem.measure.growth import WINDOW
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, first_times, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
@@ -86,14 +86,14 @@ class PreparedStep:
     work: Mapping[str, float]
     """The samples, tokens or items in a step, as in `MeasuredStep`."""
     phases: Sequence[Phase]
-    not_own: Sequence[int]
+    other_bytes: Sequence[int]
     """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
     held: object
     """Objects that lead to all tensors live between two steps."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
-    compiled: bool = False
+    is_compiled: bool = False
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
@@ -107,9 +107,9 @@ class PreparedStep:
         figures = measure_step(
             self.phases,
             self.context.device,
-            not_own=self.not_own,
+            other_bytes=self.other_bytes,
             state=self.state,
-            compiled=self.compiled,
+            is_compiled=self.is_compiled,
             peak_only=self.context.peak_only,
         )
         recomputed = None if self.recomputed is None else self.recomputed()
@@ -146,7 +146,7 @@ class PreparedStep:
             return step
         assert context.sites is not None, "only called if steps are explained"
         places = OperatorSites(context.sites, context.device.torch_device)
-        with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
+        with cyclic_collector_off(), restored_random_numbers(context.device), context.device.peak_ignored():
             counted = with_lines(self._run_counted, context.device, counted, places)
         return replace(step, figures=replace(step.figures, counted=counted))
 
@@ -164,24 +164,24 @@ class PreparedStep:
         Returns:
             The explanation, or a clause with the reason why the peak cannot be explained.
         """
-        figures, peak_device = step.figures, self.context.named(device)
+        figures, peak_device = step.figures, self.context.device_named(device)
         grows = any(figures.growth.values())
         device_figures = figures.devices[str(peak_device.torch_device)]
         memory = device_figures.latest_keeping_run if grows else device_figures.memory
         alike = self.context.device.consensus.all(figures.allocates_equally)
-        expected = Expected(
+        expected = ExpectedFigures(
             memory.memory_metrics()["peak_allocated"],
             memory.turnover if peak_device.turnover() and alike else None,
             memory.own if grows else None,
             device_figures.growth if grows else 0,
             # If some steps keep no bytes, record as many steps as growth is measured in.
-            steps=max(1 if alike else len(figures.seen), WINDOW if grows and not device_figures.always_keeps else 0),
+            steps=max(1 if alike else len(figures.runs), WINDOW if grows and not device_figures.always_keeps else 0),
         )
         return self.context.explain(self.subject(peak_device), expected, peak_device)
 
     def subject(self, device: Device) -> Subject:
         """Return the step as a subject to record on a device from `Device.everywhere`."""
-        not_own = self.not_own[self.context.device.everywhere.index(device)]
+        other_bytes = self.other_bytes[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:
             for step_phase in self.phases:
@@ -191,10 +191,10 @@ class PreparedStep:
         return Subject(
             run,
             own=lambda: list(self._storages(device)),
-            own_bytes=lambda: device.live() - not_own,
+            own_bytes=lambda: device.live() - other_bytes,
             register=self._register,
             creation_sites=self.creation_sites,
-            compiled=self.compiled,
+            is_compiled=self.is_compiled,
         )
 
     def _register(self, owners: TensorOwners) -> None:

@@ -30,7 +30,7 @@ class RandomNumbers:
     accelerators: tuple[tuple[int, bytes], ...]
 
     @classmethod
-    def now(cls, device: Device | None) -> RandomNumbers:
+    def current(cls, device: Device | None) -> RandomNumbers:
         """Return the current states. Without a device, only the host's states are included."""
         import torch
 
@@ -62,9 +62,9 @@ class RandomNumbers:
 
 
 @contextmanager
-def random_numbers_given_back(device: Device) -> Iterator[None]:
+def restored_random_numbers(device: Device) -> Iterator[None]:
     """Restore the generators at the end, so the test's random numbers do not depend on how many steps were measured."""
-    state = RandomNumbers.now(device)
+    state = RandomNumbers.current(device)
     try:
         yield
     finally:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 class Figures:
     """Readings around a region of code on one device, in bytes. Live bytes and peaks count from the same zero.
 
-    ``not_own`` bytes are live during the whole region and belong to other code. ``live_before`` is read before the region runs,
+    ``other_bytes`` are live during the whole region and belong to other code. ``live_before`` is read before the region runs,
     ``live_run`` right after, and ``live_after`` after garbage collection. These three exclude workspaces. Peaks include them.
 
     Example:
         The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
-        ``peak.allocated`` is 10,575,904 bytes and ``not_own`` is 0. So ``own_peak`` is 10,575,904 bytes and ``retained`` is
+        ``peak.allocated`` is 10,575,904 bytes and ``other_bytes`` is 0. So ``own_peak`` is 10,575,904 bytes and ``retained`` is
         0 bytes.
     """
 
-    not_own: int
+    other_bytes: int
     live_before: int
     reserved_before: int | None
     peak: Peak
@@ -54,12 +54,12 @@ class Figures:
     @property
     def own(self) -> int:
         """The region's own bytes at its beginning, with workspaces."""
-        return self.live_before + self.workspaces_before - self.not_own
+        return self.live_before + self.workspaces_before - self.other_bytes
 
     @property
     def own_peak(self) -> int:
         """The peak of the region's own bytes."""
-        return self.peak.allocated - self.not_own
+        return self.peak.allocated - self.other_bytes
 
     @property
     def missing(self) -> int:
@@ -87,7 +87,7 @@ class Figures:
     def memory_metrics(self) -> dict[str, int]:
         """Return the region's memory metrics, in bytes."""
         metrics = {"peak_allocated": self.own_peak}
-        metrics |= {f"peak_{name}": peak.allocated - self.not_own for name, peak in self.phases.items()}
+        metrics |= {f"peak_{name}": peak.allocated - self.other_bytes for name, peak in self.phases.items()}
         if self.peak_reserved is not None:
             metrics["peak_reserved"] = self.peak_reserved
         metrics["retained"] = self.retained
@@ -166,20 +166,20 @@ class Reading:
 
     Args:
         device: The region's device. Garbage must have been collected.
-        not_own: Other code's live bytes on each device.
+        other_bytes: Other code's live bytes on each device.
         live_before: The live bytes before the region, on each device, without workspaces. By default, they are read now.
     """
 
-    def __init__(self, device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None) -> None:
+    def __init__(self, device: Device, other_bytes: Sequence[int], live_before: Sequence[int] | None = None) -> None:
         self._device = device
-        self._not_own = not_own
+        self._other_bytes = other_bytes
         self.live_before = live_of_program(device) if live_before is None else list(live_before)
         self._workspaces_before = device.workspaces()
         self._unused = [each_device.unused() for each_device in device.everywhere]
         self._reserved = [each_device.reserved() for each_device in device.everywhere]
         self._turnover = [each_device.turnover() for each_device in device.everywhere]
 
-    def ended(self) -> None:
+    def read_end(self) -> None:
         """Read the region's allocations and the live bytes, right after the region."""
         self._turnover = [
             each_device.turnover() - before
@@ -188,7 +188,7 @@ class Reading:
         self._device.empty_cache()
         self._live_run = live_everywhere(self._device)
 
-    def settled(self) -> None:
+    def read_settled(self) -> None:
         """Collect garbage among young objects, and store the live bytes without workspaces in `live_settled`."""
         self.live_settled = live_when_settled(self._device)
 
@@ -216,7 +216,7 @@ class Reading:
         workspaces = self._device.workspaces()
         figures_in_order = (
             Figures(
-                self._not_own[n],
+                self._other_bytes[n],
                 self.live_before[n],
                 self._reserved[n],
                 peaks[n],
@@ -240,13 +240,13 @@ class Reading:
 
 @contextmanager
 def read(
-    device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None
+    device: Device, other_bytes: Sequence[int], live_before: Sequence[int] | None = None
 ) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
     """Measure the block in a new window.
 
     Args:
         device: The block's device. Garbage must have been collected.
-        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
         live_before: The live bytes before the block, on each device, without workspaces. By default, they are read now.
 
     Yields:
@@ -254,21 +254,21 @@ def read(
     """
     with ExitStack() as within:
         with device.one_moment():
-            reading = Reading(device, not_own, live_before)
+            reading = Reading(device, other_bytes, live_before)
             transient = within.enter_context(device.transient_workspaces())
             window = within.enter_context(device.window())
         yield reading, window, transient
         with device.one_moment():
             within.close()
-            reading.ended()
+            reading.read_end()
         # Outside of the moment: a collection may free memory even if it finds no garbage, for example in a callback.
-        reading.settled()
+        reading.read_settled()
 
 
 @contextmanager
 def read_once(
     device: Device,
-    not_own: Sequence[int],
+    other_bytes: Sequence[int],
     held: Callable[[], Sequence[int]],
     before: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Iterator[Callable[[], ByDevice]]:
@@ -276,7 +276,7 @@ def read_once(
 
     Args:
         device: The block's device, at rest.
-        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
         held: Returns the bytes currently held by fixtures on purpose, on each device.
         before: The result from ``held``, and the live bytes without workspaces, before the block. By default, both are read
             now.
@@ -287,7 +287,7 @@ def read_once(
     held_before, live_before = (held(), None) if before is None else before
     ended: list[ByDevice] = []
     with cyclic_collector_off():
-        with read(device, not_own, live_before) as (reading, window, transient):
+        with read(device, other_bytes, live_before) as (reading, window, transient):
             yield lambda: ended[0]
         held_change = [after - earlier for after, earlier in zip(held(), held_before, strict=True)]
         expected = [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)]
@@ -298,7 +298,7 @@ def read_once(
 def run_one_step(
     phases: Sequence[Phase],
     device: Device,
-    not_own: Sequence[int],
+    other_bytes: Sequence[int],
     *,
     older_garbage: bool = True,
 ) -> ByDevice:
@@ -307,12 +307,12 @@ def run_one_step(
     Args:
         phases: The step's parts, in order.
         device: The step's device.
-        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
         older_garbage: True to collect garbage among all objects if the step changes the live bytes. Otherwise only garbage
             among young objects is collected.
     """
     device.consensus.rest()
-    with read(device, not_own) as (reading, window, transient):
+    with read(device, other_bytes) as (reading, window, transient):
         for n, phase in enumerate(phases):
             if n:
                 device.split(window)

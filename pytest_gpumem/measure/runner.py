@@ -13,7 +13,7 @@ from pytest_gpumem.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measure.growth import measure_growth
 from pytest_gpumem.measure.reading import run_one_step, run_phases
 from pytest_gpumem.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
-from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
+from pytest_gpumem.timing.sampling import exclusive_use, invalidate_if_refused, sample_step, time_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def measure_step(
     phases: Sequence[Phase],
     device: Device,
     *,
-    not_own: Sequence[int],
+    other_bytes: Sequence[int],
     state: Callable[[], object] | None = None,
-    compiled: bool = False,
+    is_compiled: bool = False,
     peak_only: bool = False,
 ) -> StepFigures:
     """Measure a step.
@@ -56,13 +56,13 @@ def measure_step(
     Args:
         phases: The step's parts, in order.
         device: The step's device.
-        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
         state: Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. Runs
             with a changed state do not count as equal, and up to `MOST_UNSTABLE_WARM_UPS` runs are made.
-        compiled: True if the step is compiled. Its operators are not counted.
+        is_compiled: True if the step is compiled. Its operators are not counted.
         peak_only: True to make no further runs, and to count nothing.
     """
-    run_step = functools.partial(run_one_step, phases, device, not_own)
+    run_step = functools.partial(run_one_step, phases, device, other_bytes)
     step = functools.partial(run_phases, phases)
     device.quiesce()
     with cyclic_collector_off():
@@ -88,7 +88,7 @@ def measure_step(
             alike = device.consensus.all(
                 settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
             )
-            counted = NO_COUNTS if peak_only else count_step(step, device, compiled=compiled, alike=alike)
+            counted = NO_COUNTS if peak_only else count_step(step, device, is_compiled=is_compiled, repeats=alike)
     return replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
 
 
@@ -170,8 +170,8 @@ def sample_again(
     with cyclic_collector_off():
         earlier = device.known()
         run_step()
-        with unrecorded_steps(device, earlier, own, run_step), to_themselves(device) as refused:
+        with unrecorded_steps(device, earlier, own, run_step), exclusive_use(device) as refused:
             # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling them.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
-    return invalid_if(refused, sample, device)
+    return invalidate_if_refused(refused, sample, device)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class DeviceFigures:
     """Memory figures for all measured runs on a single device."""
 
-    seen: tuple[Figures, ...]
+    runs: tuple[Figures, ...]
     """Figures for each run on the device, in order."""
     left_out: int = 0
     """The number of warm-up runs, which come first and build state."""
@@ -48,7 +48,7 @@ class DeviceFigures:
 
     @property
     def _counting(self) -> tuple[Figures, ...]:
-        return self.seen[self.left_out :]
+        return self.runs[self.left_out :]
 
     @property
     def memory(self) -> Figures:
@@ -69,7 +69,7 @@ class DeviceFigures:
     @property
     def step_peaks(self) -> StepPeaks:
         """Each run's peak."""
-        return _step_peaks([[run] for run in self.seen], self.left_out)
+        return _step_peaks([[run] for run in self.runs], self.left_out)
 
     def metrics(self) -> dict[str, int]:
         """Return the step's memory metrics on this device, in bytes."""
@@ -83,11 +83,11 @@ class DeviceFigures:
 class StepFigures:
     """A step's figures: memory in all measured runs, counts, and times."""
 
-    seen: tuple[ByDevice, ...]
+    runs: tuple[ByDevice, ...]
     """Figures for each measured run, in order."""
     left_out: int
     """The number of warm-up runs, which come first and build state."""
-    settled: bool
+    is_settled: bool
     """True if all runs after the first equal pair have the same peak."""
     growth: Mapping[str, int] = field(default_factory=dict)
     """Bytes kept by every further run, by device."""
@@ -98,8 +98,8 @@ class StepFigures:
     def devices(self) -> dict[str, DeviceFigures]:
         """The memory figures on each device, by the device's name."""
         return {
-            name: DeviceFigures(steps, max(0, self.left_out - len(self.seen) + len(steps)), self.growth.get(name, 0))
-            for name, steps in by_device(self.seen).items()
+            name: DeviceFigures(steps, max(0, self.left_out - len(self.runs) + len(steps)), self.growth.get(name, 0))
+            for name, steps in by_device(self.runs).items()
         }
 
     @property
@@ -110,12 +110,12 @@ class StepFigures:
     @property
     def step_peaks(self) -> StepPeaks:
         """Each run's peak, on the device with the largest peak in this run."""
-        return _step_peaks([[*run.values()] for run in self.seen], self.left_out)
+        return _step_peaks([[*run.values()] for run in self.runs], self.left_out)
 
     @property
     def allocates_equally(self) -> bool:
         """True if all runs after the warm-up allocated equally many bytes in total."""
-        return all(_turnovers(run) == _turnovers(self.seen[-1]) for run in self.seen[self.left_out :])
+        return all(_turnovers(run) == _turnovers(self.runs[-1]) for run in self.runs[self.left_out :])
 
     def memory_metrics(self) -> dict[str, int]:
         """Return the step's memory metrics in bytes, each from the device with the largest value."""
@@ -132,8 +132,8 @@ class StepFigures:
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:
-            unsettled = f"no 2 consecutive steps of {len(self.seen)} were equal: they compiled again, or overflowed"
-            return None if self.settled else unsettled
+            unsettled = f"no 2 consecutive steps of {len(self.runs)} were equal: they compiled again, or overflowed"
+            return None if self.is_settled else unsettled
         peaks, device_clause = repeated[moved], "" if moved == next(iter(repeated)) else f" on {moved}"
         first, last = map(format_bytes, (peaks[0], peaks[-1]))
         if self.growth.get(moved) and peaks[-1] > peaks[0]:
@@ -144,12 +144,12 @@ class StepFigures:
 
     def _left_out_note(self) -> str | None:
         """Return a clause if a warm-up run has a higher peak than all runs after the warm-up."""
-        first = [_highest_peak(run.values()) for run in self.seen[: self.left_out]]
+        first = [_highest_peak(run.values()) for run in self.runs[: self.left_out]]
         counting = _highest_peak(figures.memory for figures in self.devices.values())
         tolerance = METRICS["peak_allocated"].tolerance
         if not first or tolerance is None or max(first) - counting <= tolerance.allowed(max(first)):
             return None
-        needed = f"step {first.index(max(first)) + 1} of {len(self.seen)} needed {format_bytes(max(first))}"
+        needed = f"step {first.index(max(first)) + 1} of {len(self.runs)} needed {format_bytes(max(first))}"
         return f"{needed}: warm-up steps count for budgets, but not for the baseline"
 
 

@@ -37,7 +37,7 @@ class StepBoundaries:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
         """All optimizers seen so far, ordered by their first steps."""
-        self.stepped_in_other_thread = False
+        self.has_stepped_in_other_thread = False
         """True if an optimizer has stepped in another thread."""
         self._stack = ExitStack()
 
@@ -72,7 +72,7 @@ class StepBoundaries:
             self._is_due = False
             self._boundary()
         else:
-            self.stepped_in_other_thread = True
+            self.has_stepped_in_other_thread = True
             self._await_module()
 
     def _await_module(self) -> None:

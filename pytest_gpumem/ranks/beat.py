@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ranks.consensus import Point
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 from pytest_gpumem.values.rank import Rank, in_words
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
         first_line = (
             f"{name} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
         )
-        first_line += agreeing(len(stuck), "it", "them")
+        first_line += word_form(len(stuck), "it", "them")
     else:
         first_line = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
     by_text: dict[str, list[int]] = {}

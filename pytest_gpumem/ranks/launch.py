@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ranks.errors import LaunchError
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 from pytest_gpumem.values.rank import Rank
 from pytest_gpumem.variables import WORLD_SIZE
 
@@ -61,7 +61,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
         raise LaunchError(
-            f"WORLD_SIZE is {world}, and {' and '.join(missing)} {agreeing(len(missing), 'is', 'are')} not set: launch the "
+            f"WORLD_SIZE is {world}, and {' and '.join(missing)} {word_form(len(missing), 'is', 'are')} not set: launch the "
             f"ranks with `torchrun --nproc-per-node={world} -m pytest ...`, which sets them, or unset WORLD_SIZE to measure "
             "one process"
         )

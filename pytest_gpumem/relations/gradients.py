@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device
-from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
-from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
-from pytest_gpumem.steps.dry_run import CastTo
-from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
+from pytest_gpumem.steps.checkpointing import BlockRuns, activation_checkpointing
+from pytest_gpumem.steps.compiling import compilation_required, compiled_model, warnings_of_compiling
+from pytest_gpumem.steps.dry_run import AutocastDetector
+from pytest_gpumem.steps.global_settings import can_run, global_settings, initialise
+from pytest_gpumem.steps.model_step import build_model, existing_model_in, precision_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
-from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,7 +71,7 @@ def assert_same_gradients(
     loss: Loss | None = None,
 ) -> None:
     """Run a step under each config, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
-    if given_model(model_factory) is not None:
+    if existing_model_in(model_factory) is not None:
         raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
     for config in configs:
         config.only_for("train_step")
@@ -144,7 +144,7 @@ def difference(
     if not wrong:
         return None
     name, error = wrong[0]
-    differ = agreeing(len(wrong), "differs", "differ")
+    differ = word_form(len(wrong), "differs", "differ")
     return (
         f"gradients differ: {name}: {error} (rtol {rtol:g}, atol {atol:.3g}); "
         f"{first.config} against {second.config}, {len(wrong)} of {counted(len(names), 'parameter')} {differ}{hint}"
@@ -201,10 +201,10 @@ def _gradients(
         gradients.update(_unscaled(model, training.scale() or 1.0))
 
     runs = BlockRuns()
-    cast = CastTo(config.precision)
+    cast = AutocastDetector(config.precision)
     with ExitStack() as stack:
         # The comparison must not change the test's random numbers.
-        stack.enter_context(random_numbers_given_back(device))
+        stack.enter_context(restored_random_numbers(device))
         # The same seed makes buffers equal that are not in the state dict.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
@@ -213,18 +213,18 @@ def _gradients(
             model.load_state_dict(weights)
         else:
             weights.update(copy.deepcopy(model.state_dict()))
-        model = in_precision(model, config.precision, given=False)
+        model = in_precision(model, config.precision, is_given=False)
         batch = batch_in_precision(batch, config.precision)
         training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
         training.scale_gradients()
-        stack.enter_context(surroundings(model, config, device, training=True))
-        stack.enter_context(checkpointed(model, config, runs if config.compile == "none" else None))
+        stack.enter_context(global_settings(model, config, device, training=True))
+        stack.enter_context(activation_checkpointing(model, config, runs if config.compile == "none" else None))
         if config.compile == "none":
             stack.enter_context(cast.watched())
         else:
-            training.run = stack.enter_context(compiled(model, config.compile))
+            training.run = stack.enter_context(compiled_model(model, config.compile))
             stack.enter_context(warnings_of_compiling())
-            stack.enter_context(something_compiled(config.compile))
+            stack.enter_context(compilation_required(config.compile))
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
             run_phases(training.phases())

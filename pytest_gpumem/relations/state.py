@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.reading import run_phases
+from pytest_gpumem.steps.global_settings import is_uninitialised
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.sharded_optimizer import local_optimizer
-from pytest_gpumem.steps.surroundings import is_uninitialised
 from pytest_gpumem.torch_support.reachability import blocks_of, is_host, is_on, reachable_tensors
 from pytest_gpumem.torch_support.static_access import gradient_of, is_a, parts_of
 

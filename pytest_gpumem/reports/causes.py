@@ -54,14 +54,14 @@ _ALWAYS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class CausesOf:
+class SessionCauses:
     """The causes behind a session's growth, and the number of measured tests."""
 
     causes: Causes
     measured: int
 
     @property
-    def tell(self) -> bool:
+    def concern_several_tests(self) -> bool:
         """True if the causes concern several tests. A single test's own report already explains its growth.
 
         Unexplained times count only if there are causes, because no line ever explains a time.
@@ -76,10 +76,10 @@ class CausesOf:
         return len({share.growth.test for share in shares}) > 1
 
 
-def causes_in(report: SessionReport) -> CausesOf:
+def causes_in(report: SessionReport) -> SessionCauses:
     """Return the causes in a session, without growth that became the baseline."""
     grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
-    return CausesOf(
+    return SessionCauses(
         causes_of(verdict for verdict in grown if not verdict.unmeasured),
         _measured(result.verdict for result in report.results),
     )
@@ -95,7 +95,7 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
-        metric, _, limit = cause.what.partition(" ")
+        metric, _, limit = cause.tensors.partition(" ")
         return f"budget of {METRICS[metric].title}: {shown(metric, float(limit), units)}"
     if cause.holder:
         return f"{FIRST_USE if cause.reason == FIRST_USE else KEPT_IN}: {cause.holder}"
@@ -103,7 +103,7 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
 
 
-def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
     """Return table cells for the first ``most`` causes."""
     return [
         CauseCells(
@@ -115,7 +115,7 @@ def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = 
             METRICS[cause.metric].title,
             cause.module if cause.lines else "",
             cause.operator,
-            cause.what if cause.has_tensors else "",
+            cause.tensors if cause.has_tensors else "",
             cause.tests[0],
         )
         for number, cause in enumerate(session_causes.causes.causes[:most], start=1)
@@ -123,7 +123,7 @@ def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = 
 
 
 def cause_notes(
-    session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
+    session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
 ) -> list[str]:
     """Return notes on the causes, on causes without a row, and on growth without an explanation.
 
@@ -186,7 +186,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
     )
 
 
-def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
     # A wide table prints its first column on a separate line, so this column includes the number.
     columns = (
@@ -204,7 +204,7 @@ def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = 
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
 
 
-def causes_in_markdown(session_causes: CausesOf, units: UnitSystem) -> str:
+def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
     """Return the causes as a table in GitHub's Markdown, with notes as a list."""
     rows = [
         [
@@ -223,7 +223,7 @@ def causes_in_markdown(session_causes: CausesOf, units: UnitSystem) -> str:
     return "\n".join([text, "", *notes]) if notes else text
 
 
-def plain_causes(session_causes: CausesOf) -> dict[str, Any]:
+def plain_causes(session_causes: SessionCauses) -> dict[str, Any]:
     """Return the causes for JSON. Amounts are in the metric's unit: bytes or counts."""
 
     def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ def plain_causes(session_causes: CausesOf) -> dict[str, Any]:
                 "module": cause.module,
                 "category": cause.category,
                 "operator": cause.operator,
-                "tensors": cause.what,
+                "tensors": cause.tensors,
                 "reason": cause.reason,
                 "kept_in": cause.holder,
                 "packages": list(cause.packages),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
-from pytest_gpumem.gate.judge import judge, tolerances_of_emulated
+from pytest_gpumem.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict, worst
 from pytest_gpumem.measurement import Measurement
@@ -105,7 +105,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class OmittedTest:
     """A test or measurement without a comparison.
 
     ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
@@ -154,7 +154,7 @@ class ChangedPackage:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonReport:
     """A comparison between two sides, sorted by test.
 
     ``failed`` are all tests that failed only on the new side, including tests with a row.
@@ -163,7 +163,7 @@ class Compared:
     old: str | Revision
     new: str | Revision
     rows: tuple[ComparedRow, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    omitted_tests: tuple[OmittedTest, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
     """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
@@ -181,7 +181,7 @@ class Compared:
     def exit_status(self) -> int:
         """The command's exit status: 0 if nothing is worse, else `WORSE`; `NOTHING_COMPARED` without a comparison."""
         is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
-        is_worse |= any(left_out.word in ("failed", "broken") for left_out in self.left_out)
+        is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
         is_anything_compared = any(row.compared for row in self.rows)
         # A test counts as compared if it breaks while running in turns. A failed test in a report has no figures.
         if not is_anything_compared and (self.pairs is None or not is_worse):
@@ -214,7 +214,7 @@ class Side:
         return self.unmeasured.get((key.file, key.test), ("gone", None))
 
 
-def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compared:
+def compare_sides(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> ComparisonReport:
     """Judge ``new`` as the gate judges a session, with ``old`` as the baselines.
 
     A measurement on an emulated GPU can be paired with the same measurement on a real GPU.
@@ -235,7 +235,7 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     rows = []
     for earlier, stored_key in pairs:
         old_slug = earlier[1] if earlier != stored_key else None
-        allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
+        allowed = tolerances if old_slug is None else emulated_tolerances(tolerances)
         changes, verdict = changes_of(old.figures[earlier], new.figures[stored_key], allowed)
         rows.append(
             ComparedRow(*stored_key, title(stored_key), changes, verdict.reason, old_slug=old_slug, verdict=verdict)
@@ -243,21 +243,25 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     failed = tuple(
         failure for failure in new.failures if not any(failure.is_that_of(earlier) for earlier in old.failures)
     )
-    left_out = [LeftOut(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added]
-    left_out += [
-        LeftOut(title(stored_key), *new.reason_missing(stored_key[0]), stored_key, old.peak(stored_key))
+    omitted_tests = [
+        OmittedTest(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added
+    ]
+    omitted_tests += [
+        OmittedTest(title(stored_key), *new.reason_missing(stored_key[0]), stored_key, old.peak(stored_key))
         for stored_key in removed
     ]
     listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}
     listed |= {
-        (row.stored_key[0].file, row.stored_key[0].test) for row in left_out if row.stored_key and row.word == "failed"
+        (row.stored_key[0].file, row.stored_key[0].test)
+        for row in omitted_tests
+        if row.stored_key and row.word == "failed"
     }
-    left_out += [
-        LeftOut(f"{failure.file}::{failure.test}", "failed", failure.why)
+    omitted_tests += [
+        OmittedTest(f"{failure.file}::{failure.test}", "failed", failure.why)
         for failure in failed
         if (failure.file, failure.test) not in listed
     ]
-    return Compared(old.name, new.name, tuple(rows), tuple(left_out), failed)
+    return ComparisonReport(old.name, new.name, tuple(rows), tuple(omitted_tests), failed)
 
 
 def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
@@ -316,7 +320,7 @@ def changes_of(
     changes = []
     for name, metric in METRICS.items():
         if name in old.metrics or name in new.metrics:
-            old_value, new_value = (side.metrics.get(name, metric.where_absent) for side in (old, new))
+            old_value, new_value = (side.metrics.get(name, metric.value_if_absent) for side in (old, new))
             metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, old_value, new_value)
             # The gate's reason asks to record times, which is impossible for a report.

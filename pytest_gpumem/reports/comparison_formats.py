@@ -13,7 +13,7 @@ from pytest_gpumem.git import Revision
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
 from pytest_gpumem.reports.causes import (
-    CausesOf,
+    SessionCauses,
     cause_notes,
     cause_table,
     causes_in_markdown,
@@ -23,7 +23,7 @@ from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
-from pytest_gpumem.reports.told_causes import cause_lines, told_before
+from pytest_gpumem.reports.short_failures import cause_lines, explained_before
 from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import counted, format_ratio
 from pytest_gpumem.values.plain import to_plain
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, StoredKey
+    from pytest_gpumem.reports.comparison import ComparedChange, ComparedRow, ComparisonReport, OmittedTest, StoredKey
     from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
 
@@ -83,16 +83,16 @@ _AB = _Form(
 )
 
 
-def _form(report: Compared) -> _Form:
+def _form(report: ComparisonReport) -> _Form:
     return _COMPARE if report.pairs is None else _AB
 
 
-def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | str]:
+def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[Line | str]:
     """Return the comparison for a terminal: causes, the table, remarks on single tests, and a last line with the counts."""
     form = _form(report)
     text: list[Line | str] = []
     causes = causes_between(report)
-    if causes.tell:
+    if causes.concern_several_tests:
         text += laid_out(cause_table(causes, units), screen) if causes.causes.causes else []
         text += [*map(screen.legible, cause_notes(causes, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
@@ -108,10 +108,10 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
     return [*text, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
 
 
-def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
+def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
     """Yield each regressed test's title with its explanation; ``None`` is an empty line."""
     causes = causes_between(report)
-    explained_tests = told_before(causes.causes, _grown(report)) if causes.tell else {}
+    explained_tests = explained_before(causes.causes, _grown(report)) if causes.concern_several_tests else {}
     for row in report.rows:
         regressed_metrics = [change.metric for change in row.changes if change.outcome is Outcome.REGRESSED]
         if row.verdict is None or not regressed_metrics:
@@ -126,13 +126,13 @@ def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, lis
             yield row.title, [line for block in blocks for line in (*block, None)][:-1]
 
 
-def causes_between(report: Compared) -> CausesOf:
+def causes_between(report: ComparisonReport) -> SessionCauses:
     """Return the causes behind growth from the old side to the new."""
     tests = _grown(report)
-    return CausesOf(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
+    return SessionCauses(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
 
 
-def _grown(report: Compared) -> list[TestVerdict]:
+def _grown(report: ComparisonReport) -> list[TestVerdict]:
     """Return the tests with a regressed measurement, as verdicts from the gate."""
     verdicts_by_test: dict[tuple[str, str], list[Verdict]] = {}
     for row in report.rows:
@@ -141,7 +141,7 @@ def _grown(report: Compared) -> list[TestVerdict]:
     return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in verdicts_by_test.items()]
 
 
-def remarks(report: Compared) -> list[str]:
+def remarks(report: ComparisonReport) -> list[str]:
     """Return sentences on single tests."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
     return [
@@ -155,18 +155,18 @@ def remarks(report: Compared) -> list[str]:
         ),
         *(f"note: {row.title}: {note}" for row in report.rows for note in row.notes),
         *(
-            f"{left_out.word}: {left_out.title}: {left_out.reason}"
-            for left_out in report.left_out
-            if left_out.reason is not None
+            f"{omitted_test.word}: {omitted_test.title}: {omitted_test.reason}"
+            for omitted_test in report.omitted_tests
+            if omitted_test.reason is not None
         ),
     ]
 
 
-def accounting(report: Compared) -> str:
+def accounting(report: ComparisonReport) -> str:
     """Return the line with the counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
     form = _form(report)
     counts = Counter(row.outcome.words for row in report.rows if row.outcome in _OUTCOMES)
-    counts.update(left_out.word for left_out in report.left_out)
+    counts.update(omitted_test.word for omitted_test in report.omitted_tests)
     counts["compared"] = sum(row.compared for row in report.rows)
     if form is _COMPARE:
         counts["unchanged"] = sum(row.compared and not row.shown_changes for row in report.rows)
@@ -181,7 +181,7 @@ def accounting(report: Compared) -> str:
     return f"{outcomes};{times} {pairs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
 
 
-def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
+def markdown(report: ComparisonReport, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
     """Return a section in GitHub's Markdown, for a comment or a job's summary.
 
     A text longer than ``most`` characters loses explanations, the last first, and then half of the table's rows again and
@@ -208,7 +208,7 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most
 
 
 def _markdown(
-    report: Compared,
+    report: ComparisonReport,
     cells_of_rows: list[Cells],
     explained: list[tuple[str, list[str | None]]],
     units: UnitSystem,
@@ -220,7 +220,7 @@ def _markdown(
     text = [title, "", *([] if finished else ["Not finished: the figures are incomplete.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
     causes = causes_between(report)
-    if causes.tell:
+    if causes.concern_several_tests:
         text += [causes_in_markdown(causes, units), ""]
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
     if rows:
@@ -233,7 +233,7 @@ def _markdown(
     return "\n".join(text).rstrip() + "\n"
 
 
-def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
+def _cells(report: ComparisonReport, units: UnitSystem) -> list[Cells]:
     """Return the table's rows: changed metrics, and for runs in turns also the first metric of each unchanged test."""
     shown_changes = [
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
@@ -241,11 +241,13 @@ def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
     rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
     # If a comparison in turns failed, the test has a remark instead of a row.
     return rows + [
-        _on_one_side(left_out, units) for left_out in report.left_out if left_out.word not in ("broken", "not compared")
+        _on_one_side(omitted_test, units)
+        for omitted_test in report.omitted_tests
+        if omitted_test.word not in ("broken", "not compared")
     ]
 
 
-def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cells:
+def _changed(change: ComparedChange, report: ComparisonReport, units: UnitSystem) -> Cells:
     metric, old, new, ratio = change.metric, change.old, change.new, change.ratio
     moved = ""
     if old is not None and new is not None:
@@ -258,15 +260,15 @@ def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cel
     return METRICS[metric].title, shown(metric, old, units), shown(metric, new, units), moved, last, change.word
 
 
-def _on_one_side(left_out: LeftOut, units: UnitSystem) -> Cells:
-    if left_out.stored_key is None:
-        return (left_out.title, "", "", "", "", "", left_out.word)
-    peak = shown("peak_allocated", left_out.peak, units)
-    old, new = ("", peak) if left_out.word == "new" else (peak, "")
-    return (left_out.title, METRICS["peak_allocated"].title, old, new, "", "", left_out.word)
+def _on_one_side(omitted_test: OmittedTest, units: UnitSystem) -> Cells:
+    if omitted_test.stored_key is None:
+        return (omitted_test.title, "", "", "", "", "", omitted_test.word)
+    peak = shown("peak_allocated", omitted_test.peak, units)
+    old, new = ("", peak) if omitted_test.word == "new" else (peak, "")
+    return (omitted_test.title, METRICS["peak_allocated"].title, old, new, "", "", omitted_test.word)
 
 
-def to_json(report: Compared, *, finished: bool = True) -> str:
+def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
     """Return the comparison as JSON; values are in bytes, counts, seconds and items per second.
 
     A number that JSON does not have is written as the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
@@ -278,8 +280,8 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
     plain: dict[str, Any]
     if form is _AB:
         not_compared = [
-            {"test": left_out.title, "reason": left_out.reason, "broken": left_out.word == "broken"}
-            for left_out in report.left_out
+            {"test": omitted_test.title, "reason": omitted_test.reason, "broken": omitted_test.word == "broken"}
+            for omitted_test in report.omitted_tests
         ]
         in_turns = {"pairs": report.pairs, "max_slowdown": report.tolerance}
         packages = [
@@ -304,18 +306,18 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
         }
     else:
         one_sided = [
-            (left_out, {**_plain_key(left_out.stored_key), "peak_allocated": left_out.peak})
-            for left_out in report.left_out
-            if left_out.stored_key
+            (omitted_test, {**_plain_key(omitted_test.stored_key), "peak_allocated": omitted_test.peak})
+            for omitted_test in report.omitted_tests
+            if omitted_test.stored_key
         ]
         plain = {
             **sides,
             "tests": tests,
-            "added": [stored_key for left_out, stored_key in one_sided if left_out.word == "new"],
+            "added": [stored_key for omitted_test, stored_key in one_sided if omitted_test.word == "new"],
             "gone": [
-                {**stored_key, "reason": left_out.reason, "failed": left_out.word == "failed"}
-                for left_out, stored_key in one_sided
-                if left_out.word != "new"
+                {**stored_key, "reason": omitted_test.reason, "failed": omitted_test.word == "failed"}
+                for omitted_test, stored_key in one_sided
+                if omitted_test.word != "new"
             ],
             "failed": [
                 {"file": failure.file, "test": failure.test, "reason": failure.why} for failure in report.failed
@@ -325,13 +327,13 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
 
 
-def nothing_as_json(why: str) -> str:
+def failure_as_json(why: str) -> str:
     """Return the JSON for a comparison without any result. ``why`` is the reason."""
     plain = {"finished": False, "accounting": "", "passed": False, "exit_status": NOTHING_COMPARED}
     return json.dumps({"format": FORMAT, **plain, "why": why, "tests": [], "not_compared": []}, indent=2) + "\n"
 
 
-def nothing_as_markdown(why: str) -> str:
+def failure_as_markdown(why: str) -> str:
     """Return the Markdown for a comparison without any result. ``why`` is a sentence, followed by lines from a log."""
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []

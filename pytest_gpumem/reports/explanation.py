@@ -28,7 +28,7 @@ from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, tot
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from pytest_gpumem.gate.difference import Change, Difference, Moved
+    from pytest_gpumem.gate.difference import Change, Difference, PeakMove
     from pytest_gpumem.gate.growths import KeptRows
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
@@ -249,7 +249,7 @@ def count_tables(
         if name not in metrics or not (made_of if changes is None else changes):
             continue
         if changes is not None:
-            tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
+            tables.append(_count_table(f"more {title}", name, changes, units, most, has_lines=_has_lines(made_of)))
         else:
             note = f"the baseline does not list its {title}; accepting the figures stores them"
             note = note if verdict.origin is not None else ""
@@ -265,7 +265,7 @@ def _count_table(
     most: int,
     note: str = "",
     *,
-    tells_lines: bool = False,
+    has_lines: bool = False,
 ) -> PartTable:
     largest_first = ranked(tallies)[:most]
     largest = max((abs(tally.amount) for tally in largest_first), default=1)
@@ -275,7 +275,7 @@ def _count_table(
         Part(
             tally.operator,
             (text_of(metric, tally.amount, units),),
-            _place_of(tally.place, tells_lines=tells_lines),
+            _place_of(tally.place, has_lines=has_lines),
             tally.place.reason,
             share=abs(tally.amount) / largest,
             bar="shrank" if tally.amount < 0 else "grew",
@@ -304,14 +304,14 @@ def ranked(tallies: Collection[Tally]) -> list[Tally]:
     return sorted(tallies, key=rank)
 
 
-def _tells_lines(tallies: Collection[Tally]) -> bool:
+def _has_lines(tallies: Collection[Tally]) -> bool:
     return any(tally.place != NOWHERE for tally in tallies)
 
 
-def _place_of(place: OperatorSite, *, tells_lines: bool) -> tuple[str, str]:
+def _place_of(place: OperatorSite, *, has_lines: bool) -> tuple[str, str]:
     """Return the module and the line for an operator's calls. An unknown line becomes ``(other lines)`` beside known lines."""
     module = place.module or ("(no module)" if place.where else "")
-    return module, place.where or ("(other lines)" if tells_lines else "")
+    return module, place.where or ("(other lines)" if has_lines else "")
 
 
 def grown_counts(verdict: Verdict) -> list[str]:
@@ -463,7 +463,7 @@ def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
     )
 
 
-def _moved_note(moved: Moved, units: UnitSystem) -> str:
+def _moved_note(moved: PeakMove, units: UnitSystem) -> str:
     current = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
     compared = "" if moved.compared == moved.after else f"; the baseline does not list the tensors of {moved.after}"
     return f"the peak is in {moved.after}; it was in {moved.before}{current}{compared}"

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.reports.formats import format_of
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class ReportFiles:
                 path.unlink()
 
     @property
-    def wanted(self) -> bool:
+    def has_files(self) -> bool:
         """True if there are files to write."""
         return self._begun and bool(self._paths)
 
@@ -66,7 +66,7 @@ def write_report(path: Path, report: SessionReport) -> None:
     assert form is not None, "options are checked"
     text = form.render(report)
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except ValueError as error:
         # A file name can contain a NUL, because TOML allows it.
         raise OSError(str(error)) from error

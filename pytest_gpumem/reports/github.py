@@ -29,9 +29,9 @@ from pytest_gpumem.git import changed_files
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import causes_in, name_of
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+from pytest_gpumem.reports.markdown import LEAST_BYTES, SUMMARY_LIMIT, markdown
 from pytest_gpumem.reports.places import first_row
-from pytest_gpumem.reports.told_causes import explained_by_causes
+from pytest_gpumem.reports.short_failures import explained_by_causes
 from pytest_gpumem.reports.values import difference
 from pytest_gpumem.reports.view import rows_of
 from pytest_gpumem.values.source_lines import file_and_line, package_of
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.causes import Cause
-    from pytest_gpumem.reports.causes import CausesOf
+    from pytest_gpumem.reports.causes import SessionCauses
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow
     from pytest_gpumem.units import UnitSystem
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 MOST_ANNOTATIONS = 10
 """GitHub's limit for annotations of a kind in a step:
 https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
-MOST_OF_A_MESSAGE = 4_096
+MESSAGE_LIMIT = 4_096
 """The longest message in characters; the runner cuts longer ones (``_maxIssueMessageLength``)."""
-MOST_OF_A_TITLE = 255
+TITLE_LIMIT = 255
 """The longest title in characters: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
 
 
@@ -81,7 +81,7 @@ def annotation_lines(
     session_causes = causes_in(report)
     causes_by_test = (
         explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
-        if session_causes.tell
+        if session_causes.concern_several_tests
         else {}
     )
     shown_causes = {cause: None for row in failed for cause in causes_by_test.get(row.title, ())}
@@ -140,7 +140,7 @@ def _why_uncertain(row: ReportRow) -> str:
 
 def _of_a_cause(
     cause: Cause,
-    session_causes: CausesOf,
+    session_causes: SessionCauses,
     report: SessionReport,
     folder: str,
     at_first_line: Callable[[ReportRow], Iterable[str]],
@@ -150,7 +150,7 @@ def _of_a_cause(
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {session_causes.measured} tests"
     details = " ".join(
-        filter(None, [cause.module, cause.operator, cause.what if cause.has_tensors else "", cause.reason])
+        filter(None, [cause.module, cause.operator, cause.tensors if cause.has_tensors else "", cause.reason])
     )
     message = "\n".join([*([details] if details else []), *cause.tests])
     file, number = file_and_line(cause.lines[0]) if cause.lines else ("", 0)
@@ -173,7 +173,7 @@ def _at_first_line(row: ReportRow, units: UnitSystem, folder: str, can_show: Cal
 
 def _of_a_test(kind: str, row: ReportRow, message: str, folder: str, position: Mapping[str, str] | None = None) -> str:
     title = f"gpumem: {row.test}"
-    if len(visible(title)) > MOST_OF_A_TITLE and row.title not in message:
+    if len(visible(title)) > TITLE_LIMIT and row.title not in message:
         message = f"{row.title}\n{message}"
     return _line(kind, title, message, position or _position(row, folder))
 
@@ -186,10 +186,10 @@ def _position(row: ReportRow, folder: str) -> dict[str, str]:
 
 def _line(kind: str, title: str, message: str, position: Mapping[str, str] | None = None) -> str:
     """Return a command for the runner, escaped for its ``ActionCommand`` parser."""
-    properties = {**(position or {}), "title": _cut(visible(title), MOST_OF_A_TITLE)}
+    properties = {**(position or {}), "title": _cut(visible(title), TITLE_LIMIT)}
     written = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
     lines = [visible(line) for line in message.split("\n")]
-    return f"::{kind} {written}::{_data(_cut(chr(10).join(lines), MOST_OF_A_MESSAGE))}"
+    return f"::{kind} {written}::{_data(_cut(chr(10).join(lines), MESSAGE_LIMIT))}"
 
 
 def _cut(text: str, most: int) -> str:
@@ -249,9 +249,9 @@ def add_to_summary(file: str, report: SessionReport) -> None:
     """
     path = Path(file)
     taken = path.stat().st_size if path.exists() else 0
-    room = MOST_OF_A_SUMMARY - taken - 1
-    if room < FEWEST:
-        raise OSError(f"the summary has {taken:,} bytes already, and GitHub shows at most {MOST_OF_A_SUMMARY:,}")
+    room = SUMMARY_LIMIT - taken - 1
+    if room < LEAST_BYTES:
+        raise OSError(f"the summary has {taken:,} bytes already, and GitHub shows at most {SUMMARY_LIMIT:,}")
         # Another program may have written the last line without its end.
     text = ("\n" if taken else "") + markdown(report, most=room)
     with path.open("a", encoding="utf-8", newline="\n") as summary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.history import Unreadable
+from pytest_gpumem.baselines.history import UnreadableFile
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.metrics import METRICS
@@ -130,7 +130,7 @@ def _row(event: Event, metric: str, units: UnitSystem, *, is_first: bool) -> Lin
         date, name, author, subject = commit.date, commit.name[:_SHORT], commit.author, commit.subject
         if commit.cut_off and event.before is None:
             author, subject = "", OR_EARLIER
-    if isinstance(after, Unreadable):
+    if isinstance(after, UnreadableFile):
         return tuple(map(Span, (date, name, author, "unreadable", "", "", "", f"{subject}: {after.why}")))
     value = "" if after is None else shown(metric, after.metrics.get(metric), units) or "-"
     change, style = _change(event, metric, units, is_first=is_first)
@@ -145,7 +145,7 @@ def _change(event: Event, metric: str, units: UnitSystem, *, is_first: bool) -> 
         return "gone", "doubtful"
     if before is None:
         return ("new", None) if is_first else ("back", "doubtful")
-    if isinstance(before, Unreadable) or isinstance(after, Unreadable):
+    if isinstance(before, UnreadableFile) or isinstance(after, UnreadableFile):
         return "", None
     old, new = before.metrics.get(metric), after.metrics.get(metric)
     if old is None or new is None or old == new:

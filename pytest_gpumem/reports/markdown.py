@@ -19,10 +19,10 @@ from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.places import first_row
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
+from pytest_gpumem.reports.short_failures import explained_before
 from pytest_gpumem.reports.summary import device_lines, reasons
-from pytest_gpumem.reports.told_causes import told_before
 from pytest_gpumem.reports.values import change, peaks_by_device, shown, texts_of
-from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
+from pytest_gpumem.reports.view import origin_line, rows_of, shown_measurements, state_of
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.view import ReportRow, ShownMeasurement
     from pytest_gpumem.units import UnitSystem
 
-MOST_OF_A_SUMMARY = 2**20
+SUMMARY_LIMIT = 2**20
 """The largest step summary in bytes. GitHub shows nothing of a larger one, and reports an error:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits."""
-MOST_OF_A_COMMENT = 65_536
+COMMENT_LIMIT = 65_536
 """The longest comment in characters; GitHub refuses a longer one: ``Body is too long (maximum is 65536 characters)``."""
 MOST_FOLDED = 50
 """The longest folded list of failed tests with the same causes."""
-FEWEST = 300
+LEAST_BYTES = 300
 """A verdict always fits in so many bytes."""
 
 
@@ -103,8 +103,8 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
     Raises:
         ValueError: ``most`` is too little for the verdict.
     """
-    if most is not None and most < FEWEST:
-        raise ValueError(f"most is {most}, and a verdict needs {FEWEST} bytes")
+    if most is not None and most < LEAST_BYTES:
+        raise ValueError(f"most is {most}, and a verdict needs {LEAST_BYTES} bytes")
     parts = list(_parts(report))
     text = _joined(parts, [])
     if most is None or _size(text) <= most:
@@ -277,9 +277,9 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
     session_causes, units = causes_in(report), report.terms.units
     verdicts = [row.result.verdict for row in rows if row.result is not None]
     explained_tests: Collection[str] = ()
-    if session_causes.tell:
+    if session_causes.concern_several_tests:
         yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(session_causes, units)}")
-        explained_tests = told_before(session_causes.causes, verdicts)
+        explained_tests = explained_before(session_causes.causes, verdicts)
     folded = [row for row in rows if row.result is not None and row.result.verdict.nodeid in explained_tests]
     for row in rows:
         if row in folded:
@@ -366,7 +366,7 @@ def _environment(report: SessionReport) -> str:
     if report.shards > 1:
         rows.append(["shards", str(report.shards)])
     seen: list[Environment] = []
-    for measured in measured_in(report.results):
+    for measured in shown_measurements(report.results):
         environment = measured.verdict.measurement.environment
         if environment in seen:
             continue

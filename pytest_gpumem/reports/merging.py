@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _AND = "; "
 
 
-def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
+def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
     """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
     A test that ran in a single shard is not missing because other shards did not run it. If several shards ran a test on the
@@ -53,12 +53,12 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         not_run=tuple(sorted({test for report in reports for test in report.not_run} - ran)),
         selection=selection,
         stored=_stored([report.stored for report in reports]),
-        said=tuple(sorted(line for report in reports for line in report.said)),
+        closing_lines=tuple(sorted(line for report in reports for line in report.closing_lines)),
         errors=tuple(sorted({error for report in reports for error in report.errors})),
         ended_early=_clauses(report.ended_early for report in reports),
         not_collected=tuple(sorted({file for report in reports for file in report.not_collected})),
         shards=sum(report.shards for report in reports),
-        others_failed=sum(report.others_failed for report in reports),
+        unmeasured_failures=sum(report.unmeasured_failures for report in reports),
         merged=True,
         unmeasured_shards=tuple(sorted({tests for report in reports for tests in _unmeasured_shards(report)})),
     )
@@ -72,7 +72,7 @@ def _unmeasured_shards(report: SessionReport) -> tuple[tuple[tuple[str, str], ..
     return (tuple(sorted({(result.verdict.file, result.verdict.test) for result in report.results})),)
 
 
-def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
+def repeated_tests(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
     """Return the tests, as (file, test), with a result in more than one of ``reports``, sorted."""
     ran = Counter(
         test for report in reports for test in {(result.verdict.file, result.verdict.test) for result in report.results}
@@ -80,12 +80,12 @@ def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
     return sorted(test for test, times in ran.items() if times > 1)
 
 
-def in_no_shard(merged_report: SessionReport) -> list[tuple[str, str]]:
+def unselected_tests(merged_report: SessionReport) -> list[tuple[str, str]]:
     """Return the sorted measured tests, as (file, test), that no shard selected."""
     return sorted(merged_report.selection.collected - merged_report.selection.measured)
 
 
-def in_no_report(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
+def unaccounted_baselines(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
     """Return the stored baselines, as (slug, key), for which no report accounts, sorted.
 
     A report accounts for a baseline on its devices if it collected the test, or shows that the test no longer exists. A report
@@ -179,7 +179,9 @@ def _selection(selections: Sequence[Selection]) -> Selection:
         measured=frozenset[tuple[str, str]]().union(*(selection.measured for selection in selections)),
         files=frozenset[str]().union(*(selection.files for selection in selections)),
         # A budget without an effect in this shard may hold a test in another shard.
-        idle_budgets=tuple(sorted(set.intersection(*(set(selection.idle_budgets) for selection in selections)))),
+        budgets_without_effect=tuple(
+            sorted(set.intersection(*(set(selection.budgets_without_effect) for selection in selections)))
+        ),
         error=_clauses(selection.error for selection in selections),
         collected=frozenset[tuple[str, str]]().union(*(selection.collected for selection in selections)),
         collected_files=frozenset[str]().union(*(selection.collected_files for selection in selections)),

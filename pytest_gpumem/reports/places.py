@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.growths import KEPT, kept_rows
+from pytest_gpumem.gate.growths import KEPT_METRICS, kept_rows
 from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
@@ -53,7 +53,9 @@ def grown_lines(row: ReportRow) -> Iterator[Place]:
     """Yield the project's lines in a test's explanation: for kept bytes, then the peak, then counts, the largest first."""
     for measured in row.measured:
         verdict, explanation = measured.verdict, measured.verdict.measurement.explanation
-        if explanation is not None and not KEPT.isdisjoint(failing_metrics(verdict, CHANGED - {Outcome.IMPROVED})):
+        if explanation is not None and not KEPT_METRICS.isdisjoint(
+            failing_metrics(verdict, CHANGED - {Outcome.IMPROVED})
+        ):
             yield from filter(None, map(_place_of, kept_rows(verdict).rows))
     for measured in row.measured:
         changes = measured.verdict.difference.changes if measured.verdict.difference is not None else ()
@@ -86,7 +88,7 @@ def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
 
 def _kept_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> FirstRow | None:
     explanation = verdict.measurement.explanation
-    if explanation is None or KEPT.isdisjoint(metrics):
+    if explanation is None or KEPT_METRICS.isdisjoint(metrics):
         return None
     retained_rows = kept_rows(verdict)
     holders = "; ".join(holder_lines(retained_rows.holders(explanation.holders), units))

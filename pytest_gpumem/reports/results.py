@@ -213,14 +213,14 @@ class Results:
             key=lambda result: (result.verdict.file, result.verdict.test),
         )
 
-    def others(self) -> set[tuple[str, str]]:
+    def tests_without_result(self) -> set[tuple[str, str]]:
         """Return the tests, as (file, test), without a result, whether they ran or were skipped."""
         nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
         # `--dist loadgroup` appends a group to ids.
         ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
-    def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
+    def unmeasured_failures(self, measured: Collection[tuple[str, str]]) -> int:
         """Count the failed tests without a result, except those in ``measured``, the selected (file, test)."""
         failed = [
             nodeid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pytest_gpumem.baselines.selecting import unused
+from pytest_gpumem.baselines.selecting import unused_baselines
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED, MetricVerdict
@@ -14,7 +14,7 @@ from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated,
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.units import UnitSystem, counted
 from pytest_gpumem.values.option_words import UpdateMode
-from pytest_gpumem.values.plain import Form
+from pytest_gpumem.values.plain import KEY, Form
 from pytest_gpumem.values.selection import Selection
 
 _MOST_NAMED = 3
@@ -109,7 +109,7 @@ class SessionReport:
     """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
     stored: Stored = Stored()
     """The store after the session."""
-    said: tuple[str, ...] = ()
+    closing_lines: tuple[str, ...] = field(default=(), metadata={KEY: "said"})
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
     """The problems of the session, except for those in the following keys, those in the results, and that nothing was gated.
@@ -120,7 +120,7 @@ class SessionReport:
     """The files with collection errors, sorted."""
     shards: int = 1
     """The number of merged reports."""
-    others_failed: int = 0
+    unmeasured_failures: int = field(default=0, metadata={KEY: "others_failed"})
     """The number of tests that failed and are not measured, also in set-up or tear-down. If a plugin reruns a test, its last
     run counts.
     """
@@ -137,12 +137,12 @@ class SessionReport:
     @property
     def of_store(self) -> tuple[str, ...]:
         """The lines about changes to the store."""
-        return tuple(line for line in self.said if line.startswith(STORE))
+        return tuple(line for line in self.closing_lines if line.startswith(STORE))
 
     @property
     def of_measuring(self) -> tuple[str, ...]:
         """The notes on several measurements at once, for example on convolutions, or on tests with a shared GPU."""
-        return tuple(line for line in self.said if not line.startswith(STORE))
+        return tuple(line for line in self.closing_lines if not line.startswith(STORE))
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -180,8 +180,8 @@ class SessionReport:
         if self.ended_early is not None:
             problems.append(f"the session ended early: {self.ended_early}")
         problems += [f"{file} could not be collected" for file in self.not_collected]
-        if self.others_failed:
-            count = counted(self.others_failed, "test that is", "tests that are")
+        if self.unmeasured_failures:
+            count = counted(self.unmeasured_failures, "test that is", "tests that are")
             problems.append(f"{count} not measured failed")
         problems += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
         return (*problems, *([self.nothing_done] if self.nothing_done is not None else self.idle_parts))
@@ -281,7 +281,7 @@ class SessionReport:
     @property
     def unused(self) -> list[tuple[str, Key]]:
         """The baselines without a test, as (slug, key)."""
-        return unused(
+        return unused_baselines(
             self.stored.baselines,
             measured=self.selection.collected | self.selection.uncollected,
             whole_files=self.selection.collected_files,

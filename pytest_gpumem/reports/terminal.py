@@ -12,6 +12,7 @@ from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.results import recording_notes
+from pytest_gpumem.reports.short_failures import explained_by_causes
 from pytest_gpumem.reports.summary import (
     LEAST_NAME,
     STYLES,
@@ -24,9 +25,8 @@ from pytest_gpumem.reports.summary import (
     to_be_shown,
     unstored_times,
 )
-from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import change, shown
-from pytest_gpumem.reports.view import measured_in, rows_of
+from pytest_gpumem.reports.view import rows_of, shown_measurements
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.option_words import NO_CUDA
 
@@ -156,16 +156,16 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         explain_all: True to show compositions of peaks also at verbosity 0 (``--gpumem-explain=always``).
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
-    measured = measured_in(report.results, report.terms.update)
+    measured = shown_measurements(report.results, report.terms.update)
     session_causes = causes_in(report)
     explained = (
         explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
-        if session_causes.tell
+        if session_causes.concern_several_tests
         else ()
     )
     chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
     pieces: list[Piece] = []
-    if session_causes.tell and not quiet:
+    if session_causes.concern_several_tests and not quiet:
         most = None if everything else MOST_CAUSES
         pieces += [cause_table(session_causes, units, most)] if session_causes.causes.causes else []
         pieces += [*map(_line, cause_notes(session_causes, units, most, hint="-v shows all")), NOTHING]
@@ -194,7 +194,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
         *(_line(f"gpumem: {warning}", "doubtful") for warning in warnings),
-        *(_line(f"gpumem {text}") for text in (() if quiet else report.said)),
+        *(_line(f"gpumem {text}") for text in (() if quiet else report.closing_lines)),
         *_ending(report),
     ]
     return Summary(tuple(as_lines(pieces, screen)), tuple(as_lines(lines, screen)))
@@ -264,7 +264,7 @@ def _style_of(report: SessionReport) -> Style | None:
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
     # The line counts only measured tests.
-    if "bad" in styles or not replace(report, others_failed=0).passed:
+    if "bad" in styles or not replace(report, unmeasured_failures=0).passed:
         return "bad"
     if "doubtful" in styles:
         return "doubtful"

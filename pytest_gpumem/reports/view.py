@@ -140,7 +140,7 @@ def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
     )
 
 
-def measured_in(results: Sequence[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
+def shown_measurements(results: Sequence[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
     """Return the measurements from all tests in a session with this update."""
     several = _on_several_devices(results)
     return [measured for result in results for measured in _measured(result, several, update)]

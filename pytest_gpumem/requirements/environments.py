@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.processes import POLL_SECONDS, run
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.requirements.installed import by_module
 from pytest_gpumem.requirements.installers import Installer
-from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
+from pytest_gpumem.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ class VirtualEnvironment:
     folder: Path
     name: str
     packages: Mapping[str, str]
-    made: float
+    created: float
     """Creation time, in seconds since 1970."""
     modules: frozenset[str] = frozenset()
     """The top-level modules in these packages: ``{"transformers", "tokenizers"}``."""
@@ -85,17 +85,17 @@ class Environments:
     environment: Mapping[str, str]
     """The environment variables for installers."""
 
-    def kept(self) -> list[VirtualEnvironment]:
+    def finished(self) -> list[VirtualEnvironment]:
         """Return the finished environments, the latest first."""
         environments = (_read(path.parent) for path in self.folder.glob(f"*/{_RECORD}"))
         return sorted(
             (environment for environment in environments if environment is not None),
-            key=lambda environment: -environment.made,
+            key=lambda environment: -environment.created,
         )
 
     def unfinished(self) -> list[Path]:
         """Return environment folders whose installation is in progress or was interrupted."""
-        finished = {environment.folder for environment in self.kept()}
+        finished = {environment.folder for environment in self.finished()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
     def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
@@ -104,14 +104,14 @@ class Environments:
         Sets with other requirements are never cached. For example, ``transformers>=4.38`` may install another release tomorrow.
 
         Raises:
-            NotInstalled: Other users could have changed the environment.
+            InstallationError: Other users could have changed the environment.
         """
         environment = _read(self.folder / _key(requirements, emulated=emulated)) if requirements.is_exact else None
         if environment is not None:
             try:
-                check_own(environment.folder)
-            except CacheRefused as error:
-                raise NotInstalled(str(error)) from None
+                check_private_folder(environment.folder)
+            except CacheError as error:
+                raise InstallationError(str(error)) from None
         return environment
 
     def make(
@@ -135,20 +135,20 @@ class Environments:
             tick: Is called repeatedly during the installation.
 
         Raises:
-            NotInstalled: A package cannot be installed, or the cache cannot be used.
-            Stopped: A signal was noted.
+            InstallationError: A package cannot be installed, or the cache cannot be used.
+            StopSignal: A signal was noted.
         """
         try:
             return self._make(requirements, stop, tick, emulated=emulated)
-        except CacheRefused as error:
-            raise NotInstalled(str(error)) from None
+        except CacheError as error:
+            raise InstallationError(str(error)) from None
         except OSError as error:
-            raise NotInstalled(f"{self.folder} cannot be written: {error.strerror}") from None
+            raise InstallationError(f"{self.folder} cannot be written: {error.strerror}") from None
 
     def _make(
         self, requirements: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
     ) -> VirtualEnvironment:
-        make_own(self.folder)
+        make_private_folder(self.folder)
         folder = self.folder / _key(requirements, emulated=emulated)
         if not requirements.is_exact:
             _remove_unused(folder)
@@ -182,14 +182,14 @@ class Environments:
         log = folder.with_suffix(".log")
         try:
             if run(creating, folder=self.folder, environment=self.environment, output=log, stop=stop, tick=tick):
-                raise NotInstalled(f"{creating[0]} could not make a virtual environment: {_last_line(log)}")
+                raise InstallationError(f"{creating[0]} could not make a virtual environment: {_last_line(log)}")
         except OSError as error:
-            raise NotInstalled(f"{creating[0]} cannot be run: {error.strerror}") from None
+            raise InstallationError(f"{creating[0]} cannot be run: {error.strerror}") from None
         finally:
             log.unlink(missing_ok=True)
         python = interpreter(folder)
         if not python.exists():
-            raise NotInstalled(f"{creating[0]} is not a Python interpreter: it made no virtual environment")
+            raise InstallationError(f"{creating[0]} is not a Python interpreter: it made no virtual environment")
         own = _site_folder(python)
         if layered:
             (own / _LAYER).write_text(_layer(), encoding="utf-8")
@@ -219,7 +219,7 @@ def _lock(folder: Path) -> FileLock:
 
 
 def _locked(folder: Path, stop: Stop) -> FileLock:
-    """Wait until no other process uses an environment, and return its lock. Raises `Stopped`."""
+    """Wait until no other process uses an environment, and return its lock. Raises `StopSignal`."""
     from filelock import Timeout
 
     lock = _lock(folder)

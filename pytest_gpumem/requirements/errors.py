@@ -7,5 +7,5 @@ class RequirementError(ValueError):
     """A requirement cannot be read. The message shows a valid requirement."""
 
 
-class NotInstalled(Exception):
+class InstallationError(Exception):
     """An environment could not be made. The message quotes the installer's reason."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem.processes import run
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.requirements.pip import pip_command
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Installer:
             emulated: True to install torch's CUDA build without NVIDIA's libraries, which an emulated GPU replaces.
 
         Raises:
-            NotInstalled: A package cannot be installed.
-            Stopped: A signal was noted.
+            InstallationError: A package cannot be installed.
+            StopSignal: A signal was noted.
         """
         lines = list(requirements.lines)
         torch = next(
@@ -98,7 +98,7 @@ class Installer:
             self._run([uv, "pip", "install", "--python", str(self.python), *limited, "--requirement", str(requested)])
 
     def install_plugin(self) -> None:
-        """Install pytest-gpumem from the same source as in the current environment. Raises `NotInstalled` and `Stopped`."""
+        """Install pytest-gpumem from the same source as in this environment. Raises `InstallationError` and `StopSignal`."""
         distribution = importlib.metadata.distribution(_PLUGIN)
         url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
         self._run([*self._pip_install, f"{_PLUGIN} @ {url}" if url else f"{_PLUGIN}=={distribution.version}"])
@@ -173,7 +173,7 @@ class Installer:
         if status:
             with log.open(encoding="utf-8", errors="replace") as file:
                 file.seek(offset)
-                raise NotInstalled(reason_in(file.read()) or f"{command[0]} ended with exit status {status}")
+                raise InstallationError(reason_in(file.read()) or f"{command[0]} ended with exit status {status}")
 
 
 def find_uv() -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.processes import run
-from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.errors import InstallationError
 from pytest_gpumem.requirements.installers import reason_in
 from pytest_gpumem.requirements.pip import pip_command
 
@@ -27,8 +27,8 @@ def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> lis
     """Return a package's releases for this Python, the oldest first.
 
     Raises:
-        NotInstalled: pip finds no release.
-        Stopped: A signal was noted.
+        InstallationError: pip finds no release.
+        StopSignal: A signal was noted.
     """
     command = [*pip_command(Path(sys.executable), environment), "index", "versions", "--pre", package]
     with tempfile.TemporaryDirectory() as folder:
@@ -37,15 +37,15 @@ def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> lis
         answer = log.read_text(encoding="utf-8", errors="replace")
     listed = _LISTED.search(answer)
     if status or listed is None:
-        raise NotInstalled(f"no releases of {package} were found: {reason_in(answer) or 'pip gave no reason'}")
+        raise InstallationError(f"no releases of {package} were found: {reason_in(answer) or 'pip gave no reason'}")
     return sorted((release.strip() for release in listed.group(1).split(",")), key=_version)
 
 
-def between(releases: Iterable[str], good: str, bad: str) -> list[str]:
+def releases_between(releases: Iterable[str], good: str, bad: str) -> list[str]:
     """Return the releases from ``good`` to ``bad``, both included. Other pre-releases are left out.
 
-    Example: ``between(["1.0", "1.1rc1", "1.1", "1.2"], "1.2", "1.0")`` returns ``["1.2", "1.1", "1.0"]``. If ``bad`` is the
-    earlier release, as here, a search finds the release that mended a test.
+    Example: ``releases_between(["1.0", "1.1rc1", "1.1", "1.2"], "1.2", "1.0")`` returns ``["1.2", "1.1", "1.0"]``.
+    If ``bad`` is the earlier release, as here, a search finds the release that mended a test.
     """
     ends = {Version(good), Version(bad)}
     low, high = min(ends), max(ends)
@@ -58,15 +58,15 @@ def between(releases: Iterable[str], good: str, bad: str) -> list[str]:
     return ordered if Version(good) == low else ordered[::-1]
 
 
-def public(release: str) -> str:
+def without_local_version(release: str) -> str:
     """Return a release without its local part, which is on no index: ``2.13.0`` for ``2.13.0+cpu``."""
     return release.partition("+")[0]
 
 
-def is_same(release: str, other: str) -> bool:
+def is_same_release(release: str, other: str) -> bool:
     """Return whether two releases are the same release on an index, for example ``2.13.0+cpu`` and ``2.13``."""
     try:
-        return Version(public(release)) == Version(public(other))
+        return Version(without_local_version(release)) == Version(without_local_version(other))
     except InvalidVersion:
         return release == other
 

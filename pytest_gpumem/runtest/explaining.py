@@ -18,7 +18,7 @@ from pytest_gpumem.torch_support.static_access import reads_any
 if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.metrics import Kind
-    from pytest_gpumem.runtest.judging import Judged, Judging
+    from pytest_gpumem.runtest.judging import JudgedMeasurement, Judging
     from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.option_words import UpdateMode
 
@@ -44,11 +44,11 @@ class ExplainPolicy:
     settings: Settings
     judging: Judging
 
-    def should_explain(self, judged: Judged) -> bool:
+    def should_explain(self, judged: JudgedMeasurement) -> bool:
         """Return whether the test reads the composition, fails because of bytes, or may become a baseline."""
         return self._is_read or self._is_needed(judged, "memory")
 
-    def should_show_whole_step(self, judged: Judged) -> bool:
+    def should_show_whole_step(self, judged: JudgedMeasurement) -> bool:
         """Return whether the explanation includes the step's bytes over time.
 
         A report that `gpumem accept` may read later does not need them, because no baseline stores them. They are three
@@ -63,30 +63,30 @@ class ExplainPolicy:
         judging = self.judging
         return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
-    def device_to_explain(self, judged: Judged) -> str | None:
+    def device_to_explain(self, judged: JudgedMeasurement) -> str | None:
         """Return the GPU whose peak is explained: the GPU with a failing metric, or with the largest peak."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         metrics = judged.verdict.metrics
         failed_on = (metric.gpu for metric in metrics if metric.outcome in failing and metric.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
 
-    def should_find_holders(self, judged: Judged) -> bool:
+    def should_find_holders(self, judged: JudgedMeasurement) -> bool:
         """Return whether to search for holders: `retained` fails the test."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         return "retained" in failing_metrics(judged.verdict, failing)
 
-    def should_locate_counts(self, judged: Judged) -> bool:
+    def should_locate_counts(self, judged: JudgedMeasurement) -> bool:
         """Return whether to find the counts' lines: they fail the test, or may become a baseline."""
         return self._is_needed(judged, "work")
 
-    def _is_shown(self, judged: Judged, kind: Kind) -> bool:
+    def _is_shown(self, judged: JudgedMeasurement, kind: Kind) -> bool:
         """Return whether this session prints the explanation: the metrics of a kind fail, or every step is explained."""
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
         failing = self.judging.failing(self.judging.verdict([judged]))
         return bool(failing_metrics(judged.verdict, failing, kind))
 
-    def _is_needed(self, judged: Judged, kind: Kind) -> bool:
+    def _is_needed(self, judged: JudgedMeasurement, kind: Kind) -> bool:
         """Return whether this session prints the explanation, or a baseline would store it."""
         if self._is_shown(judged, kind):
             return True
@@ -98,7 +98,7 @@ class ExplainPolicy:
         if mode is None or baseline is None:
             return False
         if self.settings.update == "all" and isinstance(baseline, Baseline):
-            lacks_explanation = baseline.composition is None if kind == "memory" else not baseline.tells_lines
+            lacks_explanation = baseline.composition is None if kind == "memory" else not baseline.has_lines
             if lacks_explanation:
                 return True
         key = self.judging.measured.key(judged.measurement.name)

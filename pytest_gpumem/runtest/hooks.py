@@ -23,12 +23,12 @@ from pytest_gpumem.runtest.hook_results import HookError, environment_of
 from pytest_gpumem.runtest.judging import (
     Judging,
     complete_report,
-    errors_kept_by,
-    fail_again,
     failure_of,
     forget_verdict,
     not_measured,
+    raise_failure_again,
     record_verdict,
+    unittest_errors,
 )
 from pytest_gpumem.runtest.run import TestRun
 from pytest_gpumem.runtest.shown_traceback import end_at_call
@@ -215,7 +215,7 @@ class Measuring:
             raise
         finally:
             run.is_called = False
-        errors = errors_kept_by(item)
+        errors = unittest_errors(item)
         if errors:
             self._call_has_failed(run, *errors)
         else:
@@ -225,7 +225,7 @@ class Measuring:
     def _judge_call(self, run: TestRun) -> None:
         """Judge a test whose call has ended without an error, and fail it if it must fail."""
         item, judging = run.item, run.judging
-        fail_again(item)
+        raise_failure_again(item)
         if run.has_failed_subtest and not run.judged:
             judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
             return
@@ -334,7 +334,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
         with run.tracked() as figures:
             result = yield
             has_ended = True
-        if not run.measures_itself and not run.has_failed_subtest and not errors_kept_by(run.item):
+        if not run.measures_itself and not run.has_failed_subtest and not unittest_errors(run.item):
             run.keep(run.judge_figures(Workload("call"), figures()))
     except MeasuringError as error:
         if not has_ended:

@@ -16,9 +16,9 @@ from pytest_gpumem.changed_code.marks import without_callers
 from pytest_gpumem.config.command_line import COMMAND, Command
 from pytest_gpumem.config.marker import sets_itself
 from pytest_gpumem.config.options import ARGUMENT
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
+from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_to_repeat
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
+from pytest_gpumem.gate.judge import emulated_tolerances, failing_outcomes, judge, with_differences
 from pytest_gpumem.gate.renaming import candidates_of
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
@@ -92,7 +92,7 @@ def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
-def errors_kept_by(item: pytest.Item) -> list[BaseException]:
+def unittest_errors(item: pytest.Item) -> list[BaseException]:
     """Return the errors and skips of a ``unittest.TestCase`` test, which unittest gives to the item and does not raise.
 
     pytest puts one error into each report, in this order: the call's first, then the teardown's.
@@ -105,7 +105,7 @@ def failure_of(item: pytest.Item) -> BaseException | None:
     return item.stash.get(_FAILURE, None)
 
 
-def fail_again(item: pytest.Item) -> None:
+def raise_failure_again(item: pytest.Item) -> None:
     """Raise the gate's failure once more, because the test may have caught it."""
     failure = failure_of(item)
     if failure is not None:
@@ -154,7 +154,7 @@ def _has_verdict(item: pytest.Item) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedMeasurement:
     """A measurement's verdict, and the compared baseline."""
 
     verdict: Verdict
@@ -164,7 +164,7 @@ class Judged:
     def measurement(self) -> Measurement:
         return self.verdict.measurement
 
-    def explained(self, measurement: Measurement) -> Judged:
+    def explained(self, measurement: Measurement) -> JudgedMeasurement:
         """Return the same verdict on ``measurement``, which is the judged measurement with its explanation."""
         return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
@@ -188,13 +188,13 @@ class Judging:
     unused: UnusedBaselines | None = None
     """The baselines of deleted tests. The test may be a deleted test under a new name."""
 
-    def judge(self, measurement: Measurement) -> Judged:
+    def judge(self, measurement: Measurement) -> JudgedMeasurement:
         """Return the verdict on a measurement."""
         baseline = self._baseline(measurement)
         verdict = judge(measurement, self.measured.budget, baseline, self._tolerances)
         if isinstance(baseline, NoBaseline):
             verdict = replace(verdict, candidates=self._candidates(measurement))
-        return Judged(verdict, baseline)
+        return JudgedMeasurement(verdict, baseline)
 
     def _candidates(self, measurement: Measurement) -> tuple[FormerTest, ...]:
         """Return the possible former names of the test, for a measurement without a baseline."""
@@ -212,9 +212,9 @@ class Judging:
     def _prune(self, file: str | None) -> str:
         """Return the command that removes the unused baselines in a test file, or all of them if ``file`` is ``None``."""
         names = [] if file is None else [self._path_from_here(file)]
-        return prune_command(*names, options=options_given(self.config))
+        return prune_command(*names, options=options_to_repeat(self.config))
 
-    def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
+    def verdict(self, judged: Sequence[JudgedMeasurement], relations: int = 0) -> TestVerdict:
         """Return the verdict on a test with these measurements and this number of asserted ``relations``."""
         measured = self.measured
         return TestVerdict(
@@ -227,7 +227,7 @@ class Judging:
             named_device=measured.budget.device,
         )
 
-    def missing(self, judged: Sequence[Judged], slug: str) -> tuple[str, ...]:
+    def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
         """Return the names of baselines for which the test, at the end of its call, has no measurement.
 
         A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
@@ -316,7 +316,7 @@ class Judging:
         fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
         return [getattr(self.item, "function", None), *fixtures]
 
-    def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
+    def should_time_again(self, judged: JudgedMeasurement, *, decides_only: bool = False) -> bool:
         """Return whether to take one more sample of a step's time.
 
         A second sample is taken if the speed changed, or if the first sample cannot become a baseline. A third sample is taken
@@ -401,7 +401,7 @@ class Judging:
             idle = self._idle([measurement_verdict.measurement for measurement_verdict in verdict.verdicts])
         if failing:
             nodeid = self._path_from_here(verdict.nodeid)
-            options = options_given(self.config)
+            options = options_to_repeat(self.config)
             argument = self.item.stash.get(ARGUMENT, None)
             words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument or nodeid))
             if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
@@ -423,7 +423,7 @@ class Judging:
             f"{self.measured.file}::{self.measured.test}"
         )
         words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument))
-        return update_command("all", words, options_given(self.config), rest)
+        return update_command("all", words, options_to_repeat(self.config), rest)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
         """Return a sentence on a time limit without effect on ``measurements``; ``None`` if all limits have an effect."""
@@ -471,7 +471,7 @@ class Judging:
         if budget.tolerance is not None:
             tolerances["peak_allocated"] = Tolerance(relative=budget.tolerance)
         if self.settings.against is not None:
-            tolerances = tolerances_of_emulated(tolerances)
+            tolerances = emulated_tolerances(tolerances)
         hook = item.ihook.pytest_gpumem_tolerance
         try:
             return {
@@ -488,7 +488,7 @@ class Judging:
         return f"{path}{colons}{test}"
 
 
-def _uncounted(judged: Judged) -> list[str]:
+def _uncounted(judged: JudgedMeasurement) -> list[str]:
     """Return the titles of the baseline's counts without a value in the measurement, if both ran the same workload."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
@@ -496,11 +496,11 @@ def _uncounted(judged: Judged) -> list[str]:
     return [
         METRICS[name].title
         for name in baseline.metrics
-        if METRICS[name].made_of_operators and not METRICS[name].optional and name not in measurement.metrics
+        if METRICS[name].is_counted_by_operator and not METRICS[name].optional and name not in measurement.metrics
     ]
 
 
-def _is_undecided(judged: Judged) -> bool:
+def _is_undecided(judged: JudgedMeasurement) -> bool:
     """Return whether one more sample of a step's time may decide the verdict."""
     verdict, baseline = judged.verdict.of("step_time"), judged.baseline
     if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):

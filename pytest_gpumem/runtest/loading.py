@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pytest_gpumem.explain.recording import Left, Subject
+from pytest_gpumem.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import live_everywhere, read_once
 from pytest_gpumem.measurement import Workload
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.tracker import Tracker
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.runtest.judging import Judged
+    from pytest_gpumem.runtest.judging import JudgedMeasurement
     from pytest_gpumem.runtest.run import TestRun
 
 T = TypeVar("T")
@@ -35,7 +35,9 @@ class Loading(Generic[T]):
     """The loading's measurement."""
 
 
-def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None) -> tuple[T, Judged]:
+def load(
+    run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None
+) -> tuple[T, JudgedMeasurement]:
     """Run ``factory`` once and measure it.
 
     Args:
@@ -58,13 +60,13 @@ def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: b
             f"gpumem.load() measures a function that loads, and got {class_name(type(factory))}: "
             "write gpumem.load(lambda: ...), so the object is loaded during the measurement"
         )
-    device, random = run.device, RandomNumbers.now(run.device)
-    not_own = run.context.begin(factory)
+    device, random = run.device, RandomNumbers.current(run.device)
+    other_bytes = run.context.bytes_of_other_code(factory)
     repeated = _RepeatedLoading(run, factory, random)
     values: list[T] = []
     try:
         device.consensus.rest()
-        with read_once(device, not_own, lambda: run.reached([factory, *values])) as figures:
+        with read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures:
             values.append(factory())
     except Exception as error:
         run.explain_out_of_memory(error, repeated.subject)
@@ -115,10 +117,10 @@ class _RepeatedLoading:
             tracker.owners.within(value)
             return value
 
-        def left() -> Left:
+        def earlier_blocks() -> EarlierBlocks:
             gained = device.live() - self._live_before[name] - self._loaded.get(name, 0)
             blocks = {address for address, _ in self._run.device.known() - self._known_before}
-            return Left(max(0, gained), frozenset(blocks - self._addresses))
+            return EarlierBlocks(max(0, gained), frozenset(blocks - self._addresses))
 
         def register(owners: TensorOwners) -> None:
             owners.within(factory)
@@ -130,6 +132,6 @@ class _RepeatedLoading:
             own_bytes=lambda: sum(blocks_of(reachable_tensors([factory]), device.torch_device).values()),
             register=register,
             prepare=self._random.restore,
-            left=left,
-            once=True,
+            earlier_blocks=earlier_blocks,
+            is_once=True,
         )

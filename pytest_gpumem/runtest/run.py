@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
-from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
+from pytest_gpumem.explain.first_use import NewTensors, blocks_retained_by_run
+from pytest_gpumem.explain.recording import EarlierBlocks, ExpectedFigures, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import BlockIds, Device
-    from pytest_gpumem.explain.first_use import LeftByRun
+    from pytest_gpumem.explain.first_use import RetainedBlocks
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Sites
     from pytest_gpumem.gate.verdict import TestVerdict
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measure.reading import ByDevice
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.runtest.explaining import ExplainPolicy
-    from pytest_gpumem.runtest.judging import Judged, Judging
+    from pytest_gpumem.runtest.judging import JudgedMeasurement, Judging
     from pytest_gpumem.runtest.ownership import Ownership
     from pytest_gpumem.values.composition import Explanation
     from pytest_gpumem.values.option_words import Routing
@@ -64,7 +64,7 @@ class TestRun:
     _environment: Environment
     _reads: Callable[[], UnknownReads]
     """Returns the uncomputed values read so far by the test and its fixtures."""
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[JudgedMeasurement] = field(default_factory=list)
     """The measurements with their verdicts."""
     relations: int = 0
     """The number of successful relations, such as ``gpumem.assert_no_growth``."""
@@ -82,7 +82,7 @@ class TestRun:
     """The random state when the call began."""
     _known_at_call: BlockIds = frozenset()
     """The device's known blocks when the call began."""
-    _made_by_call: TensorsMadeBy | None = None
+    _made_by_call: NewTensors | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class TestRun:
         """Prepare for the call. Later allocations belong to the test."""
         self.is_called = True
         self.device.quiesce()
-        self._random = RandomNumbers.now(self.device)
+        self._random = RandomNumbers.current(self.device)
         own = self._own_bytes()
         existing = self._ownership.storages(self.item)
         with self.device.one_moment():
@@ -128,7 +128,7 @@ class TestRun:
         self._attributes = frozenset(self._instance_dict())
 
     @property
-    def not_own(self) -> tuple[int, ...]:
+    def other_bytes(self) -> tuple[int, ...]:
         """The live bytes outside the test and its fixtures when the call began, on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
@@ -149,7 +149,7 @@ class TestRun:
             for device in self.device.everywhere
         ]
 
-    def blocks_not_own(self) -> frozenset[int]:
+    def other_blocks(self) -> frozenset[int]:
         """Return the addresses of live tensors outside the test and its fixtures.
 
         Only tensors known to Python are among them.
@@ -210,10 +210,10 @@ class TestRun:
 
         The context begins right after `begin_call`, and uses its readings.
         """
-        with read_once(self.device, self.not_own, self._own_bytes, self._at_call) as figures:
+        with read_once(self.device, self.other_bytes, self._own_bytes, self._at_call) as figures:
             yield figures
             if self._made_by_call is not None:
-                self._made_by_call.ended()
+                self._made_by_call.record()
 
     @contextmanager
     def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
@@ -223,26 +223,29 @@ class TestRun:
         """
         self.device.settle()
         new_tensors = self._tensors_made()
-        with read_once(self.device, self.not_own, self._own_bytes) as figures:
+        with read_once(self.device, self.other_bytes, self._own_bytes) as figures:
             yield lambda: self.keep(self._judged_region(figures(), name, new_tensors))
             if new_tensors is not None:
-                new_tensors.ended()
+                new_tensors.record()
 
-    def _tensors_made(self) -> TensorsMadeBy | None:
+    def _tensors_made(self) -> NewTensors | None:
         """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which searches for no holders."""
-        return None if self.context.sites is None else TensorsMadeBy()
+        return None if self.context.sites is None else NewTensors()
 
-    def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: TensorsMadeBy | None) -> Judged:
+    def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: NewTensors | None) -> JudgedMeasurement:
         """Return a region's measurement with its verdict. If `retained` fails the test, notes name the holders."""
         judged = self.judge_figures(Workload("region"), figures, name)
         if self.context.sites is None or not self._policy.should_find_holders(judged):
             return judged
-        device = self.context.named(self._policy.device_to_explain(judged))
-        return self._noted(judged, self._left_by(new_tensors, device))
+        device = self.context.device_named(self._policy.device_to_explain(judged))
+        return self._noted(judged, self._retained_blocks(new_tensors, device))
 
-    def _noted(self, judged: Judged, left: LeftByRun | None) -> Judged:
-        """Return a measurement without an explanation, with notes on the holders of retained tensors (``left``)."""
-        measurement, holders = judged.measurement, () if left is None else left.holders(is_once=True)
+    def _noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
+        """Return a measurement without an explanation, with notes on the holders of retained tensors."""
+        measurement, holders = (
+            judged.measurement,
+            () if retained_blocks is None else retained_blocks.holders(is_once=True),
+        )
         notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
         return judged.explained(replace(measurement, notes=notes))
 
@@ -256,7 +259,7 @@ class TestRun:
 
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
-    ) -> Judged:
+    ) -> JudgedMeasurement:
         """Judge a measured step, explain it if necessary, time it, and judge it again with its times.
 
         Args:
@@ -292,7 +295,7 @@ class TestRun:
         return judged
 
     def _explain_step(
-        self, prepared: PreparedStep, step: MeasuredStep, judged: Judged, explain: bool | None
+        self, prepared: PreparedStep, step: MeasuredStep, judged: JudgedMeasurement, explain: bool | None
     ) -> tuple[MeasuredStep, Explanation | str | None]:
         """Return a step with the lines of its counts, and its explanation, as far as the policy needs them.
 
@@ -305,12 +308,12 @@ class TestRun:
             return step, None
         return step, prepared.explain(step, policy.device_to_explain(judged))
 
-    def _should_time_again(self, judged: Judged) -> bool:
+    def _should_time_again(self, judged: JudgedMeasurement) -> bool:
         time_budget = self.context.time_budget
         decides_only = time_budget is not None and not time_budget.may_sample_again
         return self.judging.should_time_again(judged, decides_only=decides_only)
 
-    def keep(self, judged: Judged) -> Measurement:
+    def keep(self, judged: JudgedMeasurement) -> Measurement:
         """Add a measurement to this test, and return it. Users' hooks see it."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
@@ -320,7 +323,7 @@ class TestRun:
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
-    def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Judged:
+    def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> JudgedMeasurement:
         """Judge the figures of a call, a region or a loading, which run once."""
         metrics = {device: memory.memory_metrics() for device, memory in figures.items()}
         measurement = self._new_measurement(
@@ -351,7 +354,7 @@ class TestRun:
             step.workload,
             step.metrics(),
             name,
-            settled=figures.settled,
+            settled=figures.is_settled,
             notes=(*step.notes, *([NOT_TIMED] if self._leaves_times_out else [])),
             recomputed=step.recomputed,
             times=figures.times,
@@ -421,12 +424,12 @@ class TestRun:
 
     def explain_once(
         self,
-        judged: Judged,
+        judged: JudgedMeasurement,
         subject: Callable[[Device], Subject],
         *,
         explain: bool | None = None,
-        new_tensors: TensorsMadeBy | None = None,
-    ) -> Judged:
+        new_tensors: NewTensors | None = None,
+    ) -> JudgedMeasurement:
         """Explain code that ran once, if the policy asks for it, by a second, recorded run.
 
         Args:
@@ -446,17 +449,17 @@ class TestRun:
         if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
             return judged
         measurement, gpu = judged.measurement, policy.device_to_explain(judged)
-        device = self.context.named(gpu)
-        left = self._left_by(new_tensors, device) if policy.should_find_holders(judged) else None
+        device = self.context.device_named(gpu)
+        retained_blocks = self._retained_blocks(new_tensors, device) if policy.should_find_holders(judged) else None
         peak = measurement.peak_allocated if gpu is None else measurement.by_device[gpu]["peak_allocated"]
-        explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
+        explanation = self.context.explain(subject(device), ExpectedFigures(peak, turnover=None), device)
         if isinstance(explanation, str):
-            judged = self._noted(judged, left)
-        elif left is not None:
-            explanation = left.joined_to(explanation)
+            judged = self._noted(judged, retained_blocks)
+        elif retained_blocks is not None:
+            explanation = retained_blocks.extend_explanation(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
-    def _left_by(self, new_tensors: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
+    def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
         """Return the tensors retained by a call or a region on a device. Call it before other code of the test runs."""
         if new_tensors is None:
             return None
@@ -466,10 +469,14 @@ class TestRun:
         new_blocks = {address: nbytes for address, nbytes in device.blocks().items() if address in new_addresses}
         with suppress(Exception):
             # An error in the search for holders must not cost the explanation.
-            return left_by_run(new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks)
+            return blocks_retained_by_run(
+                new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks
+            )
         return None
 
-    def _explained(self, judged: Judged, explanation: Explanation | str, explain: bool | None) -> Judged:
+    def _explained(
+        self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
+    ) -> JudgedMeasurement:
         """Return the measurement with its explanation, or with a note that says why the explanation failed."""
         measurement = judged.measurement
         shows_whole_step = self.device.consensus.any(bool(explain) or self._policy.should_show_whole_step(judged))
@@ -479,7 +486,7 @@ class TestRun:
             explanation = replace(explanation, over_time=None)
         return judged.explained(replace(measurement, explanation=explanation))
 
-    def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
+    def _with_packages(self, judged: JudgedMeasurement, sites: Sites) -> JudgedMeasurement:
         """Return the measurement with the versions of packages in its environment.
 
         These are the packages whose code ran in the recorded step, and the packages in the baseline's environment.
@@ -513,7 +520,7 @@ class TestRun:
         # Free the objects of the failed frames, or memory would run out earlier in the second run.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
-            device = self.context.named(gpu_that_ran_out(error))
+            device = self.context.device_named(gpu_that_ran_out(error))
             explanation = self.context.explain_out_of_memory(subject(device), device)
             if explanation is not None:
                 self._policy.report_out_of_memory(explanation)
@@ -535,11 +542,11 @@ class TestRun:
         assert self._at_call is not None, "the call has begun"
         own_at_call, live_at_call = (readings[at] for readings in self._at_call)
 
-        def left() -> Left:
+        def earlier_blocks() -> EarlierBlocks:
             own_gained = ownership.own(self.item).total - own_at_call
             gained = device.live() - live_at_call - own_gained
             blocks = self.device.known() - self._known_at_call
-            return Left(max(0, gained), frozenset(address for address, _ in blocks))
+            return EarlierBlocks(max(0, gained), frozenset(address for address, _ in blocks))
 
         def register(owners: TensorOwners) -> None:
             values = self._ownership.values(self.item)
@@ -552,8 +559,8 @@ class TestRun:
             own_bytes=lambda: ownership.own(self.item).total,
             register=register,
             prepare=prepare,
-            left=left,
-            once=True,
+            earlier_blocks=earlier_blocks,
+            is_once=True,
         )
 
     def _instance_dict(self) -> dict[str, object]:

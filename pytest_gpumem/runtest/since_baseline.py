@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.history import file_changes, texts_of
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code
-from pytest_gpumem.changed_code.sources import Commit, Folders, NothingKnown
+from pytest_gpumem.changed_code.sources import Commit, Folders, NoSource
 from pytest_gpumem.git import GitError, git
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SinceBaselines:
         with suppress(*_FAILURES):
             changed = self._since(self._accepted_in(key, slug) or verdict.origin.commit)
         names = [clause.partition(" ")[0] for clause in verdict.changed_packages]
-        changed = changed or ChangedCode(NothingKnown(), Folders(self.root))
+        changed = changed or ChangedCode(NoSource(), Folders(self.root))
         with suppress(*_FAILURES):
             return with_changed_code(verdict, changed.with_packages(names))
         return verdict

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.runtest.judging import Judged
+    from pytest_gpumem.runtest.judging import JudgedMeasurement
     from pytest_gpumem.runtest.run import TestRun
 
 
@@ -53,9 +53,9 @@ class MeasuredLoop:
         self._boundaries = StepBoundaries(self._optimizer_stepped)
         self._ends_steps_itself = False
         """True if the loop, or a callback, calls `step_ended`. Then optimizers end no step."""
-        self._judged: Judged | None = None
+        self._judged: JudgedMeasurement | None = None
         self._measurement: Measurement | None = None
-        self._blocks_not_own: frozenset[int] = frozenset()
+        self._other_blocks: frozenset[int] = frozenset()
         self._first: FirstStep | None = None
 
     @property
@@ -98,8 +98,8 @@ class MeasuredLoop:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Measure the steps of the loop in this context, and end the loop when they have been measured."""
-        self._blocks_not_own = self._run.blocks_not_own()
-        self._first = FirstStep(self._run.device, self._run.not_own)
+        self._other_blocks = self._run.other_blocks()
+        self._first = FirstStep(self._run.device, self._run.other_bytes)
         try:
             with self._boundaries.watched():
                 yield
@@ -119,7 +119,7 @@ class MeasuredLoop:
         self._loop.end()
         self._keep()
         if self._judged is None:
-            if self._boundaries.stepped_in_other_thread:
+            if self._boundaries.has_stepped_in_other_thread:
                 raise MeasuringError(
                     "no step was seen: an optimizer stepped in another thread, and only steps in the test's own thread are "
                     "seen; run the loop in the test's thread"
@@ -152,12 +152,12 @@ class MeasuredLoop:
             work=work_of_items(self._items),
             phases=[Phase("step", self._loop.next_step)],
             run_counted=partial(self._loop.next_step, counted=True),
-            not_own=self._run.not_own,
+            other_bytes=self._run.other_bytes,
             held=None,
             steps=self._steps,
-            first=self._first.ended(),
+            first_figures=self._first.figures(),
             optimizers=self._boundaries.optimizers,
-            blocks_not_own=self._blocks_not_own,
+            other_blocks=self._other_blocks,
         )
         step = self._run.measure(prepared)
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)

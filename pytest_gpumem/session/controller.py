@@ -29,11 +29,11 @@ from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import STORE, SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
-from pytest_gpumem.session.kept_report import keep
+from pytest_gpumem.session.cached_report import write_cached_report
 from pytest_gpumem.session.left_out import skipped_files
 from pytest_gpumem.session.packing import Packed
+from pytest_gpumem.session.pytest_failures import shorten_repeated_failures
 from pytest_gpumem.session.store_at_end import StoreAtEnd
-from pytest_gpumem.session.told_once import tell_causes_once
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import LACKS_WORKSPACES
 from pytest_gpumem.values.plain import from_plain
@@ -70,7 +70,7 @@ class Controller:
         if (typed or settings.baseline) and not config.option.collectonly:
             self._files.begin()
 
-    def tell(self, error: str) -> None:
+    def add_error(self, error: str) -> None:
         """Add an error that makes the session red, regardless of its tests."""
         self._errors.append(error)
 
@@ -133,7 +133,7 @@ class Controller:
     @pytest.hookimpl
     def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
         """Write a report if no test began, so nobody takes an earlier file for this session's report."""
-        if self._began or not self._files.wanted:
+        if self._began or not self._files.has_files:
             return
         error = self._selection.error if self._selection is not None else None
         ended_early = error or f"pytest ended with exit status {int(exitstatus)} before any test ran"
@@ -178,7 +178,7 @@ class Controller:
         self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            tell_causes_once(reporter, self.report)
+            shorten_repeated_failures(reporter, self.report)
         is_red = not self.report.passed if self._settings.gates else self.report.nothing_done is not None
         if is_red or self._errors:
             session.testsfailed += 1
@@ -230,7 +230,7 @@ class Controller:
                 reporter.write_line(f"gpumem: {text}", red=True)
 
     def _keep(self, report: SessionReport) -> None:
-        why_not = keep(self._config, report)
+        why_not = write_cached_report(self._config, report)
         if why_not is not None:
             self._closing.append(why_not)
 
@@ -260,7 +260,7 @@ class Controller:
             self._errors.append("no test was collected")
         elif self._settings.baseline and not self._settings.strict and not results:
             with self._or_error():
-                self._errors += self._store.of_other_devices(self._results.others())
+                self._errors += self._store.of_other_devices(self._results.tests_without_result())
 
     def ended_red(self, status: int) -> None:
         """Write the report again, as red, if it passed and another plugin then changed the exit status.
@@ -276,23 +276,23 @@ class Controller:
         settings, selection = self._settings, self._selection or Selection()
         reported = {(result.verdict.file, result.verdict.test) for result in results}
         stored = Stored()
-        if self._files.wanted:
+        if self._files.has_files:
             with self._or_error():
                 stored = self._store.stored(results, self._config.getini("python_functions"))
         return SessionReport(
             ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,
-            commit=commit_of(self._config.rootpath) if self._files.wanted else None,
+            commit=commit_of(self._config.rootpath) if self._files.has_files else None,
             terms=Terms(settings.baseline, settings.strict, settings.update, settings.units, settings.against),
             results=tuple(results),
             not_run=tuple(sorted(selection.measured - reported)),
             selection=selection,
             stored=stored,
-            said=tuple(self._closing),
+            closing_lines=tuple(self._closing),
             errors=tuple(self._errors),
             ended_early=ended_early,
             not_collected=tuple(sorted(self._not_collected)),
-            others_failed=self._results.others_failed(selection.measured),
+            unmeasured_failures=self._results.unmeasured_failures(selection.measured),
         )
 
     def _note_too_low(self, results: list[TestResult]) -> None:
@@ -332,7 +332,7 @@ class Controller:
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
             # The report lacks errors from writing its files, and lines on unused baselines, which it has in another field.
-            replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
+            replace(report, errors=tuple(self._errors), closing_lines=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),
             explain_all=self._settings.explain == "always",

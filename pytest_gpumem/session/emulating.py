@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import named_device, own_gpus_in, read_table
-from pytest_gpumem.emulated_process.before_torch import gpu_told, install
+from pytest_gpumem.emulated_process.before_torch import described_gpus, install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import emulated_gpu
@@ -18,7 +18,7 @@ from pytest_gpumem.values.option_words import EMULATED
 from pytest_gpumem.variables import EMULATED_CARD
 
 
-def begin(config: pytest.Config) -> None:
+def emulate_gpu_of_settings(config: pytest.Config) -> None:
     """Emulate a GPU if the option or the settings name an emulated GPU.
 
     Raises:
@@ -34,7 +34,7 @@ def begin(config: pytest.Config) -> None:
         return
     try:
         # If another project's session started this one, an environment variable has its GPU's figures.
-        own_gpus = {**gpu_told(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
+        own_gpus = {**described_gpus(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
         gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)
     except SettingsError as error:

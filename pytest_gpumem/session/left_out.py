@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.selecting import is_name_of_test, is_of_script, unused, unused_line
+from pytest_gpumem.baselines.selecting import is_name_of_test, is_of_script, unused_baselines, unused_line
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.units import counted
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_gpumem.gate.baseline import Key
-    from pytest_gpumem.session.store_here import StoreHere
+    from pytest_gpumem.session.session_baselines import SessionBaselines
     from pytest_gpumem.values.selection import Test
 
 _SETTINGS_FILE = "pyproject.toml"
@@ -44,12 +44,12 @@ class CollectedFiles:
     failed: Collection[str]
 
 
-def tests_in(files: Collection[str], stored: StoreHere) -> frozenset[Test]:
+def tests_in(files: Collection[str], stored: SessionBaselines) -> frozenset[Test]:
     """Return the tests in ``files`` with baselines for this session."""
     return frozenset((key.file, key.test) for _, key in stored.keys(files))
 
 
-def files_left_out(config: pytest.Config, files: CollectedFiles, stored: StoreHere) -> tuple[str, ...]:
+def files_left_out(config: pytest.Config, files: CollectedFiles, stored: SessionBaselines) -> tuple[str, ...]:
     """Return a sentence for each existing test file with baselines, if pytest did not collect the file.
 
     Args:
@@ -73,7 +73,7 @@ def files_left_out(config: pytest.Config, files: CollectedFiles, stored: StoreHe
     return tuple(sentences)
 
 
-def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: StoreHere, root: Path) -> tuple[str, ...]:
+def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: SessionBaselines, root: Path) -> tuple[str, ...]:
     """Return a sentence on the baselines of deleted tests, for a run without any measured test.
 
     Args:
@@ -82,7 +82,7 @@ def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: StoreHere
         stored: The baselines for this session.
         root: The root directory.
     """
-    baselines = unused(
+    baselines = unused_baselines(
         stored.keys(stored.files()),
         measured=tests,
         whole_files=files.collected,
@@ -105,7 +105,7 @@ def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
     )
 
 
-def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere) -> str | None:
+def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBaselines) -> str | None:
     """Return a sentence on deselected tests with baselines; ``None`` if the deselected tests have no baselines.
 
     Args:
@@ -149,7 +149,7 @@ def left_out_by_name(
     }
 
 
-def uncollected(settings: Mapping[Test, str], stored: StoreHere) -> tuple[str, ...]:
+def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple[str, ...]:
     """Return a sentence for each setting of names by which tests with baselines are left out.
 
     Args:

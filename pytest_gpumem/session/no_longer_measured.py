@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.runtest.one_process import OneProcess
-    from pytest_gpumem.session.store_here import StoreHere
+    from pytest_gpumem.session.session_baselines import SessionBaselines
 
 Names = tuple[str, ...]
 
 
 def no_longer_measured(
-    items: Iterable[pytest.Item], stored: StoreHere
+    items: Iterable[pytest.Item], stored: SessionBaselines
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
     """Return the unmeasured tests with baselines among ``items``, with the names of their measurements.
 

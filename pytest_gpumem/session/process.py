@@ -13,7 +13,14 @@ import pytest
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import OPTIONS, is_measured
-from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of, without_group
+from pytest_gpumem.config.selection import (
+    MeasuredTest,
+    add_markers,
+    idle_patterns,
+    measured_test_of,
+    whole_files_of,
+    without_group,
+)
 from pytest_gpumem.config.settings import check_device, settings_of
 from pytest_gpumem.config.unread import unread_settings
 from pytest_gpumem.ranks.errors import LaunchError
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.rank_hooks import RankHooks
-    from pytest_gpumem.session.store_here import StoreHere
+    from pytest_gpumem.session.session_baselines import SessionBaselines
     from pytest_gpumem.session.turns import Turns
 
 
@@ -90,9 +97,9 @@ class GpumemSession:
                 give_worker_its_gpu(self._worker)
             return
         if self.settings.baseline or self.settings.update is not None:
-            from pytest_gpumem.session.session_store import check
+            from pytest_gpumem.session.session_store import check_store
 
-            check(self.store(), self.settings)
+            check_store(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
             # Workers get one test at a time, or the first worker would get all of the largest tests.
             config.option.maxschedchunk = 1
@@ -131,7 +138,7 @@ class GpumemSession:
 
     def mark(self, items: list[pytest.Item]) -> None:
         """Add the marker to the tests named by the settings."""
-        mark(items, self.settings.mark)
+        add_markers(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
         """On an emulated GPU, deselect the tests that are not measured, because they need computed values."""
@@ -191,7 +198,7 @@ class GpumemSession:
         names = [*factories, "auto"]
         try:
             check_device(self.settings, names, typed=self._config.getoption("gpumem_device") is not None)
-            pairs = ((item, measured_of(item, self.settings, names)) for item in items)
+            pairs = ((item, measured_test_of(item, self.settings, names)) for item in items)
             self._measured = {item: measured for item, measured in pairs if measured is not None}
         except (BudgetError, SettingsError) as error:
             self._refuse(str(error), selected)
@@ -206,7 +213,7 @@ class GpumemSession:
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in selected.values()),
             files=whole_files if len(selected) == len(self._measured) else frozenset(),
-            idle_budgets=self._settings_without_effect(everything, is_measured=bool(selected)),
+            budgets_without_effect=self._settings_without_effect(everything, is_measured=bool(selected)),
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=whole_files,
         )
@@ -320,10 +327,10 @@ class GpumemSession:
         """
         return self.selection.measured | self._left_out_by_name(_tests(everything)).keys()
 
-    def _store_here(self) -> StoreHere:
-        from pytest_gpumem.session.store_here import StoreHere
+    def _store_here(self) -> SessionBaselines:
+        from pytest_gpumem.session.session_baselines import SessionBaselines
 
-        return StoreHere(self.store(), self._ranks.rank, self._compared_slug)
+        return SessionBaselines(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
         """Return the slug whose baselines are compared with a device, by default the session's; ``None`` if it is absent."""
@@ -345,13 +352,13 @@ class GpumemSession:
             raise pytest.UsageError(str(error)) from None
         if wrong is not None:
             raise pytest.UsageError(wrong)
-        self._rank_hooks = RankHooks(ranks, {**self._measured, **measured}, self._tell)
+        self._rank_hooks = RankHooks(ranks, {**self._measured, **measured}, self._add_error)
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
 
-    def _tell(self, error: str) -> None:
+    def _add_error(self, error: str) -> None:
         """Report an error on another rank, which makes the session red."""
         if self._controller is not None:
-            self._controller.tell(error)
+            self._controller.add_error(error)
 
     def lost(self, why: str) -> None:
         """Report that the session does not come to its end.
@@ -488,9 +495,9 @@ class GpumemSession:
     def store(self) -> Store:
         """Return this session's store. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
         if self._store is None:
-            from pytest_gpumem.session.session_store import opened
+            from pytest_gpumem.session.session_store import open_store
 
-            self._store = opened(self.settings)
+            self._store = open_store(self.settings)
         return self._store
 
 

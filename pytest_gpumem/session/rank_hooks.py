@@ -14,7 +14,7 @@ import pytest
 
 from pytest_gpumem.gate.rank_verdicts import RankEnd
 from pytest_gpumem.ranks.errors import BoardError, RankLost
-from pytest_gpumem.runtest.judging import errors_kept_by, failure_of, record_verdict
+from pytest_gpumem.runtest.judging import failure_of, record_verdict, unittest_errors
 from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RankHooks:
     ranks: RankSession
     """The connection to the other ranks."""
     measured: Mapping[pytest.Item, MeasuredTest]
-    tell: Callable[[str], object]
+    add_error: Callable[[str], object]
     """Called on rank 0 with each session error from another rank."""
     current: MeasuredTest | None = None
     """The running measured test."""
@@ -84,7 +84,7 @@ class RankHooks:
         """Run a phase in a measured test. If an error ends the test in it, end the test on all ranks."""
         try:
             result = yield
-            errors = errors_kept_by(item)
+            errors = unittest_errors(item)
             if errors and not self.ranks.has_ended:
                 self._end(item, measured, errors[0], phase)
             return result
@@ -146,9 +146,9 @@ class RankHooks:
                 continue
             rank = Rank(number, len(ends))
             for failure in failed:
-                self.tell(f"{rank}: {failure}")
+                self.add_error(f"{rank}: {failure}")
             if ended_early is not None:
-                self.tell(f"{rank} ended early: {ended_early}")
+                self.add_error(f"{rank} ended early: {ended_early}")
 
 
 def _stop(item: pytest.Item, lost: RankLost) -> NoReturn:

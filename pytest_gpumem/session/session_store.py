@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
 
 
-def opened(settings: Settings) -> Store:
+def open_store(settings: Settings) -> Store:
     """Return the store from the settings. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
     try:
         return Store(backend_of(settings.store, settings.store_base))
@@ -25,7 +25,7 @@ def opened(settings: Settings) -> Store:
         raise pytest.UsageError(str(error) if kind is None else f"{error}; it is {kind}") from None
 
 
-def check(store: Store, settings: Settings) -> None:
+def check_store(store: Store, settings: Settings) -> None:
     """Read the whole store.
 
     Raises:

@@ -10,13 +10,13 @@ from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.selecting import unused, unused_line
+from pytest_gpumem.baselines.selecting import unused_baselines, unused_line
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of, restoring_command
 from pytest_gpumem.reports.session_report import STORE, Stored
-from pytest_gpumem.units import agreeing, counted
+from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -63,7 +63,7 @@ class StoreAtEnd:
         except IncompleteChangeError as error:
             line = f"{STORE}{counted(error.written, 'baseline')} written ({mode}), the others were not"
             marked = [
-                replace(result, unwritten=(result.verdict.file, result.verdict.test) in error.left)
+                replace(result, unwritten=(result.verdict.file, result.verdict.test) in error.unwritten_tests)
                 for result in results
             ]
             return StoreUpdate([line], marked, f"baselines were not written: {error}")
@@ -77,7 +77,7 @@ class StoreAtEnd:
         reason = self.settings.reason
         source = Source(datetime.now(timezone.utc).date().isoformat(), commit_of(self.root), reason)
         changes = changes_of(self.store, mode, passed, source)
-        unlocked = self.store.change(changes.entries, changes.gone) if changes.any else None
+        unlocked = self.store.change(changes.entries, changes.removals) if changes.any else None
         not_passed = len(results) - len(passed) - len(held_back)
         note = f"; {not_passed} not written, because the test failed or was skipped" if not_passed else ""
         note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
@@ -105,7 +105,7 @@ class StoreAtEnd:
         """
         if not (self.settings.baseline or self.settings.update):
             return ()
-        unused_keys = unused(
+        unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
             # An update reports no longer measured tests in a line of its own.
             measured=selection.measured
@@ -168,7 +168,7 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
     mend = f"mark it again, or remove them with `{command_name()} prune {first.nodeid}`"
     return [
         (
-            f"store: {count} baselines here and {agreeing(len(tests), 'is', 'are')} not measured any more "
+            f"store: {count} baselines here and {word_form(len(tests), 'is', 'are')} not measured any more "
             f"({first.nodeid}{', ...' if len(tests) > 1 else ''}); no update changes them: "
             f"{mend if first.unmeasured == NOT_MARKED else first.unmeasured}"
         )

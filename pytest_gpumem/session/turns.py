@@ -40,7 +40,7 @@ class Turns:
 
     def has_run_out(self) -> bool:
         """Return whether the running test exceeded its reserved memory, even if the test caught the error."""
-        if self._reservation is None or self._reservation.wanted is None:
+        if self._reservation is None or self._reservation.needed is None:
             return False
         with suppress(RuntimeError):  # after an illegal access the device answers no calls
             return self._memory().refusals() > self._refusals

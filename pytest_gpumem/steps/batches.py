@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with ``change`` applied to each tensor. Everything else in the batch stays the same.
 
     A mapping becomes a dict. Lists and tuples keep their class, but code in this class does not run. If a part refers back to a
     container around it, the reference stays unchanged.
 
     Example:
-        ``mapped({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
+        ``map_tensors({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
     """
     import torch
 
@@ -83,7 +83,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
     if callable(batch) and not is_a(batch, torch.Tensor):
         batch = batch()
-    return mapped(batch, lambda tensor: tensor.to(device))
+    return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def micro_batches(batch: Any, number: int) -> list[Any]:
@@ -114,7 +114,7 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.narrow(0, first, size) if tensor.dim() and tensor.shape[0] == samples else tensor
 
-        return mapped(batch, cut)
+        return map_tensors(batch, cut)
 
     return [part(first) for first in range(0, samples, size)]
 
@@ -213,7 +213,7 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if is_a(batch, tuple, list) else (batch,)), {}
 
 
-def feed(model: Any, batch: Any) -> Any:
+def call_model(model: Any, batch: Any) -> Any:
     """Call the model with a batch, and return its output."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)

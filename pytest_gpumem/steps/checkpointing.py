@@ -12,7 +12,7 @@ from pytest_gpumem.step_config.checkpoint_kinds import each_alone
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -70,7 +70,9 @@ class BlockRuns:
 
 
 @contextmanager
-def checkpointed(model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None) -> Iterator[None]:
+def activation_checkpointing(
+    model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None
+) -> Iterator[None]:
     """Apply ``config.checkpoint`` within the context: forward saves the config's tensors, and backward recomputes the others.
 
     Modules, parameters and their names do not change. Only ``forward`` methods are replaced, and restored at the end.
@@ -211,7 +213,7 @@ def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int]
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
     source = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
-    members = agreeing(len(lists), "its members", "their members")
+    members = word_form(len(lists), "its members", "their members")
     reason = f"{source} the members of {described(lists)}, and its forward calls none of {members}"
     running = pattern_of_called(model, called)
     if running is None:

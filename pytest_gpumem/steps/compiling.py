@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulation.load import current_emulation
-from pytest_gpumem.emulation.torch_build import what_compiling_lacks
+from pytest_gpumem.emulation.torch_build import missing_for_compiling
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
@@ -25,7 +25,7 @@ BACKENDS = ("eager", "aot_eager")
 
 
 @contextmanager
-def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
+def compiled_model(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
     """Compile the model with the mode or backend from ``compile=``, and yield the compiled module.
 
     torch's caches of compiled code are emptied before and after, because code compiled by an earlier test changes the result.
@@ -55,7 +55,7 @@ def _lacking(word: str) -> str | None:
 
     if not compiles_within_modes():
         return f"torch {torch.__version__} does not compile on an emulated GPU, whose values are computed in a mode; 2.11 does"
-    return None if word in BACKENDS else what_compiling_lacks(os.environ)
+    return None if word in BACKENDS else missing_for_compiling(os.environ)
 
 
 def compile_now(phases: Iterable[Phase], word: str) -> None:
@@ -67,13 +67,13 @@ def compile_now(phases: Iterable[Phase], word: str) -> None:
     Raises:
         ConfigError: Nothing was compiled.
     """
-    with warnings_of_compiling(), something_compiled(word):
+    with warnings_of_compiling(), compilation_required(word):
         run_phases(phases)
     collect_everything()
 
 
 @contextmanager
-def something_compiled(word: str) -> Iterator[None]:
+def compilation_required(word: str) -> Iterator[None]:
     """Raise `ConfigError` at the end if nothing was compiled within the context."""
     graphs_before = compiled_graphs()
     yield

@@ -11,7 +11,7 @@ from pytest_gpumem.explain.tracker import function_mode
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
+from pytest_gpumem.steps.checkpointing import BlockRuns, activation_checkpointing
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.torch_support.reachability import tensors_in
 
@@ -58,7 +58,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
     attention = AttentionDetector(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
-    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
+    cast, routes = AutocastDetector(config.precision), AssumedChoices(config, device)
     nan_gradients: list[str] = []
     notes: tuple[str, ...] = ()
     overflows = False
@@ -72,7 +72,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
 
     training.before_optimizer = check_gradients
     again = BackwardCallCounter()
-    with checkpointed(training.model, config, runs):
+    with activation_checkpointing(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
             nan_gradients.clear()
             again.number = 0
@@ -118,7 +118,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
     Raises:
         ConfigError: Autocast cast nothing, or the step chose nothing by the assumed routing.
     """
-    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
+    cast, routes = AutocastDetector(config.precision), AssumedChoices(config, device)
     if cast.is_idle and config.routing is None:
         return ()
     with cast.watched():
@@ -240,7 +240,7 @@ class AssumedChoices:
         return ()
 
 
-class CastTo:
+class AutocastDetector:
     """Detector for autocast's effect: did any operation or module return a tensor with autocast's dtype?
 
     ``word`` is the precision in the config, for example ``"amp-bf16"``.

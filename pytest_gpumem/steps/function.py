@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.measure.prepared import PreparedStep
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measurement import Workload
 from pytest_gpumem.steps.batches import work_of_items
@@ -28,13 +28,13 @@ def prepared_function(
         fn: The function.
         items: The number of items in a call, for throughput.
     """
-    with random_numbers_given_back(context.device):
-        not_own = context.begin(fn)
+    with restored_random_numbers(context.device):
+        other_bytes = context.bytes_of_other_code(fn)
         yield PreparedStep(
             context=context,
             workload=Workload("measure"),
             work=work_of_items(items),
             phases=[Phase("step", fn)],
-            not_own=not_own,
+            other_bytes=other_bytes,
             held=fn,
         )

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.prepared import PreparedStep
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
-from pytest_gpumem.steps.compiling import compile_now, compiled
+from pytest_gpumem.steps.batches import call_model, describe, on_device, work_in
+from pytest_gpumem.steps.compiling import compile_now, compiled_model
 from pytest_gpumem.steps.dry_run import dry_run_inference
 from pytest_gpumem.steps.generation import (
     generation_phases,
@@ -22,9 +22,9 @@ from pytest_gpumem.steps.generation import (
     only_for_generation,
     with_new_tokens,
 )
-from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
+from pytest_gpumem.steps.global_settings import can_run, global_settings, initialise
+from pytest_gpumem.steps.model_step import build_model, existing_model_in, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
-from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
@@ -68,7 +68,7 @@ def infer_phases(
 
         def forward() -> None:
             with torch.inference_mode(), autocasting(config.precision, device):
-                feed(run, batch)
+                call_model(run, batch)
 
         return [Phase("forward", forward)]
 
@@ -78,7 +78,7 @@ def infer_phases(
 
     def prefill() -> None:
         with torch.inference_mode(), autocasting(config.precision, device):
-            caches.append(_cache_of(feed(run, prompt), name))
+            caches.append(_cache_of(call_model(run, prompt), name))
 
     def decode() -> None:
         with torch.inference_mode(), autocasting(config.precision, device):
@@ -132,13 +132,13 @@ def _cache_of(output: Any, name: str) -> Any:
     return cache
 
 
-def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
+def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> torch.nn.Module:
     """Apply ``weights=int8``: convert the weights of linear layers to int8, but not the activations (torchao).
 
     Args:
         model: The model. It is changed.
         config: The step config.
-        given: True if the test passed this model, and not a function that builds it.
+        is_given: True if the test passed this model, and not a function that builds it.
 
     Raises:
         ConfigError: torchao is missing, the model was passed by the test, or it has no linear layer.
@@ -147,7 +147,7 @@ def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.
 
     if config.weights is None:
         return model
-    if given:
+    if is_given:
         raise ConfigError("weights=int8 changes the model; pass a function that builds it")
     try:
         torchao = import_quietly("torchao.quantization")
@@ -190,16 +190,16 @@ def prepared_infer_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    existing_model = given_model(model_or_factory)
+    existing_model = existing_model_in(model_or_factory)
     with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(context.device))
-        not_own = context.begin((existing_model, batch))
+        stack.enter_context(restored_random_numbers(context.device))
+        other_bytes = context.bytes_of_other_code((existing_model, batch))
         with context.creation_sites() as creation_sites:
             model = in_precision(build_model(model_or_factory, device), config.precision, existing_model is not None)
             initialise(model, batch, config, context.device, training=False)
             precision = precision_of(model)
             model = quantized(model, config, existing_model is not None)
-        stack.enter_context(surroundings(model, config, context.device, training=False))
+        stack.enter_context(global_settings(model, config, context.device, training=False))
 
         def phases_of(run: Callable[..., Any], tokens: int | None) -> list[Phase]:
             if tokens is not None:
@@ -210,7 +210,7 @@ def prepared_infer_step(
         few_tokens = None if new_tokens is None else min(new_tokens, 2)
         notes = dry_run_inference(phases_of(model, few_tokens), config, context.device)
         compiles = config.compile != "none"
-        run = stack.enter_context(compiled(model, config.compile)) if compiles else model
+        run = stack.enter_context(compiled_model(model, config.compile)) if compiles else model
         phases = phases_of(run, new_tokens)
         workload = workload_of("infer_step", model, batch, config, precision)
         if compiles:
@@ -220,11 +220,11 @@ def prepared_infer_step(
             workload=workload if new_tokens is None else with_new_tokens(workload, new_tokens),
             work=work_in(batch, items) if new_tokens is None else generation_work(batch, items, new_tokens),
             phases=phases,
-            not_own=not_own,
+            other_bytes=other_bytes,
             held=(model, batch),
             model=model,
             batch=batch,
-            compiled=compiles,
+            is_compiled=compiles,
             state=compiled_graphs if compiles else None,
             notes=(*emulated, *notes),
             creation_sites=creation_sites,

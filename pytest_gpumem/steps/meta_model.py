@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.model_step import build_model, built_on, given_model
+from pytest_gpumem.steps.global_settings import is_uninitialised
+from pytest_gpumem.steps.model_step import build_model, built_on, existing_model_in
 from pytest_gpumem.steps.precision import in_precision
-from pytest_gpumem.steps.surroundings import is_uninitialised
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.private_api import replaced
 from pytest_gpumem.torch_support.reachability import alive
@@ -49,7 +49,7 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def built(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
+def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
     """Return the model in the config's precision, as passed by the test or built on the device.
 
     A model that will be sharded in place is built on meta if possible.
@@ -65,7 +65,7 @@ def built(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> 
     """
     import torch
 
-    is_given = given_model(factory) is not None
+    is_given = existing_model_in(factory) is not None
     is_changed = config.sharding is not None and config.sharding.in_place
     if is_changed and is_given:
         raise ConfigError(

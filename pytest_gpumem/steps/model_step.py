@@ -51,7 +51,7 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
     """
     import torch
 
-    existing_model = given_model(model_or_factory)
+    existing_model = existing_model_in(model_or_factory)
     if existing_model is not None:
         other_devices = {str(p.device) for p in existing_model.parameters() if p.device.type != device.type}
         if other_devices:
@@ -86,7 +86,7 @@ def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
     """
     import torch
 
-    numbers = RandomNumbers.now(None)
+    numbers = RandomNumbers.current(None)
     try:
         with torch.device(device):
             return factory()
@@ -103,7 +103,7 @@ def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
         raise error from with_device
 
 
-def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
+def existing_model_in(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
     """Return the model if the test passed a model, or ``None`` for a function. A `weakref.proxy` is replaced by its model."""
     import torch
 
@@ -113,7 +113,7 @@ def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
 
 
 def build_optimizer(
-    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, steps_given_model: bool
+    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, is_existing: bool
 ) -> torch.optim.Optimizer:
     """Return an optimizer for the model's trainable parameters.
 
@@ -121,7 +121,7 @@ def build_optimizer(
         optimizer: A class or function that takes the parameters, or an existing optimizer. The default is
             ``torch.optim.AdamW``.
         model: The model.
-        steps_given_model: True if the test passed this model. Only then may the optimizer exist already.
+        is_existing: True if the test passed this model. Only then may the optimizer exist already.
 
     Raises:
         NotAStep: The model has no trainable parameter, or the existing optimizer has other parameters.
@@ -134,7 +134,7 @@ def build_optimizer(
         raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
     if is_a(optimizer, torch.optim.Optimizer):
         optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not steps_given_model or optimized.isdisjoint(map(id, trainable)):
+        if not is_existing or optimized.isdisjoint(map(id, trainable)):
             raise NotAStep(
                 "the optimizer was created for other parameters than the model's; pass a function: "
                 "optimizer=lambda parameters: ..."

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.checkpoint_kinds import in_segments
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.batches import arguments_of, mapped, micro_batches
+from pytest_gpumem.steps.batches import arguments_of, map_tensors, micro_batches
+from pytest_gpumem.steps.global_settings import caching
 from pytest_gpumem.steps.model_step import loss_of
-from pytest_gpumem.steps.surroundings import caching
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,7 +72,7 @@ class Pipeline:
             first = [segment[0].path for segment in in_segments([blocks], stages)]
         except ValueError as error:
             raise ConfigError(f"shard={config.shard}: {error}") from None
-        args, kwargs = arguments_of(mapped(parts[0], lambda tensor: tensor.to("meta")))
+        args, kwargs = arguments_of(map_tensors(parts[0], lambda tensor: tensor.to("meta")))
         with warnings.catch_warnings(), ExitStack() as stack:
             # torch.export warns about its own internals.
             warnings.simplefilter("ignore")

@@ -67,13 +67,13 @@ def dtype_of_weights(word: str | None) -> torch.dtype:
     return dtype
 
 
-def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch.nn.Module:
+def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> torch.nn.Module:
     """Return the model with floating-point parameters and buffers in the precision's weight dtype.
 
     Args:
         model: The model.
         word: The word for ``precision=``, or ``None`` to leave the model unchanged.
-        given: True if the test passed this model. Only other models are converted.
+        is_given: True if the test passed this model. Only other models are converted.
 
     Raises:
         ConfigError: The test passed a model in another dtype, or conversion would lose complex parameters.
@@ -94,7 +94,7 @@ def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch
         )
     if not other_dtypes:
         return model
-    if given:
+    if is_given:
         names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
         raise ConfigError(
             f"{word} trains {precision.weights} parameters, but the model has {names}; "
@@ -110,14 +110,14 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
     """
     import torch
 
-    from pytest_gpumem.steps.batches import mapped
+    from pytest_gpumem.steps.batches import map_tensors
 
     if word not in ("bf16", "fp16"):
         return batch
     dtype = getattr(torch, _PRECISIONS[word].weights)
     if not any(tensor.is_floating_point() for tensor in tensors_in(batch)):
         return batch
-    return mapped(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 @contextmanager

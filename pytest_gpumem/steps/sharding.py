@@ -11,14 +11,14 @@ from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.batches import mapped
+from pytest_gpumem.steps.batches import map_tensors
 from pytest_gpumem.steps.built import BuiltModel
-from pytest_gpumem.steps.meta_model import built, materialise
+from pytest_gpumem.steps.global_settings import initialise
+from pytest_gpumem.steps.meta_model import build_in_precision, materialise
 from pytest_gpumem.steps.model_step import build_model
 from pytest_gpumem.steps.pipeline import Pipeline
 from pytest_gpumem.steps.precision import dtype_of, in_precision, precision_named
 from pytest_gpumem.steps.process_group import is_alone
-from pytest_gpumem.steps.surroundings import initialise
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def build_sharded(
     pipeline = None
     if sharding.staged:
         # Trace the model here, before `creation_sites` enters a mode, because torch.export cannot trace in this mode.
-        buffers = built(factory, config, device).named_buffers()
-        full_model = in_precision(build_model(factory, torch.device("meta")), config.precision, given=False)
+        buffers = build_in_precision(factory, config, device).named_buffers()
+        full_model = in_precision(build_model(factory, torch.device("meta")), config.precision, is_given=False)
         _refuse_ties(full_model, config)
         pipeline = Pipeline(full_model, buffers, batch, loss, config, mesh["pp"].get_group(), device)
         blocks = pipeline.blocks
@@ -73,7 +73,7 @@ def build_sharded(
         if pipeline is not None:
             model = pipeline.module
         else:
-            model = built(factory, config, device)
+            model = build_in_precision(factory, config, device)
             initialise(model, batch, config, context.device, training=True)
         if sharding.degree("tp") > 1:
             _refuse_ties(model, config)
@@ -165,7 +165,7 @@ def part_of_sequence(batch: Any, layout: Layout) -> Any:
             )
         return tensor.narrow(1, 0, tensor.shape[1] // degree).clone()
 
-    return mapped(batch, cut)
+    return map_tensors(batch, cut)
 
 
 def mesh_of(layout: Layout, device: torch.device, *, sequence: bool = False) -> DeviceMesh:

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.prepared import PreparedStep
-from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device, work_in
 from pytest_gpumem.steps.built import BuiltModel
-from pytest_gpumem.steps.checkpointing import checkpointed
-from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
+from pytest_gpumem.steps.checkpointing import activation_checkpointing
+from pytest_gpumem.steps.compiling import compile_now, compiled_model, warnings_of_compiling
 from pytest_gpumem.steps.dry_run import DryRun, counting_recomputation, dry_run
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, optimizer_named, workload_of
+from pytest_gpumem.steps.global_settings import can_run, global_settings, initialise
+from pytest_gpumem.steps.model_step import build_model, build_optimizer, existing_model_in, optimizer_named, workload_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.process_group import layout_in_process_group
 from pytest_gpumem.steps.sharded_optimizer import adapted_factory, local_optimizer
 from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sharing_sequences
-from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 
@@ -42,7 +42,7 @@ def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, confi
     """Return the test's model, or build the model on the device in the config's precision."""
     with context.creation_sites() as creation_sites:
         model = build_model(factory, context.device.torch_device)
-        model = in_precision(model, config.precision, given_model(factory) is not None)
+        model = in_precision(model, config.precision, existing_model_in(factory) is not None)
         initialise(model, batch, config, context.device, training=True)
     return BuiltModel(model, model, config.blocks, creation_sites)
 
@@ -89,7 +89,7 @@ def prepared_train_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    existing_model = given_model(model_or_factory)
+    existing_model = existing_model_in(model_or_factory)
     if existing_model is not None:
         # Otherwise the first step would include old gradients, and the other steps would not.
         existing_model.zero_grad(set_to_none=True)
@@ -102,13 +102,13 @@ def prepared_train_step(
     if maker is not None and shared:
         maker = adapted_factory(maker, config)
     with ExitStack() as stack:
-        stack.enter_context(random_numbers_given_back(context.device))
+        stack.enter_context(restored_random_numbers(context.device))
         layout = None
         if config.sharding is not None:
             layout = stack.enter_context(layout_in_process_group(config, device))
             stack.enter_context(sharing_sequences(layout, device))
             batch = part_of_sequence(batch, layout)
-        not_own = context.begin((existing_model, batch, optimizer))
+        other_bytes = context.bytes_of_other_code((existing_model, batch, optimizer))
         if layout is not None:
             built = build_sharded(context, model_or_factory, batch, loss, config, layout)
         else:
@@ -122,12 +122,12 @@ def prepared_train_step(
         if config.optimizer.endswith("-8bit"):
             # This optimizer compiles its step.
             stack.enter_context(warnings_of_compiling())
-        stack.enter_context(surroundings(model, config, context.device, training=True))
+        stack.enter_context(global_settings(model, config, context.device, training=True))
         dry = dry_run(training, context.device) if has_config else DryRun()
-        stack.enter_context(checkpointed(model, config))
+        stack.enter_context(activation_checkpointing(model, config))
         compiles = config.compile != "none"
         if compiles:
-            training.run = stack.enter_context(compiled(run, config.compile))
+            training.run = stack.enter_context(compiled_model(run, config.compile))
         phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
@@ -138,12 +138,12 @@ def prepared_train_step(
             workload=workload_of("train_step", model, batch, original_config),
             work=work_in(batch, items),
             phases=phases,
-            not_own=not_own,
+            other_bytes=other_bytes,
             held=(model, batch, built_optimizer, training.scaler, built.buckets),
             model=model,
             optimizer=local_optimizer(built_optimizer) if built_optimizer is not None and shared else built_optimizer,
             batch=batch,
-            compiled=compiles,
+            is_compiled=compiles,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
             notes=(*emulated, *built.notes, *dry.notes),
             creation_sites=built.creation_sites,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS
-from pytest_gpumem.steps.batches import feed, micro_batches
+from pytest_gpumem.steps.batches import call_model, micro_batches
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.precision import autocasting, scaler_of
 from pytest_gpumem.steps.sharded_optimizer import clip_gradients
@@ -98,7 +98,7 @@ class Training:
 
     def _forward(self, batch: Any, parts: int, *, last: bool) -> None:
         with nullcontext() if last else self.unreduced(), self._around_forward():
-            loss = loss_of(feed(self.run, batch), batch, self.loss)
+            loss = loss_of(call_model(self.run, batch), batch, self.loss)
             # As in a loop over micro-batches, each loss replaces the previous loss.
             self._losses[:] = [loss / parts if parts > 1 else loss]
 

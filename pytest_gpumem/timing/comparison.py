@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
 from pytest_gpumem.timing.validity import percent
-from pytest_gpumem.units import agreeing, counted
-from pytest_gpumem.values.interference import PACE, Slowed
+from pytest_gpumem.units import counted, word_form
+from pytest_gpumem.values.interference import PACE, Slowdown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,7 @@ class Runs:
     def _paces(self) -> list[float]:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
-    def and_then(self, later: Runs) -> Runs:
+    def extended_by(self, later: Runs) -> Runs:
         """Return these runs followed by ``later`` runs, at most the last `MOST_RUNS` of them.
 
         The result has cycles for all runs or for none. If only the earlier runs have cycles, the later runs are left out. If
@@ -233,7 +233,7 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 
 def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
-    basis = agreeing(runs, "as far as a single run tells", f"as far as {runs} runs tell")
+    basis = word_form(runs, "as far as a single run tells", f"as far as {runs} runs tell")
 
     current = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
 
@@ -270,7 +270,7 @@ def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Rou
         other_pace: The pace on the other side; ``None`` if unknown.
     """
     own_pace = _pace(sample)
-    slowed = sample.slowed or Slowed()
+    slowed = sample.slowed or Slowdown()
     if own_pace is None or other_pace is None:
         return tuple(replace(timed, seconds=timed.own / slowed.alone) for timed in sample.counted)
     lost_pace = max(other_pace / own_pace, 1.0)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.timing import validity
-from pytest_gpumem.timing.validity import disturbance, load
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.timing.validity import disturbance, tick_disturbance
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.times import FEWEST_ROUNDS, Round, Sample, Times
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
     invalid = (sample.most_disturbed_by if few else None) or device.consensus.first(rounds.load())
     if invalid is None:
         return sample
-    return Sample(sample.rounds, steps, invalid, rounds.slowed(disturbed=few))
+    return Sample(sample.rounds, steps, invalid, rounds.slowdown(disturbed=few))
 
 
 class _Rounds:
@@ -126,7 +126,7 @@ class _Rounds:
         self.timed: list[Round] = []
         self._read = 0
         """The number of rounds with a reading after them."""
-        self._slowed_on_gpu = 1.0
+        self._gpu_slowdown = 1.0
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
@@ -140,7 +140,7 @@ class _Rounds:
     def begin(self) -> None:
         """Discard all rounds so far."""
         self.timed.clear()
-        self._read, self._slowed_on_gpu = 0, 1.0
+        self._read, self._gpu_slowdown = 0, 1.0
         self._unread = 0.0
         self._before = self._device.conditions()
 
@@ -168,12 +168,14 @@ class _Rounds:
         disturbed = self._device.consensus.first(disturbance(self._before, conditions))
         pace = _lowest(self._device.consensus.exchange(_between(pace, self._pace)))
         taken = (
-            1.0 if disturbed is None else max(self._device.consensus.exchange(validity.taken(self._before, conditions)))
+            1.0
+            if disturbed is None
+            else max(self._device.consensus.exchange(validity.time_factor(self._before, conditions)))
         )
         self.timed[self._read :] = [replace(timed, pace=pace, disturbed=disturbed, taken=taken) for timed in unread]
-        self._read, self._slowed_on_gpu = (
+        self._read, self._gpu_slowdown = (
             len(self.timed),
-            max(self._slowed_on_gpu, validity.slowed_on_gpu(self._before, conditions)),
+            max(self._gpu_slowdown, validity.gpu_slowdown(self._before, conditions)),
         )
         self._before, self._unread = conditions, 0.0
 
@@ -183,18 +185,18 @@ class _Rounds:
 
     def load(self) -> str | None:
         """Return a clause on other work that kept the machine busy during the sample; ``None`` if there was none."""
-        return load(self._begun, self._before)
+        return tick_disturbance(self._begun, self._before)
 
-    def slowed(self, *, disturbed: bool) -> Slowed:
+    def slowdown(self, *, disturbed: bool) -> Slowdown:
         """Return the largest factors by which interference slowed the steps.
 
         Args:
             disturbed: Whether rounds that count were disturbed as well.
         """
-        on_host = validity.slowed(self._begun, self._before)
-        shared = max(on_host.shared, self._slowed_on_gpu) if disturbed else on_host.shared
+        on_host = validity.slowdown(self._begun, self._before)
+        shared = max(on_host.shared, self._gpu_slowdown) if disturbed else on_host.shared
         everywhere = self._device.consensus.exchange([shared, on_host.refilled])
-        return Slowed(*(max(factors) for factors in zip(*everywhere, strict=True)))
+        return Slowdown(*(max(factors) for factors in zip(*everywhere, strict=True)))
 
 
 def _steps_a_round(seconds: float) -> int:
@@ -223,15 +225,15 @@ def time_step(
     Returns:
         A sample with the step's time, and the times of its phases.
     """
-    with to_themselves(device) as refused:
+    with exclusive_use(device) as refused:
         sample = sample_step(step, device, time_budget.share)
         time_budget.spend(sample.spent)
         laps = time_phases(phases, device, sample.steps, time_budget)
-    return Times((invalid_if(refused, sample, device),), laps)
+    return Times((invalidate_if_refused(refused, sample, device),), laps)
 
 
 @contextmanager
-def to_themselves(device: Device) -> Iterator[str | None]:
+def exclusive_use(device: Device) -> Iterator[str | None]:
     """Keep other measured tests off the devices of all ranks. Yields the reason if this failed, like `Device.exclusive`."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
@@ -239,12 +241,12 @@ def to_themselves(device: Device) -> Iterator[str | None]:
         yield device.consensus.first(refused)
 
 
-def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
-    """Return the sample. It is invalid if exclusive use was ``refused``, with this clause from `to_themselves`."""
+def invalidate_if_refused(refused: str | None, sample: Sample, device: Device) -> Sample:
+    """Return the sample. It is invalid if exclusive use was ``refused``, with this clause from `exclusive_use`."""
     if refused is None:
         return sample
-    slowed = sample.slowed or Slowed()
-    shared = max(slowed.shared, validity.contended(device.conditions()))
+    slowed = sample.slowed or Slowdown()
+    shared = max(slowed.shared, validity.contention_factor(device.conditions()))
     return replace(sample, invalid=refused, slowed=replace(slowed, shared=shared))
 
 

@@ -8,8 +8,8 @@ Each kind of interference can slow a step by a bounded factor. A larger slowdown
   halves of a core) also slows the pace, so the larger factor counts. Cold caches after waiting do not show in the pace, which
   is the best result from a few readings. So their factor multiplies the pace's factor.
 
-Example: a thread waited for 10 % of a 20 ms round. Without waiting the round took 20 * 0.9 = 18 ms, so ``taken`` is 1 / 0.9 =
-1.11.
+Example: a thread waited for 10 % of a 20 ms round. Without waiting the round took 20 * 0.9 = 18 ms,
+so `time_factor` is 1 / 0.9 = 1.11.
 
 The constants for the CPU were measured on virtual machines with two cores (AMD EPYC, Intel Xeon): a step's time without
 waiting, divided by the time in quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.units import agreeing
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.units import word_form
+from pytest_gpumem.values.interference import Slowdown
 
 if TYPE_CHECKING:
     from pytest_gpumem.values.interference import Conditions
@@ -74,7 +74,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
     )
 
 
-def load(before: Conditions, after: Conditions) -> str | None:
+def tick_disturbance(before: Conditions, after: Conditions) -> str | None:
     """Return the disturbances that are counted in ticks, for a whole sample."""
     return _clauses(_stolen(before, after), _others(before, after))
 
@@ -92,7 +92,7 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
     graphs = increase(before.graphs, after.graphs)
     if not graphs:
         return None
-    return agreeing(graphs, "a graph was compiled meanwhile", f"{graphs} graphs were compiled meanwhile")
+    return word_form(graphs, "a graph was compiled meanwhile", f"{graphs} graphs were compiled meanwhile")
 
 
 def increase(before: int | None, after: int | None) -> int:
@@ -152,7 +152,7 @@ def _other_processes(before: Conditions, after: Conditions) -> str | None:
     number = other_processes(before, after)
     if not number:
         return None
-    return agreeing(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
+    return word_form(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
 
 
 def _waited(before: Conditions, after: Conditions) -> str | None:
@@ -167,14 +167,14 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
     if stolen is None:
         return None
     # Time can only be stolen from busy cores: the step's core and the cores that other processes keep busy.
-    busy = 1 + max(share(before, after, before.others, after.others) or 0.0, 0.0)
+    busy = 1 + max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0)
     if (stolen - after.tick / elapsed(before, after)) / busy <= STOLEN:
         return None
     return f"the hypervisor took {percent(stolen / busy)} of the time of each busy core"
 
 
 def _others(before: Conditions, after: Conditions) -> str | None:
-    used = share(before, after, before.others, after.others)
+    used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
     # On a single core they take turns with the thread, so its waiting time shows them.
     if used is None or after.cores is None or after.cores < 2:
         return None
@@ -231,7 +231,7 @@ GPU_CLOCK = 2
 """The exponent with which a lowered GPU clock may slow a step. Not measured."""
 
 
-def taken(before: Conditions, after: Conditions) -> float:
+def time_factor(before: Conditions, after: Conditions) -> float:
     """Return the largest factor by which interference that takes time lengthens the time between two readings."""
     waited = _waiting(before, after)
     events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
@@ -245,7 +245,7 @@ def taken(before: Conditions, after: Conditions) -> float:
     return on_gpu / left / (1 - waited)
 
 
-def slowed(before: Conditions, after: Conditions) -> Slowed:
+def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
 
     Stolen time is counted for all cores together. It may have been stolen from this step's core only.
@@ -253,23 +253,25 @@ def slowed(before: Conditions, after: Conditions) -> Slowed:
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
     refilling = REFILLING * off_core / (1 - off_core)
-    busy_cores = min(max(share(before, after, before.others, after.others) or 0.0, 0.0), (after.cores or 1) - 1)
-    return Slowed(min(1 + OTHER_CORES * busy_cores, MOST_SLOWED), (1 + refilling) / (1 - stolen))
+    busy_cores = min(
+        max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0), (after.cores or 1) - 1
+    )
+    return Slowdown(min(1 + OTHER_CORES * busy_cores, MOST_SLOWED), (1 + refilling) / (1 - stolen))
 
 
-def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
+def gpu_slowdown(before: Conditions, after: Conditions) -> float:
     """Return the largest factor by which a GPU ran slower than with its usual clock."""
     throttled = THROTTLED if is_throttled(before, after) else 1.0
     clock = sm_clock_share(after)
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
 
 
-def contended(conditions: Conditions) -> float:
+def contention_factor(conditions: Conditions) -> float:
     """Return the largest factor by which another measured test can slow a step without exclusive use of the device.
 
     On the host, the CPU time of other processes shows the other test, so the factor is 1. A GPU has no such reading.
     """
-    return 1.0 if conditions.others is not None else 2 * OTHERS_ON_GPU
+    return 1.0 if conditions.other_cpu_seconds is not None else 2 * OTHERS_ON_GPU
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
@@ -279,5 +281,5 @@ def _waiting(before: Conditions, after: Conditions) -> float:
     """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
-        waited = share(before, after, before.others, after.others)
+        waited = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
     return min(max(waited or 0.0, 0.0), MOST_STOLEN)

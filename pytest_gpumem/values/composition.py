@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.units import counted, format_bytes, nearest
-from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
+from pytest_gpumem.values.layers import Layers, Numbers, kinds_of, numbers_in, split_layers, with_layers
 from pytest_gpumem.values.module_calls import Caller, Calls, outermost
 from pytest_gpumem.values.plain import Form, FrozenValue
 from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
@@ -118,14 +118,14 @@ class Row:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            module, layers = apart(self.module)
+            module, layers = split_layers(self.module)
             object.__setattr__(self, "module", module)
             object.__setattr__(self, "layers", layers)
 
     @property
     def path(self) -> str:
         """``module`` with ``layers``: ``blocks.{0,2}.attn``, or ``blocks.*.attn`` for all layers."""
-        return named(self.module, self.layers)
+        return with_layers(self.module, self.layers)
 
     @property
     def dtype(self) -> str:
@@ -312,13 +312,13 @@ class Composition(FrozenValue):
         tied = [row for row in rows[number:] if number and row.nbytes == rows[number - 1].nbytes]
         number += len(tied) if len(tied) <= MOST_TIED else 0
         kept_rows, unlisted = [*kept_rows, *rows[:number]], [*old_sums, *rows[number:]]
-        sums = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in unlisted)
+        sums = merge_rows(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in unlisted)
         return replace(
             self, rows=(*kept_rows, *sums), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)
         )
 
 
-def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
+def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Add up rows that differ only in count and bytes."""
     sums: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
@@ -333,14 +333,14 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
     """Return a row for each named layer, by its numbers; nothing without named layers, or if they cannot have equal parts."""
-    layers = members(row.layers) or set()
+    layers = numbers_in(row.layers) or set()
     if not layers or row.nbytes % len(layers) or row.count % len(layers):
         return {}
     layer_row = replace(row, nbytes=row.nbytes // len(layers), count=row.count // len(layers))
     return {numbers: replace(layer_row, layers=tuple((number,) for number in numbers)) for numbers in layers}
 
 
-def joined(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
+def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
     """Join rows with single layers to as few rows as possible.
 
     Example:
@@ -367,7 +367,7 @@ def joined(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -
             joined_rows.append(
                 replace(key, nbytes=nbytes * number, count=count * number, layers=layers, callers=chains)
             )
-    return merged(joined_rows)
+    return merge_rows(joined_rows)
 
 
 def item_bits(dtype: str) -> int:
@@ -444,7 +444,7 @@ def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
     )
 
 
-def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+def sort_holders(holders: Iterable[Holder]) -> tuple[Holder, ...]:
     """Return holders sorted by their kept bytes, the largest first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 

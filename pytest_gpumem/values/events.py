@@ -3,7 +3,7 @@
 All sources share this contract: the CPU's profiler, CUDA's allocator history, and fake tensors. Tokens have the order in which
 they happened, and spans nest. The module does not use torch, so a recording can be stored and read anywhere.
 
-Example: ``a @ b`` is ``Open(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``Close(180)``.
+Example: ``a @ b`` is ``SpanBegin(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``SpanEnd(180)``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ NOWHERE = 0
 class AllocationEvent(NamedTuple):
     """An allocation (``nbytes`` > 0) or a free (``nbytes`` < 0) of a block.
 
-    An event with ``apart`` comes from another thread, so the operators, nodes and calls around it did not cause it.
+    An event with ``from_other_thread`` comes from another thread, so the operators, nodes and calls around it did not cause it.
     """
 
     time_ns: int
     address: int
     nbytes: int
-    apart: bool = False
+    from_other_thread: bool = False
 
 
-class Open(NamedTuple):
+class SpanBegin(NamedTuple):
     """The beginning of a span: an operator (``aten::addmm``), a running autograd node, or a mark from this package.
 
     ``sequence`` is autograd's number, which a node shares with its operator; -1 without a number. ``mark`` is
@@ -43,13 +43,13 @@ class Open(NamedTuple):
     mark: int = -1
 
 
-class Close(NamedTuple):
+class SpanEnd(NamedTuple):
     """The end of the innermost open span."""
 
     time_ns: int
 
 
-class Seen(NamedTuple):
+class TensorRecord(NamedTuple):
     """A tensor that an operator took as an argument: its address, dtype (``float32``) and shape (``(8, 256)``)."""
 
     address: int
@@ -60,8 +60,8 @@ class Seen(NamedTuple):
 class Threads(NamedTuple):
     """The thread that ran an operator or a node, and the thread that made the node (0 for operators), by torch's numbers."""
 
-    ran: int
-    made: int
+    run_by: int
+    made_by: int
 
 
-Token = AllocationEvent | Open | Close | Seen
+Token = AllocationEvent | SpanBegin | SpanEnd | TensorRecord

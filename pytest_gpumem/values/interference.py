@@ -36,12 +36,12 @@ class Conditions:
     """Seconds for which this thread was ready to run and had no core."""
     stolen: float | None = None
     """Seconds stolen by the hypervisor, summed over all cores and counted in ticks."""
-    others: float | None = None
+    other_cpu_seconds: float | None = None
     """CPU seconds in other processes except this process's children, summed over all cores and counted in ticks."""
     cores: int | None = None
-    """The number of cores in ``stolen`` and ``others``."""
+    """The number of cores in ``stolen`` and ``other_cpu_seconds``."""
     tick: float = 0.01
-    """Seconds in a tick, the unit for ``stolen`` and ``others``."""
+    """Seconds in a tick, the unit for ``stolen`` and ``other_cpu_seconds``."""
 
     clock_events: frozenset[str] | None = None
     """Limits on the GPU's clock by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``, ..."""
@@ -56,7 +56,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowed:
+class Slowdown:
     """The largest factors by which other work can have slowed a sample."""
 
     shared: float = 1.0
@@ -68,7 +68,7 @@ class Slowed:
         """Return the factor for a pace that is lower by the ratio ``lost``, at least 1.
 
         Example:
-            ``Slowed(shared=1.2, refilled=1.1).by(1.5)`` is max(1.2, 1.1 * 1.5**1.6) = 2.10.
+            ``Slowdown(shared=1.2, refilled=1.1).by(1.5)`` is max(1.2, 1.1 * 1.5**1.6) = 2.10.
         """
         return max(self.shared, self.refilled * math.pow(lost, PACE))
 

@@ -27,10 +27,10 @@ _NAMED = re.compile(r"\d+|\{\d+(-\d+)?(,\d+(-\d+)?)*\}")
 
 def folded(path: str) -> str:
     """Return a module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
-    return apart(path)[0]
+    return split_layers(path)[0]
 
 
-def apart(path: str) -> tuple[str, Layers]:
+def split_layers(path: str) -> tuple[str, Layers]:
     """Split a path into the folded path and its layers: ``h.{0-2}.attn`` is ``h.*.attn`` and ``((0, 1, 2),)``."""
     if not any(character.isdigit() for character in path):
         return path, ()
@@ -43,21 +43,21 @@ def apart(path: str) -> tuple[str, Layers]:
     return ".".join(parts), tuple(layers) if any(layers) else ()
 
 
-def named(path: str, layers: Layers) -> str:
-    """Return a folded path with its layers, the inverse of `apart`."""
+def with_layers(path: str, layers: Layers) -> str:
+    """Return a folded path with its layers, the inverse of `split_layers`."""
     remaining = iter(layers)
     return (
         ".".join(_part(next(remaining, ())) if part == FOLDED else part for part in path.split(".")) if layers else path
     )
 
 
-def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
+def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
     """Return path numbers as few combinations of layers.
 
     If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` has an empty tuple.
 
     Example:
-        ``products({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
+        ``fewest_combinations({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
 
     Args:
         numbers: The layer numbers in the paths.
@@ -72,17 +72,17 @@ def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()
 def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
     """Return all layers by the module's folded path."""
     layers_by_path: dict[str, set[Numbers]] = {}
-    for path, layers in map(apart, paths):
-        layers_by_path.setdefault(path, set()).update(members(layers) or ())
+    for path, layers in map(split_layers, paths):
+        layers_by_path.setdefault(path, set()).update(numbers_in(layers) or ())
     return {path: frozenset(numbers) for path, numbers in layers_by_path.items()}
 
 
-def members(layers: Layers) -> set[Numbers] | None:
+def numbers_in(layers: Layers) -> set[Numbers] | None:
     """Return the numbers in each selected path; ``None`` if a ``*`` stands for all layers."""
     return set(product(*layers)) if layers and all(layers) else None
 
 
-def is_of(numbers: Numbers, layers: Layers) -> bool:
+def is_selected(numbers: Numbers, layers: Layers) -> bool:
     """Return whether the layers include a path with these numbers."""
     return not layers or all(not meant or number in meant for number, meant in zip(numbers, layers, strict=True))
 
@@ -108,7 +108,9 @@ def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Laye
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])
-        if {numbers for numbers in all_numbers if len(numbers) == len(layers) and is_of(numbers, shorter)} == meant:
+        if {
+            numbers for numbers in all_numbers if len(numbers) == len(layers) and is_selected(numbers, shorter)
+        } == meant:
             layers = shorter
     return layers
 
@@ -165,7 +167,7 @@ def kinds_of(
     for numbers, amount in amounts.items():
         layers_with[amount].add(numbers)
     return [
-        (layers, sum(is_of(numbers, layers) for numbers in layer_numbers), amount)
+        (layers, sum(is_selected(numbers, layers) for numbers in layer_numbers), amount)
         for amount, layer_numbers in layers_with.items()
-        for layers in products(layer_numbers, all_layers)
+        for layers in fewest_combinations(layer_numbers, all_layers)
     ]

@@ -61,7 +61,7 @@ def calls_from_text(text: str) -> tuple[str, Calls]:
     return match.group(3), Calls(int(match.group(1)), int(match.group(2)))
 
 
-def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
+def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
     """Count calls by path. Each call is a module's path, with ``True`` if the call has the property."""
     counts: ModuleCalls = {}
     for path, has_property in calls:

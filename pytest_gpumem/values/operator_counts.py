@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_count
-from pytest_gpumem.values.layers import apart, folded, kinds_of, members, named
+from pytest_gpumem.values.layers import folded, kinds_of, numbers_in, split_layers, with_layers
 from pytest_gpumem.values.plain import Form
 from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.values.layers import Numbers
 
-MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.made_of_operators)
+MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.is_counted_by_operator)
 """The metrics that count operators."""
 MOST_PLACES = 150
 """The most places that a baseline keeps for a metric. All other places are reduced to their operators.
@@ -71,7 +71,7 @@ class Tally:
     """The place. Empty unless lines were recorded."""
 
 
-def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
+def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     """Return tallies in a fixed order, added up by operator and place, without empty tallies."""
     amounts: dict[tuple[OperatorSite, str], int] = {}
     callers: dict[OperatorSite, dict[Chain, None]] = {}
@@ -114,15 +114,15 @@ def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numb
         if len(kinds) > MOST_KINDS or (key.operator, key.place) in unknown:
             kinds = [((), 1, (sum(amount for (amount,) in amounts.values()),))]
         joined += [
-            Tally(key.operator, amount * number, replace(key.place, module=named(key.place.module, layers)))
+            Tally(key.operator, amount * number, replace(key.place, module=with_layers(key.place.module, layers)))
             for layers, number, (amount,) in kinds
         ]
-    return summed(joined)
+    return sum_tallies(joined)
 
 
 def each_layer(tally: Tally) -> list[Tally]:
     """Return a tally for each named layer, or the tally itself without named layers or equal parts."""
-    return in_layers(tally, members(apart(tally.place.module)[1]) or ())
+    return in_layers(tally, numbers_in(split_layers(tally.place.module)[1]) or ())
 
 
 def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
@@ -130,7 +130,7 @@ def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
     if not layers or tally.amount % len(layers):
         return [tally]
     path = folded(tally.place.module)
-    modules = (named(path, tuple((number,) for number in numbers)) for numbers in sorted(layers))
+    modules = (with_layers(path, tuple((number,) for number in numbers)) for numbers in sorted(layers))
     return [
         Tally(tally.operator, tally.amount // len(layers), replace(tally.place, module=module)) for module in modules
     ]
@@ -138,7 +138,7 @@ def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
 
 def layer_of(place: OperatorSite) -> Numbers | None:
     """Return the numbers of a place's only layer; ``None`` without a layer or with several."""
-    layers = members(apart(place.module)[1]) or set()
+    layers = numbers_in(split_layers(place.module)[1]) or set()
     return next(iter(layers)) if len(layers) == 1 else None
 
 
@@ -147,25 +147,25 @@ def of_any_layer(place: OperatorSite) -> OperatorSite:
     return replace(place, module=folded(place.module))
 
 
-def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
+def reduced_tallies(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
     """Return the tallies that a baseline keeps.
 
     The places with the largest amounts are kept. Tallies at other places keep only their operator.
     """
     if len({tally.place for tally in tallies} - {NOWHERE}) > most:
         # The place is more useful than the layer.
-        tallies = summed(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
+        tallies = sum_tallies(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
     amounts: dict[OperatorSite, int] = {}
     for tally in tallies:
         amounts[tally.place] = amounts.get(tally.place, 0) + abs(tally.amount)
     places = sorted(amounts.keys() - {NOWHERE}, key=lambda place: (-amounts[place], _order(place)))
     kept_places = {*places[:most], NOWHERE}
-    return summed(tally if tally.place in kept_places else replace(tally, place=NOWHERE) for tally in tallies)
+    return sum_tallies(tally if tally.place in kept_places else replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     """Return the tallies with their operators only."""
-    return summed(replace(tally, place=NOWHERE) for tally in tallies)
+    return sum_tallies(replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def tallies_without_callers(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
@@ -195,7 +195,7 @@ def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[st
         with_callers: Whether to append a place's callers, named caller and reason, if there are any.
     """
     texts = []
-    for place, group in groupby(summed(tallies), key=lambda tally: tally.place):
+    for place, group in groupby(sum_tallies(tallies), key=lambda tally: tally.place):
         parts = [f"{tally.amount} {_plain(tally.operator).replace(',', ';')}" for tally in group]
         more: tuple[str, ...] = ()
         if with_callers and (place.callers or place.named or place.reason):
@@ -213,13 +213,14 @@ def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
     Raises:
         ValueError: A text has another form.
     """
-    return summed(tally for text in texts for tally in _from_text(text))
+    return sum_tallies(tally for text in texts for tally in _from_text(text))
 
 
 Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], partial(to_texts, with_callers=True), from_texts)]
 """Tallies in the text form of their places."""
 KeptTallies = Annotated[
-    tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies), with_callers=True), from_texts)
+    tuple[Tally, ...],
+    Form(tuple[str, ...], lambda tallies: to_texts(reduced_tallies(tallies), with_callers=True), from_texts),
 ]
 """Tallies that are written with only the places with the largest amounts."""
 

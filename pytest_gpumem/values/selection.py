@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pytest_gpumem.values.plain import KEY
 
 Test = tuple[str, str]
 """A test as (file, test)."""
@@ -16,7 +18,7 @@ class Selection:
     """The measured tests that were selected to run."""
     files: frozenset[str] = frozenset()
     """The test files whose tests were all selected."""
-    idle_budgets: tuple[str, ...] = ()
+    budgets_without_effect: tuple[str, ...] = field(default=(), metadata={KEY: "idle_budgets"})
     """Sentences on settings without an effect: patterns (``budget``, ``mark``) without a matching test, and a table
     ``[tool.gpumem]`` above pytest's root directory, which pytest does not read."""
     error: str | None = None
@@ -38,4 +40,4 @@ class Selection:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences on settings without an effect, and on tests left out by settings."""
-        return (*self.idle_budgets, *self.omitted)
+        return (*self.budgets_without_effect, *self.omitted)

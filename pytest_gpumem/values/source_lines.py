@@ -52,7 +52,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
     return f"{named}, which calls {allocating}{reached}"
 
 
-def one_of(lines: Sequence[str]) -> list[str]:
+def alternatives_clause(lines: Sequence[str]) -> list[str]:
     """Return a clause for several candidate lines: ``["one of a.py:3, b.py:5"]``. The list is empty for a single line."""
     return [f"one of {', '.join(lines)}"] if len(lines) > 1 else []
 

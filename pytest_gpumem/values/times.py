@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.plain import Form, FrozenValue
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FEWEST_ROUNDS = 6
 """The number of rounds whose smallest and largest time enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
-MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
+MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
 """The most interference in a run that later runs are compared with: slowed by 1.25 times, and 1.1 times longer through other
 work. The latter run waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
 exactly known than waiting (`pytest_gpumem.timing.validity`)."""
@@ -58,7 +58,7 @@ class Sample:
     """The number of steps in a round."""
     invalid: str | None = None
     """A clause with the reason why no verdict may depend on this sample alone."""
-    slowed: Slowed | None = None
+    slowed: Slowdown | None = None
     """The largest factors by which an invalid sample can have been slowed."""
 
     def __post_init__(self) -> None:
@@ -86,13 +86,13 @@ class Sample:
     @property
     def at_least(self) -> float:
         """The least seconds per step that a quiet machine may need, according to this sample."""
-        return self.own / (self.slowed or Slowed()).alone
+        return self.own / (self.slowed or Slowdown()).alone
 
     @property
     def is_a_measure(self) -> bool:
         """True if later runs may be compared with this sample, because it was disturbed little or not at all."""
         taken = statistics.median(timed.taken for timed in self.counted)
-        return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
+        return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWDOWN_OF_RUN and taken <= MOST_TIME_FACTOR_OF_RUN)
 
     @property
     def own(self) -> float:
@@ -142,7 +142,7 @@ class SampleColumns:
     """`Sample.steps`."""
     invalid: str | None
     """`Sample.invalid`."""
-    slowed: Slowed | None
+    slowed: Slowdown | None
     """`Sample.slowed`."""
 
 

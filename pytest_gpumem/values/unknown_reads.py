@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pytest_gpumem.units import agreeing
+from pytest_gpumem.units import word_form
 
 DECIDED = "an uncomputed value decided a branch"
 """Prefix of a note that fails a test in strict mode, because another value might have needed other memory."""
@@ -38,7 +38,7 @@ class UnknownReads:
         other_reads = {line: times for line, times in self.other.items() if line not in self.decided}
         if other_reads:
             count = sum(other_reads.values())
-            values = agreeing(count, "an uncomputed value was", f"{count} uncomputed values were")
+            values = word_form(count, "an uncomputed value was", f"{count} uncomputed values were")
             notes.append(f"{values} read at {_listed(other_reads)}")
         notes += [
             f"routing={word} is assumed for choices that are not computed, read at {line}"

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
 from pytest_gpumem.git import GitError
-from pytest_gpumem.processes import Stop, Stopped
+from pytest_gpumem.processes import Stop, StopSignal
 
 IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
 
@@ -67,8 +67,8 @@ def test_both_worktrees_exist_within_the_block_and_the_checkout_stays_unchanged(
 
 def test_an_interrupt_after_the_first_worktree_removes_it_and_makes_no_second(repository, tmp_path):
     checkout, stop = Checkout.around(repository), Stop()
-    stop.note(2)
-    with pytest.raises(Stopped), worktrees(checkout, both(checkout), tmp_path, stop):
+    stop.record(2)
+    with pytest.raises(StopSignal), worktrees(checkout, both(checkout), tmp_path, stop):
         pass
     assert checkout.checkouts() == [repository]
 

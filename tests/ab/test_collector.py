@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.collector import outside_modules
-from pytest_gpumem.ab.runs import Runner, python_path, refused
+from pytest_gpumem.ab.runs import Runner, python_path, reason_to_refuse
 from pytest_gpumem.processes import Stop
 
 
@@ -67,7 +67,7 @@ def test_an_environment_within_the_checkout_is_not_looked_for_in_the_worktree(pl
 )
 def test_arguments_that_would_defeat_the_comparison_are_refused(places, argument, said):
     checkout, _ = places
-    assert said in refused(["-q", argument.format(top=checkout.top)], checkout.top)
+    assert said in reason_to_refuse(["-q", argument.format(top=checkout.top)], checkout.top)
 
 
 def test_other_arguments_are_not(places):
@@ -82,7 +82,7 @@ def test_other_arguments_are_not(places):
         "-o",
         "x=/tmp",
     ]
-    assert refused(arguments, checkout.top) is None
+    assert reason_to_refuse(arguments, checkout.top) is None
 
 
 def test_a_run_adds_nothing_to_the_summary_of_a_job(places, monkeypatch, tmp_path):

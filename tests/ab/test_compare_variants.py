@@ -10,7 +10,7 @@ from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow
+from pytest_gpumem.reports.comparison import ComparedChange, ComparedRow, ComparisonReport
 from pytest_gpumem.timing.intervals import Interval
 from tests.ab.values import BASE, HEAD, measured, measurement, run
 
@@ -82,14 +82,14 @@ def row(number: int, change: ComparedChange) -> ComparedRow:
     return ComparedRow(Key("test_it.py", f"test_{number}", "call"), "toy", f"test_it.py::test_{number}", (change,))
 
 
-def report(pairs: int, *speeds: tuple[str, float]) -> Compared:
+def report(pairs: int, *speeds: tuple[str, float]) -> ComparisonReport:
     """A report on tests whose times were judged so; each has the upper end of its interval."""
     rows = tuple(
         row(number, ComparedChange("step_time", 1.0, 1.0, OUTCOMES[word], interval=Interval(1.0, 0.99, high)))
         for number, (word, high) in enumerate(speeds)
     )
     assert [one.changes[0].word for one in rows] == [word for word, _ in speeds]
-    return Compared(BASE, HEAD, rows, pairs=pairs, tolerance=0.02)
+    return ComparisonReport(BASE, HEAD, rows, pairs=pairs, tolerance=0.02)
 
 
 def test_a_slowdown_that_is_not_excluded_yet_needs_more_pairs():
@@ -112,7 +112,7 @@ def test_what_differs_has_to_be_seen_twice(word):
 
 def test_without_times_each_side_runs_once():
     rows = (row(0, ComparedChange("peak_allocated", 1, 1, Outcome.OK)),)
-    assert is_settled(Compared(BASE, HEAD, rows, pairs=1, tolerance=0.02), None)
+    assert is_settled(ComparisonReport(BASE, HEAD, rows, pairs=1, tolerance=0.02), None)
 
 
 def test_where_nothing_can_be_compared_one_pair_is_enough():

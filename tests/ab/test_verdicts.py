@@ -132,7 +132,7 @@ def test_a_slowdown_that_is_tolerated_is_none():
 def test_what_cannot_be_compared_is_listed_with_its_reason(base, head, reason):
     report = compared([pair(base, head)] * 4)
     assert report.rows == ()
-    (left_out,) = report.left_out
+    (left_out,) = report.omitted_tests
     assert (left_out.title, left_out.reason, left_out.word) == ("test_it.py::test_a", reason, "not compared")
     assert report.exit_status == 2
 
@@ -150,7 +150,7 @@ def test_another_workload_that_needs_more_memory_has_regressed_and_is_not_timed(
 def test_a_test_that_fails_in_head_alone_is_broken_and_does_not_end_well():
     fails = unmeasured("test_a", "it failed by itself", failed=True)
     report = compared([pair(measured("test_a", measurement()), fails)] * 4)
-    assert report.left_out[0].word == "broken"
+    assert report.omitted_tests[0].word == "broken"
     assert report.exit_status == 1
 
 
@@ -159,7 +159,7 @@ def test_a_flaky_test_is_not_broken_and_says_how_often_it_was_measured(base_fail
     fails, works = unmeasured("test_a", "it failed by itself", failed=True), measured("test_a", measurement())
     once = pair(fails, works) if base_fails else pair(works, fails)
     report = compared([*[pair(works, works)] * 4, once])
-    assert report.left_out == ()
+    assert report.omitted_tests == ()
     assert report.rows[0].notes == (f"measured in 4 of 5 runs of {'base' if base_fails else 'head'}",)
     assert report.exit_status == 0
 
@@ -169,7 +169,7 @@ def test_a_measurement_that_only_one_side_takes_is_told_and_the_others_are_compa
     head = measured("test_a", measurement(name="one"), measurement(name="three"))
     report = compared([pair(base, head)] * 4)
     assert [row.title for row in report.rows] == ["test_it.py::test_a (one)"]
-    assert [(one.title, one.reason) for one in report.left_out] == [
+    assert [(one.title, one.reason) for one in report.omitted_tests] == [
         ("test_it.py::test_a (two)", "it is measured in base only"),
         ("test_it.py::test_a (three)", "it is measured in head only"),
     ]
@@ -224,18 +224,18 @@ def test_figures_that_are_the_same_on_both_sides_never_differ(values):
 def test_a_relation_that_holds_in_base_only_is_broken():
     base = TestVerdict("test_it.py", "test_a", relations=1)
     failed = unmeasured("test_a", "the test itself failed", failed=True)
-    (one,) = compared([pair(base, failed)]).left_out
+    (one,) = compared([pair(base, failed)]).omitted_tests
     assert (one.word, one.reason) == ("broken", "it asserts relations only, in base; the test itself failed, in head")
 
 
 def test_what_is_broken_says_the_exception_in_one_line():
     before, after = pair(measured("test_a", measurement()), unmeasured("test_a", "the test itself failed", failed=True))
     message = "AssertionError: memory grows: 1 kB a step\n\n  kept in: State.seen\n"
-    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": message}))]).left_out
+    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": message}))]).omitted_tests
     assert (
         one.reason == "the test itself failed (AssertionError: memory grows: 1 kB a step; kept in: State.seen), in head"
     )
-    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": "x" * 1000}))]).left_out
+    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": "x" * 1000}))]).omitted_tests
     assert one.reason == f"the test itself failed ({'x' * 400} ...), in head"
 
 

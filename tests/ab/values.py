@@ -6,7 +6,7 @@ from pytest_gpumem.ab.runs import Run
 from pytest_gpumem.gate.verdict import TestVerdict, Verdict
 from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.times import Round, Sample, Times
 
 BASE = Revision("main", "1f3c9ab00000")
@@ -21,7 +21,7 @@ def times(seconds: float, invalid: str | None = None) -> Times:
             Sample(
                 tuple(Round(seconds * factor) for factor in WOBBLE),
                 invalid=invalid,
-                slowed=None if invalid is None else Slowed(4.0),
+                slowed=None if invalid is None else Slowdown(4.0),
             ),
         )
     )

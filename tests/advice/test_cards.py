@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.advice.cards import capacity_of, with_capacity
-from pytest_gpumem.advice.search_order import Search, Tried
+from pytest_gpumem.advice.search_order import Search, Trial
 from pytest_gpumem.advice.trial import AdviceSubject, TrialFailed
 from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.emulation.gpus import emulated_gpu
@@ -26,7 +26,7 @@ def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
     def fails(_, config):
         if config == FP32:
             raise TrialFailed("planted")
-        return Tried(config, GB), None
+        return Trial(config, GB), None
 
     def tried(*configs, goes_on=False):
         subject = AdviceSubject(lambda _: None, {}, None, ())
@@ -44,7 +44,7 @@ def test_a_peak_decided_by_an_uncomputed_value_is_noted_beside_other_gaps():
     doubts = {FP32: "an uncomputed value decided a branch at model.py:3", BF16: ""}
 
     def doubted(_, config):
-        return Tried(config, GB, doubt=doubts[config]), "no cuDNN is installed"
+        return Trial(config, GB, doubt=doubts[config]), "no cuDNN is installed"
 
     subject = AdviceSubject(lambda _: None, {}, None, ())
     search = Search(None, (BF16, FP32), everything=False, blocks=None, task=TRAINING)

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended, shares_of
-from pytest_gpumem.advice.search_order import Tried, recommended
+from pytest_gpumem.advice.search_order import Trial, recommended
 from pytest_gpumem.advice.texts import composition_lines, lines
 from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
@@ -42,8 +42,8 @@ def device(name, limit, *tried):
     return DeviceTrials(name, limit, tried, recommended(tried, limit))
 
 
-LARGE = device("H100 80GB", 80 * GB, Tried(FP32, 12 * GB, allocated=10 * GB))
-SMALL = device("L4", 8 * GB, Tried(FP32, 12 * GB), Tried(BF16, why_not="it has no bfloat16"))
+LARGE = device("H100 80GB", 80 * GB, Trial(FP32, 12 * GB, allocated=10 * GB))
+SMALL = device("L4", 8 * GB, Trial(FP32, 12 * GB), Trial(BF16, why_not="it has no bfloat16"))
 
 
 def test_a_peak_is_told_by_category_and_then_by_module_and_adds_up():
@@ -106,7 +106,7 @@ def test_a_peak_that_could_not_be_recorded_costs_nothing_else():
 
 
 def test_a_device_with_times_has_savings_and_costs_in_each_format():
-    timed = device("NVIDIA L4", 24 * GB, Tried(FP32, 12 * GB, 0.2), Tried(BF16, 6 * GB, 0.1))
+    timed = device("NVIDIA L4", 24 * GB, Trial(FP32, 12 * GB, 0.2), Trial(BF16, 6 * GB, 0.1))
     found = advice(timed, emulated=False)
     assert "recommended: bf16: 6.00 GB of 24.00 GB, 100.00 ms a step" in lines(found)
     assert "| `bf16` | 6.00 GB | +50.0 % | 100.00 ms | -50.0 % | free | \\* |" in markdown(found)
@@ -139,7 +139,7 @@ def test_every_format_has_the_attention_implementation(render):
 def test_no_text_takes_effect(render):
     text = "<img src=x onerror=alert(1)> @someone [a](http://a.example) | `\n::error::x"
     peak = Composition(GB, (Row("activation", GB, "<b>module</b>"),), notes=(text,))
-    hostile = DeviceTrials(text, 8 * GB, (Tried(FP32, GB),), Tried(FP32, GB), text, warnings=(text,))
+    hostile = DeviceTrials(text, 8 * GB, (Trial(FP32, GB),), Trial(FP32, GB), text, warnings=(text,))
     shown = render(advice(hostile, subject=text, explanation=Explanation(peak)))
     assert "<img" not in shown
     assert "<b>module" not in shown

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from pytest_gpumem.advice.run_warnings import warnings_kept
+from pytest_gpumem.advice.run_warnings import collected_warnings
 from pytest_gpumem.steps.model_step import quietly
 
 WARNING = "the fast path is not available"
@@ -32,7 +32,7 @@ def _every_warning_is_shown():
 
 
 def test_a_warning_of_python_and_a_log_record_are_kept_once(library):
-    with warnings_kept() as kept:
+    with collected_warnings() as kept:
         for _ in range(2):
             library.warning("%s\n  because %s", WARNING, "mamba_ssm is missing")
             warnings.warn("no gradients", UserWarning, stacklevel=1)
@@ -50,7 +50,7 @@ def test_a_warning_is_still_printed_and_both_hooks_are_put_back(library):
     warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
     library.handlers[0].handle = lambda record: printed.append(record.getMessage())
     hooks = warnings.showwarning, logging.getLogRecordFactory()
-    with warnings_kept():
+    with collected_warnings():
         warnings.warn("no gradients", UserWarning, stacklevel=1)
         library.warning(WARNING)
     assert (shown, printed) == (["no gradients"], [WARNING])
@@ -58,7 +58,7 @@ def test_a_warning_is_still_printed_and_both_hooks_are_put_back(library):
 
 
 def test_a_hidden_warning_is_not_kept(library):
-    with warnings_kept() as kept:
+    with collected_warnings() as kept:
         with quietly():
             warnings.warn("no gradients", UserWarning, stacklevel=1)
             library.warning(WARNING)
@@ -73,6 +73,6 @@ def test_a_hidden_warning_is_not_kept(library):
 
 def test_a_record_with_wrong_arguments_does_not_end_the_run(library):
     library.handlers = [logging.NullHandler()]  # pytest's own raises where a record cannot be printed
-    with warnings_kept() as kept:
+    with collected_warnings() as kept:
         library.warning("%d layers", "no number")
     assert kept == []

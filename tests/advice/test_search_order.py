@@ -8,7 +8,7 @@ from pytest_gpumem.advice.search_order import (
     OUT_OF_MEMORY,
     START,
     Search,
-    Tried,
+    Trial,
     every_config,
     next_config,
     recommended,
@@ -19,10 +19,10 @@ from pytest_gpumem.step_config.config import StepConfig
 
 def climb(answers, samples=8, limit=None) -> list[str]:
     """The configs that are tried when ``answers(config)`` is what each takes: bytes, or why it gives no figures."""
-    tried: list[Tried] = []
+    tried: list[Trial] = []
     while (config := next_config(tried, samples)) is not None:
         answer = answers(config)
-        tried.append(Tried(config, why_not=answer) if isinstance(answer, str) else Tried(config, answer, 1.0))
+        tried.append(Trial(config, why_not=answer) if isinstance(answer, str) else Trial(config, answer, 1.0))
         if limit is not None and tried[-1].fits(limit):
             break
     return [str(one.config) for one in tried]
@@ -65,12 +65,12 @@ def test_what_is_slow_on_a_card_is_measured_and_neither_carried_on_nor_enough():
 
     tried = []
     while (config := next_config(tried, 8)) is not None and len(tried) < 4:
-        tried.append(Tried(config, always_helps(config), slow=slow(config)))
+        tried.append(Trial(config, always_helps(config), slow=slow(config)))
     assert [str(one.config) for one in tried] == ["fp32", "amp-bf16", "amp-fp16", "amp-fp16,checkpoint=ops"]
     search = Search(800, (), everything=False, blocks=None, task=INFERENCE)
-    inference: list[Tried] = []
+    inference: list[Trial] = []
     for config in search.over(inference, 800, None):
-        inference.append(Tried(config, always_helps(config), slow=slow(config)))
+        inference.append(Trial(config, always_helps(config), slow=slow(config)))
     assert [str(one.config) for one in inference] == ["fp32", "bf16", "bf16,weights=int8"]
 
 
@@ -80,13 +80,13 @@ def search_of(task=TRAINING, configs=(), *, everything=False) -> Search:
 
 @pytest.mark.parametrize(("task", "left_out"), [(TRAINING, "amp-bf16 and bf16"), (INFERENCE, "bf16")])
 def test_a_search_that_ends_with_fp32_names_the_faster_precisions(task, left_out):
-    note = search_of(task).note_on_faster([Tried(START, 700)], 800)
+    note = search_of(task).note_on_faster([Trial(START, 700)], 800)
     assert note is not None
     assert note.startswith("the search ended with fp32, the first config that fits, and times are not known: ")
     assert f": {left_out}, which GPUs with tensor cores compute faster, " in note
     lower = StepConfig(precision="amp-bf16")
     then = search_of().note_on_faster(
-        [Tried(START, 900), Tried(lower, 850), Tried(StepConfig.parse("fp32,accumulate=2"), 1)], 800
+        [Trial(START, 900), Trial(lower, 850), Trial(StepConfig.parse("fp32,accumulate=2"), 1)], 800
     )
     assert then is not None
     assert ": bf16, which GPUs with tensor cores compute faster, was not tried; " in then
@@ -95,12 +95,12 @@ def test_a_search_that_ends_with_fp32_names_the_faster_precisions(task, left_out
 @pytest.mark.parametrize(
     ("search", "tried", "limit"),
     [
-        (search_of(configs=(START,)), [Tried(START, 700)], 800),
-        (search_of(everything=True), [Tried(START, 700)], 800),
-        (search_of(), [Tried(START, 700, 1.0)], 800),
-        (search_of(), [Tried(START, 900)], 800),
-        (search_of(), [Tried(START, 900), Tried(StepConfig(precision="amp-bf16"), 700)], 800),
-        (search_of(), [Tried(START, 700)], None),
+        (search_of(configs=(START,)), [Trial(START, 700)], 800),
+        (search_of(everything=True), [Trial(START, 700)], 800),
+        (search_of(), [Trial(START, 700, 1.0)], 800),
+        (search_of(), [Trial(START, 900)], 800),
+        (search_of(), [Trial(START, 900), Trial(StepConfig(precision="amp-bf16"), 700)], 800),
+        (search_of(), [Trial(START, 700)], None),
         (search_of(), [], 800),
     ],
     ids=["named", "all", "timed", "does not fit", "faster fits", "no limit", "nothing tried"],
@@ -111,7 +111,7 @@ def test_no_note_on_faster_precisions_without_an_early_end(search, tried, limit)
 
 def test_what_is_slow_is_recommended_only_where_nothing_else_fits():
     plain, emulated, half = (StepConfig(precision=word) for word in ("fp32", "amp-bf16", "amp-fp16"))
-    tried = [Tried(plain, 1000), Tried(emulated, 600, slow="emulated"), Tried(half, 700)]
+    tried = [Trial(plain, 1000), Trial(emulated, 600, slow="emulated"), Trial(half, 700)]
     assert [recommended(tried, limit) for limit in (800, 650, 500, None)] == [tried[2], tried[1], None, tried[2]]
 
 
@@ -158,9 +158,9 @@ def test_every_config_has_all_combinations_and_begins_with_the_plain_one():
 
 
 def test_named_blocks_are_said_where_checkpointing_acts_on_them_and_nowhere_else():
-    tried: list[Tried] = []
+    tried: list[Trial] = []
     while (config := next_config(tried, 2, "layers")) is not None:
-        tried.append(Tried(config, always_helps(config), 1.0))
+        tried.append(Trial(config, always_helps(config), 1.0))
     climbed = [one.config for one in tried]
     assert {config.checkpoint for config in climbed} == {"none", "ops", "blocks", "offload"}
     for config in [*climbed, *every_config(2, "layers")]:
@@ -168,10 +168,10 @@ def test_named_blocks_are_said_where_checkpointing_acts_on_them_and_nowhere_else
     assert len(set(every_config(2, "layers"))) == len(every_config(2))
 
 
-FAST = Tried(StepConfig(precision="amp-bf16"), 80, 1.0)
-SMALL = Tried(StepConfig(precision="amp-bf16", checkpoint="blocks"), 50, 2.0)
-PLAIN = Tried(START, 100, 1.5)
-FAILED = Tried(StepConfig(precision="bf16"), why_not=OUT_OF_MEMORY)
+FAST = Trial(StepConfig(precision="amp-bf16"), 80, 1.0)
+SMALL = Trial(StepConfig(precision="amp-bf16", checkpoint="blocks"), 50, 2.0)
+PLAIN = Trial(START, 100, 1.5)
+FAILED = Trial(StepConfig(precision="bf16"), why_not=OUT_OF_MEMORY)
 
 
 def test_the_fastest_of_those_that_fit_is_recommended():
@@ -183,7 +183,7 @@ def test_the_fastest_of_those_that_fit_is_recommended():
 
 def test_without_a_limit_the_best_saving_for_its_cost_is_recommended():
     assert recommended([PLAIN, SMALL, FAST], None) is FAST
-    slow = Tried(FAST.config, 80, 3.0)
+    slow = Trial(FAST.config, 80, 3.0)
     assert recommended([PLAIN, SMALL, slow], None) is SMALL
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_gpumem.advice.search_order import START, Search, Tried, with_sharding
+from pytest_gpumem.advice.search_order import START, Search, Trial, with_sharding
 from pytest_gpumem.advice.shard_option import named_configs, rank_title, sharding_of
 from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
@@ -21,9 +21,9 @@ def search(sharding, *, everything=False, blocks=None, configs=(), refused=()):
 
 def climbed(sharding, blocks=None) -> list[str]:
     """The configs that are tried where each takes less than the one before."""
-    tried: list[Tried] = []
+    tried: list[Trial] = []
     for config in search(sharding, blocks=blocks).over(tried, 0, 4):
-        tried.append(Tried(config, 1000 - len(tried)))
+        tried.append(Trial(config, 1000 - len(tried)))
     return [str(one.config) for one in tried]
 
 
@@ -106,7 +106,7 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
         "mp-bf16,shard=fsdp,world=8,reduce=fp32",
     ]
     assert refused == (
-        Tried(
+        Trial(
             StepConfig.parse("fp32,optimizer=adafactor"),
             why_not="torch's Adafactor takes no sharded parameters; use adamw",
         ),

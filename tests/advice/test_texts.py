@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_gpumem.advice.results import Advice, DeviceTrials
-from pytest_gpumem.advice.search_order import Tried, recommended
+from pytest_gpumem.advice.search_order import Trial, recommended
 from pytest_gpumem.advice.texts import card_table, conclusions
 from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
@@ -21,13 +21,13 @@ def on(*cards):
     return Advice("hf:model", TRAINING, True, cards)
 
 
-LARGE = card("H100 80GB", 80, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB))
-SMALL = card("L4", 24, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB), Tried(BLOCKS, 30 * GB))
+LARGE = card("H100 80GB", 80, Trial(FP32, 120 * GB), Trial(BF16, 70 * GB))
+SMALL = card("L4", 24, Trial(FP32, 120 * GB), Trial(BF16, 70 * GB), Trial(BLOCKS, 30 * GB))
 OLD = card(
     "V100 16GB",
     16,
-    Tried(FP32, why_not="torch has no kernels for it"),
-    Tried(BF16, why_not="torch has no kernels for it"),
+    Trial(FP32, why_not="torch has no kernels for it"),
+    Trial(BF16, why_not="torch has no kernels for it"),
 )
 
 
@@ -46,7 +46,7 @@ def test_a_row_is_a_config_and_a_column_a_card_the_recommended_one_first():
 
 
 def test_more_cards_than_configs_have_a_row_each():
-    cards = [card(name, limit, Tried(BF16, 20 * GB)) for name, limit in (("A", 10), ("B", 30), ("C", 40))]
+    cards = [card(name, limit, Trial(BF16, 20 * GB)) for name, limit in (("A", 10), ("B", 30), ("C", 40))]
     assert card_table(cards)[:4] == [
         "card                    bf16",
         "A (10.00 GB)  lacks 10.00 GB",
@@ -63,11 +63,11 @@ def test_why_something_cannot_run_is_told_once_below():
         "  V100 16GB: torch has no kernels for it",
     ]
     assert conclusions(on(OLD)) == ["V100 16GB: nothing could be measured"]
-    some = card("T4", 16, Tried(FP32, 10 * GB), Tried(BF16, why_not="it has no bfloat16"))
+    some = card("T4", 16, Trial(FP32, 10 * GB), Trial(BF16, why_not="it has no bfloat16"))
     assert card_table([some])[-1] == "  bf16 on T4: it has no bfloat16"
 
 
 def test_what_is_slow_on_a_card_has_its_figure_and_its_reason_below():
-    lines = card_table([card("T4", 16, Tried(FP32, 20 * GB), Tried(BF16, 10 * GB, slow="torch emulates bfloat16"))])
+    lines = card_table([card("T4", 16, Trial(FP32, 20 * GB), Trial(BF16, 10 * GB, slow="torch emulates bfloat16"))])
     assert lines[1].split() == ["bf16", "10.00", "GB", "*"]
     assert lines[-1] == "  bf16 on T4: torch emulates bfloat16"

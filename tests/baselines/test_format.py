@@ -19,7 +19,7 @@ from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, summed, total
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
 from tests.hostile import TEXTS as HOSTILE
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ TALLIES = st.lists(
 
 def made_of(entry: Baseline, by_operator: dict[str, list[Tally]]) -> Baseline:
     """An entry whose counts are made of these."""
-    tallies = {name: summed(found) for name, found in by_operator.items()}
+    tallies = {name: sum_tallies(found) for name, found in by_operator.items()}
     metrics = {**entry.metrics, **{name: total(found) for name, found in tallies.items()}}
     return replace(entry, metrics=metrics, by_operator=tallies)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder, GitBackend
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.open_folder import OpenFolder
-from pytest_gpumem.whole_file import write_whole
 from tests.git_store import Repository, entry
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
@@ -286,10 +286,10 @@ def test_commands_that_read_show_nothing_from_outside(measured, outside, command
 def test_a_file_that_is_a_link_is_refused_and_a_folder_is_the_users(tmp_path, outside):
     (tmp_path / "report.json").symlink_to(outside / "file.toml")
     with pytest.raises(OSError, match=REFUSED):
-        write_whole(tmp_path / "report.json", "mine\n")
+        write_atomically(tmp_path / "report.json", "mine\n")
     assert (outside / "file.toml").read_text(encoding="utf-8") == "precious\n"
     (tmp_path / "reports").symlink_to(outside)
-    write_whole(tmp_path / "reports" / "report.json", "mine\n")
+    write_atomically(tmp_path / "reports" / "report.json", "mine\n")
     assert (outside / "report.json").read_text(encoding="utf-8") == "mine\n"
 
 

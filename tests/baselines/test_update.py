@@ -15,7 +15,7 @@ from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.option_words import UPDATE_MODES
 from pytest_gpumem.values.times import Round, Sample, Times
 
@@ -320,7 +320,7 @@ def timed_entry(*seconds: float, machine=XEON, **metrics) -> Baseline:
 
 
 def steady(seconds: float, pace=None, invalid=None) -> Sample:
-    return Sample((Round(seconds, pace),) * 12, 1, invalid, invalid and Slowed(4.0))
+    return Sample((Round(seconds, pace),) * 12, 1, invalid, invalid and Slowdown(4.0))
 
 
 def step(*samples: float | Sample, machine=XEON, workload=TRAIN, invalid=None, pace=None, **metrics) -> Measurement:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pytest_gpumem.bisect.driver import NothingFound
-from pytest_gpumem.bisect.red_report import red_of
+from pytest_gpumem.bisect.driver import NothingToSearch
+from pytest_gpumem.bisect.red_report import regressed_test_of
 from pytest_gpumem.reports.errors import ReportError
 
 
@@ -33,10 +33,10 @@ FINE = a_test("test_c", change("peak_allocated", "ok"), outcome="ok")
 
 
 def test_a_test_with_more_bytes_or_counts_comes_before_a_slower_test():
-    red = red_of(comparison(FINE, SLOWER, GROWN), "a.json")
+    red = regressed_test_of(comparison(FINE, SLOWER, GROWN), "a.json")
     assert (red.nodeid, red.metrics, red.metric) == ("test_it.py::test_b", ("step_time", "peak_allocated"), None)
     assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test also regressed"]
-    alone = red_of(comparison(SLOWER), "a.json")
+    alone = regressed_test_of(comparison(SLOWER), "a.json")
     assert (alone.metric, alone.notes) == (
         "step_time",
         ["searched with test_it.py::test_a, the first test that regressed"],
@@ -49,8 +49,11 @@ def test_requested_packages_are_searched_and_their_dependencies_follow():
         package("models", "4.57", "5.0.dev0", url="git+https://example.org/models@main"),
         package("new", None, "1.0"),
     ]
-    red = red_of(comparison(GROWN, packages=packages), "a.json")
-    assert (red.then, red.now) == ({"models": "4.57"}, {"models": "@ git+https://example.org/models@main"})
+    red = regressed_test_of(comparison(GROWN, packages=packages), "a.json")
+    assert (red.good_releases, red.bad_releases) == (
+        {"models": "4.57"},
+        {"models": "@ git+https://example.org/models@main"},
+    )
     assert not red.gated
 
 
@@ -66,8 +69,8 @@ def test_requested_packages_are_searched_and_their_dependencies_follow():
     ],
 )
 def test_a_report_without_a_regression_is_told_with_why_it_is_red(text, said):
-    with pytest.raises(NothingFound) as told:
-        red_of(text, "a.json")
+    with pytest.raises(NothingToSearch) as told:
+        regressed_test_of(text, "a.json")
     assert str(told.value).endswith(said)
 
 
@@ -76,4 +79,4 @@ def test_a_report_without_a_regression_is_told_with_why_it_is_red(text, said):
 )
 def test_what_is_no_report_is_told_with_its_name(text):
     with pytest.raises(ReportError, match=r"^a\.json: "):
-        red_of(text, "a.json")
+        regressed_test_of(text, "a.json")

@@ -8,25 +8,25 @@ import pytest
 
 from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.bisect.candidates import Candidate
-from pytest_gpumem.bisect.driver import Found
+from pytest_gpumem.bisect.driver import SearchResult
 from pytest_gpumem.bisect.report import culprit, notes, result
 from pytest_gpumem.config.settings import Settings
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow
+from pytest_gpumem.reports.comparison import ComparedChange, ComparedRow, ComparisonReport
 
 GOOD, BAD = Candidate(Variant(), "1f2e3d4"), Candidate(Variant(), "5a6b7c8", "merges a branch")
 BETWEEN = Candidate(Variant(), "9d8e7f6")
 
 
-def compared(then: float, now: float) -> Compared:
+def compared(then: float, now: float) -> ComparisonReport:
     change = ComparedChange("peak_allocated", then, now, Outcome.REGRESSED)
-    return Compared(
+    return ComparisonReport(
         "a", "b", (ComparedRow(Key("test_it.py", "test_a", "call"), "toy", "test_it.py::test_a", (change,)),)
     )
 
 
-FOUND = Found("peak_allocated", GOOD, BAD, (), compared(10e6, 12e6), compared(10e6, 12e6), (), Settings())
+FOUND = SearchResult("peak_allocated", GOOD, BAD, (), compared(10e6, 12e6), compared(10e6, 12e6), (), Settings())
 
 
 def test_the_change_is_named_with_what_it_added():

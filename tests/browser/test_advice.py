@@ -6,13 +6,13 @@ import pytest
 
 from pytest_gpumem.advice.formats import html
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-from pytest_gpumem.advice.search_order import Tried
+from pytest_gpumem.advice.search_order import Trial
 from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 from tests.reports.sessions import explained
 
 FP32 = StepConfig.parse("fp32")
-FITS = Tried(FP32, 10**9)
+FITS = Trial(FP32, 10**9)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 375), pytest.param("light", 1400, marks=pytest.mark.thorough)])

@@ -478,7 +478,7 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
     conditions = device.conditions()
     assert (conditions.seconds, conditions.waited) == (7.0, 0.25)
-    assert (conditions.others, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
+    assert (conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 
 def test_other_ranks_of_the_job_are_not_others(monkeypatch):
@@ -486,14 +486,19 @@ def test_other_ranks_of_the_job_are_not_others(monkeypatch):
     monkeypatch.setattr("time.process_time", lambda: 10.0)
     monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
     monkeypatch.setattr(proc, "seconds_of", lambda pids: {(101, 102): 9.0}[tuple(pids)])
-    assert CpuDevice(other_ranks=lambda: (101, 102)).conditions().others == 7.0
+    assert CpuDevice(other_ranks=lambda: (101, 102)).conditions().other_cpu_seconds == 7.0
 
 
 def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):
     monkeypatch.setattr(proc, "waited_seconds", lambda: None)
     monkeypatch.setattr(proc, "cpu_times", lambda: None)
     conditions = device.conditions()
-    assert (conditions.waited, conditions.others, conditions.stolen, conditions.cores) == (None, None, None, None)
+    assert (conditions.waited, conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_pace_is_a_rate_and_taking_it_is_not_recorded(device):

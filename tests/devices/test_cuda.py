@@ -22,7 +22,7 @@ from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
 from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
-from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
 from tests.silent_cuda import SilentCuda
 
 MIB = 2**20
@@ -125,9 +125,9 @@ class SyntheticCuda(SilentCuda):
 
     def run(self, operator, *nbytes):
         """An operator that allocates, if anybody records."""
-        self._tell(lambda time: Open(time, "operator", operator))
+        self._tell(lambda time: SpanBegin(time, "operator", operator))
         kept = [self.allocate(size) for size in nbytes]
-        self._tell(Close)
+        self._tell(SpanEnd)
         return kept
 
     def keep_workspace(self, nbytes):
@@ -596,7 +596,7 @@ def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
     assert (conditions.clock_events, conditions.sm_clock) == (frozenset({"SwPowerCap"}), 1.41e9)
     assert (conditions.sm_clock_default, conditions.other_processes) == (1.98e9, 1)
     assert conditions.other_pids == frozenset({4711})
-    assert (conditions.others, conditions.stolen) == (None, None)
+    assert (conditions.other_cpu_seconds, conditions.stolen) == (None, None)
 
 
 def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):

@@ -16,7 +16,7 @@ from pytest_gpumem.devices.cuda_history import (
     with_requested_sizes,
 )
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open, Seen
+from pytest_gpumem.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 
 A, B, C = 0xA000, 0xB000, 0xC000
 MS = 1_000_000
@@ -42,7 +42,7 @@ def alloc(time: int, address: int, nbytes: int) -> HistoryEntry:
 
 def apart(time: int, address: int, nbytes: int) -> HistoryEntry:
     """As the history tells of an allocation by a thread that the profiler does not see."""
-    return HistoryEntry(time, "alloc", address, nbytes, apart=True)
+    return HistoryEntry(time, "alloc", address, nbytes, from_other_thread=True)
 
 
 def requested(time: int, address: int, nbytes: int) -> HistoryEntry:
@@ -73,10 +73,10 @@ def test_what_was_there_before_is_freed_with_the_bytes_that_were_asked_for():
 
 
 def test_operators_and_what_they_took_stay_around_their_allocations():
-    operator = Open(1, "operator", "aten::mul")
-    tokens = [operator, Seen(B, "float32", (2,)), took(2, A, 8), Close(3), gave(4, A, 8)]
+    operator = SpanBegin(1, "operator", "aten::mul")
+    tokens = [operator, TensorRecord(B, "float32", (2,)), took(2, A, 8), SpanEnd(3), gave(4, A, 8)]
     told = with_requested_sizes(tokens, [alloc(2, A, 8), *freed(4, A, 8)])
-    assert told == [*tokens[:2], AllocationEvent(2, A, 8), Close(3), AllocationEvent(4, A, -8)]
+    assert told == [*tokens[:2], AllocationEvent(2, A, 8), SpanEnd(3), AllocationEvent(4, A, -8)]
 
 
 def test_segments_of_the_cache_and_snapshots_are_no_blocks():
@@ -91,7 +91,12 @@ def test_segments_of_the_cache_and_snapshots_are_no_blocks():
 
 @pytest.mark.parametrize("ahead", [0, -5 * MS, 5 * MS], ids=["one clock", "ahead", "behind"])
 def test_a_block_that_came_back_late_is_freed_in_what_was_going_on_by_the_clock(ahead):
-    marks = [Open(10 * MS, "mark", "", mark=0), Close(20 * MS), Open(30 * MS, "mark", "", mark=1), Close(40 * MS)]
+    marks = [
+        SpanBegin(10 * MS, "mark", "", mark=0),
+        SpanEnd(20 * MS),
+        SpanBegin(30 * MS, "mark", "", mark=1),
+        SpanEnd(40 * MS),
+    ]
     history = [alloc(1, A, 8), requested(2, A, 8), completed(15 * MS, A, 8)]
     told = with_requested_sizes(
         [took(1, A, 8), gave(2, A, 8), *marks],
@@ -101,7 +106,7 @@ def test_a_block_that_came_back_late_is_freed_in_what_was_going_on_by_the_clock(
 
 
 def test_a_block_that_comes_back_at_once_is_freed_in_the_operator_that_gave_it_back():
-    operator, end = Open(1, "operator", "aten::mm"), Close(6)
+    operator, end = SpanBegin(1, "operator", "aten::mm"), SpanEnd(6)
     # The two clocks tick differently: the history's in microseconds.
     history = [alloc(0, A, 8), requested(0, A, 8), completed(1000, A, 8)]
     told = with_requested_sizes([operator, took(2, A, 8), gave(5, A, 8), end], history)
@@ -111,8 +116,8 @@ def test_a_block_that_comes_back_at_once_is_freed_in_the_operator_that_gave_it_b
 @pytest.mark.parametrize("wrong", [-50 * MS, 50 * MS])
 def test_a_clock_that_is_wrong_does_not_move_a_free_past_an_allocation(wrong):
     tokens = [
-        *(took(1, A, 8), gave(2, A, 8), Open(3, "mark", "", mark=0), took(4, B, 8)),
-        *(Close(5), Open(7, "mark", "", mark=1), took(8, C, 8), Close(9)),
+        *(took(1, A, 8), gave(2, A, 8), SpanBegin(3, "mark", "", mark=0), took(4, B, 8)),
+        *(SpanEnd(5), SpanBegin(7, "mark", "", mark=1), took(8, C, 8), SpanEnd(9)),
     ]
     history = [alloc(1, A, 8), requested(2, A, 8), alloc(4, B, 8), completed(6 + wrong, A, 8), alloc(8, C, 8)]
     told = with_requested_sizes(tokens, history)
@@ -120,7 +125,7 @@ def test_a_clock_that_is_wrong_does_not_move_a_free_past_an_allocation(wrong):
 
 
 def test_what_comes_back_after_everything_else_is_freed_at_the_end():
-    tokens = [took(1, A, 100), gave(2, A, 100), Open(3, "mark", "", mark=0), Close(4)]
+    tokens = [took(1, A, 100), gave(2, A, 100), SpanBegin(3, "mark", "", mark=0), SpanEnd(4)]
     history = [alloc(1, A, 100), requested(2, A, 100), completed(9 * MS, A, 100)]
     assert with_requested_sizes(tokens, history) == [
         AllocationEvent(1, A, 100),
@@ -133,7 +138,7 @@ def test_what_comes_back_after_everything_else_is_freed_at_the_end():
 
 
 def test_an_allocation_that_failed_is_an_event_of_no_bytes_before_what_it_led_to():
-    tokens = [took(1, A, 100), Open(2, "operator", "aten::empty"), Close(4), gave(5, A, 100)]
+    tokens = [took(1, A, 100), SpanBegin(2, "operator", "aten::empty"), SpanEnd(4), gave(5, A, 100)]
     history = [alloc(1, A, 100), ran_out(3, 2**40), *freed(5, A, 100)]
     assert with_requested_sizes(tokens, history) == [
         AllocationEvent(1, A, 100),
@@ -203,11 +208,11 @@ THREAD = [{"filename": "work.py", "name": "load"}, {"filename": "/usr/lib/thread
 
 
 def test_what_another_thread_allocates_stands_apart_in_the_order_of_the_history():
-    tokens = [Open(1, "operator", "aten::clone"), took(2, A, 8), Close(3), gave(8, B, 9), gave(9, A, 8)]
+    tokens = [SpanBegin(1, "operator", "aten::clone"), took(2, A, 8), SpanEnd(3), gave(8, B, 9), gave(9, A, 8)]
     history = [apart(1, B, 9), alloc(2, A, 8), apart(2, C, 7), *freed(8, B, 9), *freed(9, A, 8)]
     told = with_requested_sizes(tokens, history)
     assert changes(told) == [(B, 9), (A, 8), (C, 7), (B, -9), (A, -8)]
-    assert [token.address for token in told if isinstance(token, AllocationEvent) and token.apart] == [B, C]
+    assert [token.address for token in told if isinstance(token, AllocationEvent) and token.from_other_thread] == [B, C]
 
 
 def test_a_block_of_another_thread_is_not_taken_for_one_of_the_same_place_and_size():
@@ -218,8 +223,13 @@ def test_a_block_of_another_thread_is_not_taken_for_one_of_the_same_place_and_si
 def test_a_thread_is_told_by_its_first_frame_where_the_recording_is_in_none():
     entry = {"action": "alloc", "addr": A, "size": 8, "stream": 0, "time_us": 1, "frames": THREAD}
     others = [{**entry, "frames": THREAD[:1]}, {**entry, "frames": []}, {**entry, "action": "free_requested"}]
-    assert [one.apart for one in history_of([entry, *others], threads_apart=True)] == [True, False, False, False]
-    assert not any(one.apart for one in history_of([entry, *others]))
+    assert [one.from_other_thread for one in history_of([entry, *others], threads_apart=True)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not any(one.from_other_thread for one in history_of([entry, *others]))
 
 
 # Anything that an allocator may do
@@ -250,7 +260,7 @@ def programs(draw):
             address = free.pop(draw(st.integers(0, len(free) - 1)))
             held[address] = nbytes = draw(st.integers(1, 2000))
             tokens += [took(now, address, nbytes)] if action == "take" else []
-            happened("alloc", address, nbytes, apart=action == "take apart")
+            happened("alloc", address, nbytes, from_other_thread=action == "take apart")
             total += nbytes
             live.append(total)
         elif action.startswith("give") and held:
@@ -274,10 +284,10 @@ def programs(draw):
             total -= nbytes
             live.append(total)
         elif action == "open":
-            tokens.append(Open(now, "operator", "aten::mul"))
+            tokens.append(SpanBegin(now, "operator", "aten::mul"))
             depth += 1
         elif action == "close" and depth:
-            tokens.append(Close(now))
+            tokens.append(SpanEnd(now))
             depth -= 1
     return tokens, history, live
 
@@ -303,7 +313,7 @@ def test_what_is_joined_keeps_its_spans_and_where_things_were_allocated(program)
         return [
             (token.time_ns, token.address) if isinstance(token, AllocationEvent) else token
             for token in these
-            if not isinstance(token, AllocationEvent) or (token.nbytes > 0 and not token.apart)
+            if not isinstance(token, AllocationEvent) or (token.nbytes > 0 and not token.from_other_thread)
         ]
 
     told = with_requested_sizes(tokens, history)
@@ -317,64 +327,116 @@ def test_what_is_joined_keeps_its_spans_and_where_things_were_allocated(program)
 
 def test_what_backward_does_on_its_own_thread_comes_where_it_was_waited_for():
     # As the profiler's tree has it: the other thread's operators where nothing waits for them.
-    waiting, inner = Open(10, "mark", "", mark=0), Open(12, "operator", "aten::detach")
-    node, later = Open(20, "node", "MulBackward0"), Open(50, "operator", "aten::add")
+    waiting, inner = SpanBegin(10, "mark", "", mark=0), SpanBegin(12, "operator", "aten::detach")
+    node, later = SpanBegin(20, "node", "MulBackward0"), SpanBegin(50, "operator", "aten::add")
     tree = [
-        *(waiting, inner, Close(13), took(45, C, 8), Close(46), later, Close(51)),
-        *(node, Seen(A, "float32", (2,)), took(25, B, 8), Close(30)),
+        *(waiting, inner, SpanEnd(13), took(45, C, 8), SpanEnd(46), later, SpanEnd(51)),
+        *(node, TensorRecord(A, "float32", (2,)), took(25, B, 8), SpanEnd(30)),
     ]
     assert in_order_of_time(tree) == [
-        *(waiting, inner, Close(13)),
-        *(node, Seen(A, "float32", (2,)), took(25, B, 8), Close(30)),
-        *(took(45, C, 8), Close(46), later, Close(51)),
+        *(waiting, inner, SpanEnd(13)),
+        *(node, TensorRecord(A, "float32", (2,)), took(25, B, 8), SpanEnd(30)),
+        *(took(45, C, 8), SpanEnd(46), later, SpanEnd(51)),
     ]
 
 
 def test_tokens_of_one_moment_stay_as_they_are():
     tokens = [
-        *(Open(5, "operator", "a"), Seen(A, "float32", ()), Open(5, "operator", "b"), took(5, A, 8), Close(5)),
-        *(gave(5, A, 8), Close(5), Open(5, "operator", "c"), Close(6)),
+        *(
+            SpanBegin(5, "operator", "a"),
+            TensorRecord(A, "float32", ()),
+            SpanBegin(5, "operator", "b"),
+            took(5, A, 8),
+            SpanEnd(5),
+        ),
+        *(gave(5, A, 8), SpanEnd(5), SpanBegin(5, "operator", "c"), SpanEnd(6)),
     ]
     assert in_order_of_time(tokens) == tokens
 
 
 def test_a_span_of_which_no_end_was_recorded_ends_where_it_began():
-    began, other = Open(5, "operator", "a"), Open(7, "operator", "b")
-    unended = Close(-(2**63))
-    assert in_order_of_time([began, unended, other, Close(8)]) == [began, unended, other, Close(8)]
+    began, other = SpanBegin(5, "operator", "a"), SpanBegin(7, "operator", "b")
+    unended = SpanEnd(-(2**63))
+    assert in_order_of_time([began, unended, other, SpanEnd(8)]) == [began, unended, other, SpanEnd(8)]
 
 
 def test_a_span_in_another_thread_ends_at_the_latest_with_the_waiting_mark():
-    mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
-    later, operator = Open(10, "mark", "", mark=1), Open(11, "operator", "exp")
-    tree = [mark, waiting, Close(5), Close(7), forked, took(4, A, 8), Close(8), later, operator, Close(12), Close(13)]
+    mark, waiting, forked = (
+        SpanBegin(1, "mark", "", mark=0),
+        SpanBegin(2, "operator", "jit"),
+        SpanBegin(3, "operator", "forked"),
+    )
+    later, operator = SpanBegin(10, "mark", "", mark=1), SpanBegin(11, "operator", "exp")
+    tree = [
+        mark,
+        waiting,
+        SpanEnd(5),
+        SpanEnd(7),
+        forked,
+        took(4, A, 8),
+        SpanEnd(8),
+        later,
+        operator,
+        SpanEnd(12),
+        SpanEnd(13),
+    ]
     assert in_order_of_time(tree) == [
-        *(mark, waiting, forked, took(4, A, 8), Close(7), Close(7), Close(7)),
-        *(later, operator, Close(12), Close(13)),
+        *(mark, waiting, forked, took(4, A, 8), SpanEnd(7), SpanEnd(7), SpanEnd(7)),
+        *(later, operator, SpanEnd(12), SpanEnd(13)),
     ]
 
 
 def test_an_operator_begun_before_another_thread_left_its_span_is_told_whole():
-    mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
-    operator = Open(6, "operator", "exp")
-    tree = [mark, waiting, Close(5), operator, took(9, B, 8), Close(10), Close(12), forked, took(4, A, 8), Close(8)]
+    mark, waiting, forked = (
+        SpanBegin(1, "mark", "", mark=0),
+        SpanBegin(2, "operator", "jit"),
+        SpanBegin(3, "operator", "forked"),
+    )
+    operator = SpanBegin(6, "operator", "exp")
+    tree = [
+        mark,
+        waiting,
+        SpanEnd(5),
+        operator,
+        took(9, B, 8),
+        SpanEnd(10),
+        SpanEnd(12),
+        forked,
+        took(4, A, 8),
+        SpanEnd(8),
+    ]
     assert in_order_of_time(tree) == [
-        *(mark, waiting, forked, took(4, A, 8), operator, took(9, B, 8), Close(10), Close(10), Close(10), Close(12)),
+        *(
+            mark,
+            waiting,
+            forked,
+            took(4, A, 8),
+            operator,
+            took(9, B, 8),
+            SpanEnd(10),
+            SpanEnd(10),
+            SpanEnd(10),
+            SpanEnd(12),
+        ),
     ]
 
 
 def test_a_span_of_another_thread_that_nothing_waited_for_ends_no_mark():
-    forked, mark, operator = Open(1, "operator", "forked"), Open(2, "mark", "", mark=0), Open(5, "operator", "exp")
-    tree = [mark, operator, took(6, A, 8), Close(7), Close(8), forked, Close(4), took(9, B, 8)]
+    forked, mark, operator = (
+        SpanBegin(1, "operator", "forked"),
+        SpanBegin(2, "mark", "", mark=0),
+        SpanBegin(5, "operator", "exp"),
+    )
+    tree = [mark, operator, took(6, A, 8), SpanEnd(7), SpanEnd(8), forked, SpanEnd(4), took(9, B, 8)]
     assert in_order_of_time(tree) == [
-        *(forked, mark, operator, took(6, A, 8), Close(7), Close(8), Close(8), took(9, B, 8)),
+        *(forked, mark, operator, took(6, A, 8), SpanEnd(7), SpanEnd(8), SpanEnd(8), took(9, B, 8)),
     ]
 
 
 def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread():
-    made = Open(1, "operator", "aten::mul", sequence=7)
-    again = Open(2, "operator", "aten::add", sequence=7)
-    node = Open(3, "node", "MulBackward0", sequence=7)
+    made = SpanBegin(1, "operator", "aten::mul", sequence=7)
+    again = SpanBegin(2, "operator", "aten::add", sequence=7)
+    node = SpanBegin(3, "node", "MulBackward0", sequence=7)
     threads = {1: Threads(1, 0), 2: Threads(2, 0), 3: Threads(2, 1)}
     first, second, third = numbered_by_thread([made, again, node], threads)
     assert first.sequence == third.sequence != second.sequence
@@ -382,8 +444,12 @@ def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread():
 
 
 def test_what_has_no_number_or_no_thread_stays_as_it_is():
-    made, mark, node = Open(1, "operator", "aten::empty"), Open(3, "mark", "", mark=0), Open(5, "node", "N", sequence=7)
-    tokens = [made, took(2, A, 8), mark, Close(4), node]
+    made, mark, node = (
+        SpanBegin(1, "operator", "aten::empty"),
+        SpanBegin(3, "mark", "", mark=0),
+        SpanBegin(5, "node", "N", sequence=7),
+    )
+    tokens = [made, took(2, A, 8), mark, SpanEnd(4), node]
     assert numbered_by_thread(tokens, dict.fromkeys(range(1, 5), Threads(2, 0))) == tokens
 
 

@@ -22,7 +22,7 @@ from pytest_gpumem.torch_support.private_api import (
     start_cuda_history,
     stop_cuda_history,
 )
-from pytest_gpumem.values.events import AllocationEvent, Close, Open
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def recorded(run) -> list:
 
 def test_allocations_are_told_in_their_operators_and_the_end_of_the_recording_is_not():
     tokens = recorded(lambda: tensor(1001))
-    assert [type(token) for token in tokens] == [Open, AllocationEvent, Close, AllocationEvent]
+    assert [type(token) for token in tokens] == [SpanBegin, AllocationEvent, SpanEnd, AllocationEvent]
     assert tokens[0].name == "aten::empty"
     assert [token.nbytes for token in tokens if isinstance(token, AllocationEvent)] == [1001, -1001]
 
@@ -74,12 +74,12 @@ def test_operators_of_another_thread_are_in_what_waited_and_count_for_themselves
 
     within, found, numbers = [], [], []
     for token in in_order_of_time(recorded(run)):
-        if isinstance(token, Open):
+        if isinstance(token, SpanBegin):
             within.append(token)
             if token.name == "aten::exp":
                 found.append(within[0].mark)
                 numbers.append(token.sequence)
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             within.pop()
     assert found == [0, 0, 1, 1]
     assert len(set(numbers)) == 4
@@ -217,7 +217,7 @@ def test_without_history_none_is_recorded(history, runtime):
     assert history.asked == []
     assert stretch.history == []
     assert stretch.snapshot is None
-    assert [token.name for token in stretch.tokens if isinstance(token, Open)] == ["aten::empty"]
+    assert [token.name for token in stretch.tokens if isinstance(token, SpanBegin)] == ["aten::empty"]
 
 
 def test_history_is_off_and_the_profiler_free_after_a_stretch_that_failed(history, runtime):

@@ -260,7 +260,7 @@ def test_what_is_reserved_is_exchanged_for_the_whole_device(tmp_path):
     with ledger.reserved(9, lambda: DeviceMemory(16, 16, next(readings))) as reservation:
         assert reservation.limit == 10
         reservation.take_all()
-        assert (reservation.wanted, reservation.limit) == (None, None)
+        assert (reservation.needed, reservation.limit) == (None, None)
 
 
 def test_a_test_begins_in_any_case_once_whoever_holds_the_memory_must_hang(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.devices.profiled import MARK_PREFIX, kernel_name, kernels_in, launches_of, tokens_of
 from pytest_gpumem.torch_support.private_api import allocation_events, span
-from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Token
 
 
 class PassingOn(TorchDispatchMode):
@@ -35,9 +35,9 @@ def spans_of(run) -> tuple[list[tuple[str, ...]], int]:
     around: list[tuple[str, ...]] = []
     open_spans: list[str] = []
     for token in recorded(run)[0]:
-        if isinstance(token, Open):
+        if isinstance(token, SpanBegin):
             open_spans.append(token.name or f"mark {token.mark}")
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             open_spans.pop()
         elif isinstance(token, AllocationEvent) and token.nbytes > 0:
             around.append(tuple(open_spans))
@@ -80,7 +80,7 @@ def test_a_node_has_the_number_of_the_operator_that_made_it_hooked_or_not(hooked
             product.register_hook(lambda gradient: gradient * 2)
         product.sum().backward()
 
-    spans = [token for token in recorded(run)[0] if isinstance(token, Open)]
+    spans = [token for token in recorded(run)[0] if isinstance(token, SpanBegin)]
     made = {span.sequence: span.name for span in spans if span.kind == "operator" and span.sequence >= 0}
     nodes = [span for span in spans if span.kind == "node"]
     assert [(node.name, made.get(node.sequence)) for node in nodes] == [
@@ -114,35 +114,35 @@ def test_allocations_among_the_tokens_are_those_that_the_device_counts_in_order(
 def test_tokens_come_in_the_order_of_time_and_every_span_ends():
     weight = torch.ones(8, requires_grad=True)
     tokens, _ = recorded(lambda: (weight * weight).tanh().sum().backward())
-    times = [token.time_ns for token in tokens if not isinstance(token, Seen)]
+    times = [token.time_ns for token in tokens if not isinstance(token, TensorRecord)]
     assert times == sorted(times)
-    assert sum(isinstance(token, Open) for token in tokens) == sum(isinstance(token, Close) for token in tokens)
+    assert sum(isinstance(token, SpanBegin) for token in tokens) == sum(isinstance(token, SpanEnd) for token in tokens)
 
 
 def test_what_a_node_runs_is_not_what_made_a_node():
     weight = torch.ones(8, requires_grad=True)
     tokens, _ = recorded(lambda: weight.tanh().sum().backward())
-    open_spans: list[Open] = []
+    open_spans: list[SpanBegin] = []
     for token in tokens:
-        if isinstance(token, Open):
+        if isinstance(token, SpanBegin):
             if any(span.kind == "node" for span in open_spans) and token.kind == "operator":
                 assert token.sequence == -1
             open_spans.append(token)
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             open_spans.pop()
 
 
 def test_the_tensors_that_an_operator_takes_are_seen_also_in_lists():
     one, two = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16).float()
     tokens, _ = recorded(lambda: torch.cat([one, two]))
-    seen = {token for token in tokens if isinstance(token, Seen)}
-    assert {Seen(one.data_ptr(), "float32", (2, 3)), Seen(two.data_ptr(), "float32", (4, 3))} <= seen
+    seen = {token for token in tokens if isinstance(token, TensorRecord)}
+    assert {TensorRecord(one.data_ptr(), "float32", (2, 3)), TensorRecord(two.data_ptr(), "float32", (4, 3))} <= seen
 
 
 def test_a_view_is_seen_at_the_address_of_the_block_that_it_is_in():
     base = torch.ones(10)
     tokens, _ = recorded(base[5:].tanh)
-    assert Seen(base.untyped_storage().data_ptr(), "float32", (5,)) in tokens
+    assert TensorRecord(base.untyped_storage().data_ptr(), "float32", (5,)) in tokens
 
 
 # Kernels

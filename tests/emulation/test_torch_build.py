@@ -82,7 +82,7 @@ def complete(monkeypatch, tmp_path):
 
 
 def test_a_machine_that_has_all_lacks_nothing(complete):
-    assert torch_build.what_compiling_lacks({}) is None
+    assert torch_build.missing_for_compiling({}) is None
 
 
 @pytest.mark.parametrize(
@@ -96,26 +96,26 @@ def test_a_machine_that_has_all_lacks_nothing(complete):
 def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, required, release):
     complete.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy", required])
     complete.setattr(importlib.util, "find_spec", lambda name: None)
-    assert torch_build.what_compiling_lacks({}) == (
+    assert torch_build.missing_for_compiling({}) == (
         f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton{release}"
     )
 
 
 def test_a_compiler_is_asked_for_unless_one_is_named(complete):
     complete.setattr(torch_build.shutil, "which", lambda name: None)
-    assert "apt-get install gcc" in str(torch_build.what_compiling_lacks({}))
-    assert torch_build.what_compiling_lacks({"CC": "/opt/cc"}) is None
+    assert "apt-get install gcc" in str(torch_build.missing_for_compiling({}))
+    assert torch_build.missing_for_compiling({"CC": "/opt/cc"}) is None
 
 
 def test_a_compiler_of_several_words_is_told_as_triton_runs_it_as_one_program(complete):
     complete.setattr(torch_build.shutil, "which", lambda name: name if name == "/opt/my gcc" else None)
-    assert torch_build.what_compiling_lacks({"CC": "/opt/my gcc"}) is None
-    assert "CC is 'ccache gcc': set CC to one program" in str(torch_build.what_compiling_lacks({"CC": "ccache gcc"}))
+    assert torch_build.missing_for_compiling({"CC": "/opt/my gcc"}) is None
+    assert "CC is 'ccache gcc': set CC to one program" in str(torch_build.missing_for_compiling({"CC": "ccache gcc"}))
 
 
 def test_pythons_headers_are_asked_for(complete, tmp_path):
     (tmp_path / "Python.h").unlink()
-    assert "apt-get install python3-dev" in str(torch_build.what_compiling_lacks({}))
+    assert "apt-get install python3-dev" in str(torch_build.missing_for_compiling({}))
 
 
 def test_what_is_compiled_has_a_cache_of_its_own_unless_a_place_is_named(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.recording import Expected, Recorded, Subject, explain, phase, record
+from pytest_gpumem.explain.recording import ExpectedFigures, Recording, Subject, explain, phase, record
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Recorder:
         register: Callable[[TensorOwners], None] | None = None,
         creation_sites: Mapping[int, Site] | None = None,
         *,
-        compiled: bool = False,
+        is_compiled: bool = False,
     ) -> Subject:
         def run(tracker: Tracker) -> None:
             for name, one in phases.items():
@@ -47,10 +47,10 @@ class Recorder:
             own_bytes=lambda: sum(blocks_of(reachable_tensors([held]), here).values()),
             register=register or (lambda owners: owners.within(held)),
             creation_sites=creation_sites or {},
-            compiled=compiled,
+            is_compiled=is_compiled,
         )
 
-    def measured(self, phases: Phases, held: object = ()) -> Expected:
+    def measured(self, phases: Phases, held: object = ()) -> ExpectedFigures:
         """What the step needs, run as it is."""
         self.device.quiesce()
         self.device.register_existing(storages_of(reachable_tensors([held]), self.device.torch_device))
@@ -60,12 +60,12 @@ class Recorder:
         for one in phases.values():
             one()
         peak = own + self.device.pop_peak().allocated - live
-        return Expected(peak, self.device.turnover() - turnover)
+        return ExpectedFigures(peak, self.device.turnover() - turnover)
 
-    def record(self, phases: Phases, held: object = (), level: Level = "calls") -> Recorded:
+    def record(self, phases: Phases, held: object = (), level: Level = "calls") -> Recording:
         return record(self.device, self.sites, self.subject(phases, held), level)
 
-    def explain(self, phases: Phases, held: object = (), warm_ups: int = 2) -> tuple[Explanation, Recorded]:
+    def explain(self, phases: Phases, held: object = (), warm_ups: int = 2) -> tuple[Explanation, Recording]:
         """The explanation of a step that has run before, by the peak that was measured."""
         for _ in range(warm_ups):
             for one in phases.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, MarkKind, Trace
-from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,16 +35,16 @@ class Stream:
         """A token a microsecond, from a second on."""
         return 10**9 + 1000 * len(self.tokens)
 
-    def alloc(self, address: int, nbytes: int = 4, *, apart: bool = False) -> int:
+    def alloc(self, address: int, nbytes: int = 4, *, from_other_thread: bool = False) -> int:
         """The moment of the allocation."""
-        return self._add(AllocationEvent(self._now, address, nbytes, apart))
+        return self._add(AllocationEvent(self._now, address, nbytes, from_other_thread))
 
     def free(self, address: int) -> int:
         """The moment of the free. How many bytes a free tells of is not looked at: not every source knows."""
         return self._add(AllocationEvent(self._now, address, -1))
 
     def seen(self, address: int, dtype: str, *shape: int) -> None:
-        self._add(Seen(address, dtype, shape))
+        self._add(TensorRecord(address, dtype, shape))
 
     @contextmanager
     def operator(self, name: str, sequence: int = -1) -> Iterator[None]:
@@ -64,9 +64,9 @@ class Stream:
 
     @contextmanager
     def _span(self, kind: SpanKind, name: str, sequence: int = -1, mark: int = -1) -> Iterator[None]:
-        self._add(Open(self._now, kind, name, sequence, mark))
+        self._add(SpanBegin(self._now, kind, name, sequence, mark))
         yield
-        self._add(Close(self._now))
+        self._add(SpanEnd(self._now))
 
     def snapshot(self, *labels: Label) -> None:
         self.snapshots[len(self.marks)] = labels

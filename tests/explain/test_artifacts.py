@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest_gpumem.config.settings import Settings
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.artifacts import TIMELINE_FORMAT, Artifacts, artifact_name, timeline_to_plain
-from pytest_gpumem.explain.recording import Recorded
+from pytest_gpumem.explain.recording import Recording
 from pytest_gpumem.explain.trace import Label
 from tests.explain.stream import Stream
 
@@ -20,11 +20,11 @@ unhurried = settings(deadline=None)
 NODEID = "tests/test_gpt.py::TestTrain::test_step[amp-bf16]"
 
 
-def recorded(stream: Stream, own_bytes: int = 0) -> Recorded:
-    return Recorded(stream.trace(), stream.timeline(), own_bytes, (), None, "calls")
+def recorded(stream: Stream, own_bytes: int = 0) -> Recording:
+    return Recording(stream.trace(), stream.timeline(), own_bytes, (), None, "calls")
 
 
-def step() -> Recorded:
+def step() -> Recording:
     """A step of a model of 100 bytes, of which 30 more are not known one by one."""
     stream = Stream(before={1: 100}, own={1})
     stream.snapshot(Label(1, "parameter", "fc"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytest_gpumem.explain import first_use
-from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
+from pytest_gpumem.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row, holder_at
 from tests.heap import own_objects_out_of_sight
 
@@ -35,42 +35,42 @@ def address(tensor: torch.Tensor) -> int:
 
 def test_what_a_run_makes_and_leaves_is_found_and_nothing_older(cache):
     cache["older"] = torch.ones(30, 30)
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["view"] = cache["older"][0]
     cache["new"] = torch.ones(30, 30)
     torch.ones(30, 30)
-    made.ended()
+    made.record()
     cache["later"] = torch.ones(30, 30)
-    assert [*made.left(CPU)] == [address(cache["new"])]
+    assert [*made.alive_by_address(CPU)] == [address(cache["new"])]
 
 
 def test_nothing_is_kept_alive(cache):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
-    left = left_by_run(made, CPU, (), {})
+    made.record()
+    left = blocks_retained_by_run(made, CPU, (), {})
     new = weakref.ref(cache["new"])
     cache.clear()
     assert new() is None
     assert left.blocks
-    assert not made.left(CPU)
+    assert not made.alive_by_address(CPU)
 
 
 def test_what_is_kept_on_purpose_is_left_out(cache):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
-    assert not left_by_run(made, CPU, {address(cache["new"])}, {}).blocks
+    made.record()
+    assert not blocks_retained_by_run(made, CPU, {address(cache["new"])}, {}).blocks
 
 
 def test_a_heap_that_other_code_has_thawed_tells_nothing(cache, monkeypatch):
     """Older tensors would be taken for new ones."""
     states = iter([True, False])
     monkeypatch.setattr(first_use, "_is_torch_frozen", lambda: next(states))
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
-    assert not made.left(CPU)
+    made.record()
+    assert not made.alive_by_address(CPU)
 
 
 def test_torch_in_sight_of_the_collector_is_not_frozen(cache, monkeypatch):
@@ -86,10 +86,10 @@ def explained(*holders: Holder) -> Explanation:
 
 @pytest.mark.parametrize("next_run", ["nothing", "the same", "a replacement"])
 def test_a_cache_is_what_the_next_run_finds_full(cache, next_run):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
-    left = left_by_run(made, CPU, (), {})
+    made.record()
+    left = blocks_retained_by_run(made, CPU, (), {})
     path = "young.CACHE[...]"
     line = Holder(path, Composition(3600, (Row("activation", 3600, site="net.py:7"),)))
     if next_run == "a replacement":
@@ -100,18 +100,18 @@ def test_a_cache_is_what_the_next_run_finds_full(cache, next_run):
         "the same": (line,),
         "a replacement": (Holder(path, Composition(3600, (SQUARE,))),),
     }[next_run]
-    told = left.joined_to(recorded)
+    told = left.extend_explanation(recorded)
     assert told.holders == expected
     assert told.retained.total == 3600
 
 
 def test_a_possible_holder_of_what_the_next_run_keeps_is_no_cache(cache):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
+    made.record()
     row = Row("activation", 3600, site="net.py:7")
     recorded = explained(holder_at(("Net.last", "young.CACHE[...]"), Composition(3600, (row,))))
-    assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded
+    assert blocks_retained_by_run(made, CPU, (), {}).extend_explanation(recorded) == recorded
 
 
 LEAK = Row("activation", 3600, site="net.py:7")
@@ -126,11 +126,11 @@ LEAK = Row("activation", 3600, site="net.py:7")
     ],
 )
 def test_a_leak_in_the_recorded_run_is_no_cache_and_counts_once(cache, holders):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
+    made.record()
     recorded = Explanation(Composition(0, ()), Composition(3600, (LEAK,)), holders=holders)
-    assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded
+    assert blocks_retained_by_run(made, CPU, (), {}).extend_explanation(recorded) == recorded
 
 
 @pytest.mark.parametrize(
@@ -141,23 +141,23 @@ def test_a_leak_in_the_recorded_run_is_no_cache_and_counts_once(cache, holders):
     ],
 )
 def test_a_cache_beside_a_leak_is_joined_by_the_bytes_beyond_the_leak(cache, path, first_use):
-    made = TensorsMadeBy()
+    made = NewTensors()
     cache["new"] = torch.ones(30, 30)
-    made.ended()
+    made.record()
     leak = Holder(path, Composition(400, (replace(LEAK, nbytes=400),)))
-    told = left_by_run(made, CPU, (), {}).joined_to(explained(leak))
+    told = blocks_retained_by_run(made, CPU, (), {}).extend_explanation(explained(leak))
     beyond = Holder("young.CACHE[...]", Composition(3200, (Row("other", 3200),)), first_use=first_use)
     assert told.holders == (beyond, leak)
     assert told.retained.total == 3600
 
 
 def test_a_leak_that_both_runs_find_at_a_path_takes_nothing_from_a_cache(cache):
-    made = TensorsMadeBy()
+    made = NewTensors()
     leaked, cache["new"] = torch.ones(10, 10), torch.ones(30, 30)
-    made.ended()
-    left = left_by_run(made, CPU, (), {})
+    made.record()
+    left = blocks_retained_by_run(made, CPU, (), {})
     left = replace(left, paths={**left.paths, address(leaked): "Net.seen[...]"})
     leak = Holder("Net.seen[...]", Composition(900, (replace(LEAK, nbytes=900),)))
-    told = left.joined_to(explained(leak))
+    told = left.extend_explanation(explained(leak))
     assert told.holders == (Holder("young.CACHE[...]", Composition(3600, (SQUARE,)), first_use=True), leak)
     assert told.retained.total == 4500

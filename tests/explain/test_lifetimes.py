@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pytest_gpumem.devices.live_blocks import LiveBlocks
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, Trace
-from pytest_gpumem.values.events import AllocationEvent, Seen
+from pytest_gpumem.values.events import AllocationEvent, TensorRecord
 from tests.explain.stream import Stream
 
 unhurried = settings(deadline=None)
@@ -63,7 +63,7 @@ def test_what_another_thread_allocates_is_of_the_phase_and_of_nothing_else_that_
     stream = Stream()
     with stream.mark("phase", "load"), stream.mark("call", "net", "test_it.py:3"), stream.operator("aten::clone"):
         stream.alloc(1, 10)
-        stream.alloc(2, 20, apart=True)
+        stream.alloc(2, 20, from_other_thread=True)
     own, other = stream.timeline().lifetimes
     assert (own.phase, own.operator, own.mark and own.mark.site) == ("load", "aten::clone", "test_it.py:3")
     assert (other.phase, other.operator, other.mark) == ("load", "", None)
@@ -379,7 +379,7 @@ def test_a_call_that_returns_a_block_tells_what_it_is_as_a_tensor():
     stream = Stream()
     with stream.mark("call", "fc", "model.py:9"):
         stream.alloc(1, 32)
-    block = timeline_of(replace(stream.trace(), results={0: (Seen(1, "float32", (8,)),)})).lifetimes[0]
+    block = timeline_of(replace(stream.trace(), results={0: (TensorRecord(1, "float32", (8,)),)})).lifetimes[0]
     assert block.tensor == "float32[8]"
 
 

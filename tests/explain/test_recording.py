@@ -15,8 +15,8 @@ from pytest_gpumem.explain.compose import composition_at, composition_of_peak
 from pytest_gpumem.explain.recording import (
     DIFFERING_STEPS,
     FOLLOWING_STEPS,
-    Expected,
-    Recorded,
+    ExpectedFigures,
+    Recording,
     asked_for,
     explain,
     explain_out_of_memory,
@@ -24,7 +24,7 @@ from pytest_gpumem.explain.recording import (
 )
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.composition import Composition
-from pytest_gpumem.values.events import Open
+from pytest_gpumem.values.events import SpanBegin
 from tests.explain.conftest import opened
 from tests.explain.recorder import Phases, Recorder
 
@@ -181,7 +181,7 @@ def test_the_peak_that_is_explained_is_the_one_that_was_measured(recorder, name)
     phases, held = STEPS[name]()
     explanation, done = recorder.explain(phases, held)
     assert explanation.peak.total == done.peak
-    assert Expected(done.peak, done.turnover) == recorder.measured(phases, held)
+    assert ExpectedFigures(done.peak, done.turnover) == recorder.measured(phases, held)
     assert explanation.peak.notes == ()
     assert (explanation.peak.rest, explanation.peak.of("unattributed")) == (0, 0)
     assert explanation.retained == explanation.garbage == Composition(0, (), explanation.peak.recomputed)
@@ -224,9 +224,11 @@ def test_the_same_step_is_explained_in_the_same_words(recorder, name):
     assert first == second
 
 
-def takes_the_fast_path(done: Recorded) -> bool:
+def takes_the_fast_path(done: Recording) -> bool:
     tokens = done.trace.tokens
-    return any(isinstance(token, Open) and token.name == "aten::_transformer_encoder_layer_fwd" for token in tokens)
+    return any(
+        isinstance(token, SpanBegin) and token.name == "aten::_transformer_encoder_layer_fwd" for token in tokens
+    )
 
 
 def test_a_module_that_takes_another_path_when_it_is_watched_is_watched_less_closely(recorder):
@@ -252,7 +254,7 @@ def test_a_step_whose_recording_never_has_the_measured_peak_says_so(recorder):
         one()
     actual = recorder.measured(phases, held)
     subject = recorder.subject(phases, held)
-    expected = Expected(actual.peak + 100, actual.turnover)
+    expected = ExpectedFigures(actual.peak + 100, actual.turnover)
     explanation, done = explain(recorder.device, recorder.sites, subject, expected)
     assert done.level == "calls", "the closest look stands"
     (note,) = explanation.peak.notes
@@ -270,7 +272,9 @@ def test_a_step_that_never_repeats_is_explained_by_the_closest_recording(recorde
         one()
     actual = recorder.measured(phases, held)
     subject = recorder.subject(phases, held)
-    explanation, done = explain(recorder.device, recorder.sites, subject, Expected(actual.peak, actual.turnover + 1))
+    explanation, done = explain(
+        recorder.device, recorder.sites, subject, ExpectedFigures(actual.peak, actual.turnover + 1)
+    )
     assert (done.level, done.peak) == ("calls", actual.peak)
     assert explanation.peak.notes == ()
 
@@ -311,7 +315,7 @@ def test_each_level_after_a_profile_kept_memory_takes_one_run(recorder):
 
     actual = recorder.measured({"step": step})
     runs.clear()
-    expected = Expected(actual.peak + 1, actual.turnover)
+    expected = ExpectedFigures(actual.peak + 1, actual.turnover)
     explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
     assert len(runs) == 1 + len(LEVELS)
 
@@ -412,7 +416,7 @@ def test_a_step_that_fails_without_marks_raises_what_it_raised(recorder):
 
     subject = recorder.subject({"step": step})
     with pytest.raises(ValueError, match="by the step"):
-        explain(recorder.device, recorder.sites, subject, Expected(4000, 4000))
+        explain(recorder.device, recorder.sites, subject, ExpectedFigures(4000, 4000))
     recorder.device.quiesce()
     assert recorder.device.live() == 0
 
@@ -531,7 +535,7 @@ def assert_counted(recorder: Recorder, actions: list[tuple[str, int]], level: st
     expected = recorder.measured({"step": step}, own)
     own[:] = [torch.ones(100) for _ in range(3)]
     done = recorder.record({"step": step}, own, level)  # type: ignore[arg-type]
-    assert Expected(done.peak, done.turnover) == expected
+    assert ExpectedFigures(done.peak, done.turnover) == expected
     peak = composition_of_peak(done.timeline, done.own_bytes)
     assert (peak.rest, peak.of("unattributed")) == (0, 0)
 
@@ -569,7 +573,7 @@ class Keeping:
 def test_a_validation_in_every_fifth_step_is_among_the_calls_with_grad_mode_off(recorder, apart, calls):
     step, model = validating(5, apart=apart)
     actual = recorder.measured({"step": step}, model)
-    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    expected = ExpectedFigures(actual.peak, None, steps=DIFFERING_STEPS)
     explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
     assert explanation.peak.notes == ()
     assert done.peak == actual.peak
@@ -581,7 +585,7 @@ def test_of_steps_with_equal_peaks_the_one_with_the_most_operators_is_shown(reco
     step, model = validating(5)
     actual = recorder.measured({"step": step}, model)
     alone = recorder.record({"step": step}, model)
-    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    expected = ExpectedFigures(actual.peak, None, steps=DIFFERING_STEPS)
     _, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
     assert done.operators > alone.operators
 
@@ -596,7 +600,7 @@ def test_steps_that_keep_bytes_show_a_validation_in_every_fifth_step(recorder, a
         kept.append(torch.ones(100, 100))
 
     actual = recorder.measured({"step": step}, model)
-    expected = Expected(actual.peak, None, growth=40_000, steps=DIFFERING_STEPS)
+    expected = ExpectedFigures(actual.peak, None, growth=40_000, steps=DIFFERING_STEPS)
     explanation, _ = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
     assert explanation.peak.no_grad["Sequential"] == ((1, 2) if apart else (1, 3))
     assert explanation.retained.total == 40_000
@@ -613,7 +617,7 @@ def test_a_high_step_of_any_period_comes_again_among_steps_that_keep_bytes(recor
         torch.ones(500, 100 if count % every else 200)
         kept.append(torch.ones(10, 10))
 
-    expected = Expected(400_000, None, growth=400, steps=12)
+    expected = ExpectedFigures(400_000, None, growth=400, steps=12)
     explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
     assert (done.peak, explanation.peak.notes) == (400_000, ())
     assert explanation.retained.total == 400
@@ -630,7 +634,7 @@ def test_a_step_under_vmap_that_keeps_bytes_has_lines_holders_and_shapes(recorde
 
     step()
     actual = recorder.measured({"step": step}, rows)
-    expected = Expected(actual.peak, None, growth=32768)
+    expected = ExpectedFigures(actual.peak, None, growth=32768)
     explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, rows), expected)
     (kept,) = explanation.retained.rows
     assert (kept.nbytes, kept.tensor, kept.operator) == (32768, "float32[64, 128]", "exp")
@@ -651,7 +655,7 @@ def test_a_loop_that_ends_after_the_peak_came_again_is_explained(recorder):
 
     actual = recorder.measured({"step": step})
     explanation, done = explain(
-        recorder.device, recorder.sites, recorder.subject({"step": step}), Expected(actual.peak, None, steps=20)
+        recorder.device, recorder.sites, recorder.subject({"step": step}), ExpectedFigures(actual.peak, None, steps=20)
     )
     assert left == 0
     assert done.error is None

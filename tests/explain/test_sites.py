@@ -35,11 +35,11 @@ class Code:
 
     def here(self) -> Site:
         """The site of whoever calls this, without callers."""
-        return self.sites.here(2)._replace(callers=())
+        return self.sites.caller_site(2)._replace(callers=())
 
     def callers(self) -> tuple[str, ...]:
         """The callers of whoever calls this, as far as the project's or a library's."""
-        return tuple(line for line in self.sites.here(2).callers if "test_sites.py" not in line)
+        return tuple(line for line in self.sites.caller_site(2).callers if "test_sites.py" not in line)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_root_that_is_reached_through_a_link_is_the_folder_behind_it(code, tmp
     function = code.calling("model.py")
     link = tmp_path / "link"
     link.symlink_to(code.root)
-    assert function(partial(Sites(link).here, 1)).user == "model.py:2"
+    assert function(partial(Sites(link).caller_site, 1)).user == "model.py:2"
 
 
 def test_who_called_backward_did_not_call_what_runs_in_it(code):

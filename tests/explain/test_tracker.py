@@ -16,13 +16,13 @@ from pytest_gpumem.explain.compose import category_of, composition_of_peak
 from pytest_gpumem.explain.recording import record
 from pytest_gpumem.explain.sites import Site
 from pytest_gpumem.explain.tracker import Tracker
-from pytest_gpumem.values.events import Close, Open
+from pytest_gpumem.values.events import SpanBegin, SpanEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.explain.recording import Recorded
+    from pytest_gpumem.explain.recording import Recording
     from pytest_gpumem.explain.trace import Mark
 
 LEVELS = ["calls", "modules", "phases"]
@@ -50,27 +50,27 @@ class Model(nn.Module):
         return x * self.scale
 
 
-def paths_of(done: Recorded, kind: str = "module") -> list[str]:
+def paths_of(done: Recording, kind: str = "module") -> list[str]:
     """The paths of the marks of a kind, in their order."""
     return [mark.path for mark in done.trace.marks if mark.kind == kind]
 
 
-def nested(done: Recorded) -> list[tuple[Mark, ...]]:
+def nested(done: Recording) -> list[tuple[Mark, ...]]:
     """The marks around each mark, from the outside in; raises where spans do not nest."""
     around: list[tuple[Mark, ...]] = []
     open_marks: list[Mark | None] = []
     for token in done.trace.tokens:
-        if isinstance(token, Open):
+        if isinstance(token, SpanBegin):
             open_marks.append(done.trace.marks[token.mark] if token.kind == "mark" else None)
             if token.kind == "mark":
                 around.append(tuple(mark for mark in open_marks if mark is not None))
-        elif isinstance(token, Close):
+        elif isinstance(token, SpanEnd):
             open_marks.pop()
     assert open_marks == [], "every span ends"
     return around
 
 
-def modules_around(done: Recorded) -> set[tuple[str, ...]]:
+def modules_around(done: Recording) -> set[tuple[str, ...]]:
     """The module paths around each module, itself last."""
     return {
         tuple(mark.path for mark in marks if mark.kind == "module")
@@ -79,7 +79,7 @@ def modules_around(done: Recorded) -> set[tuple[str, ...]]:
     }
 
 
-def labels_of(done: Recorded) -> dict[int, tuple[str, str]]:
+def labels_of(done: Recording) -> dict[int, tuple[str, str]]:
     """Category and module of each block that was found on something, by address."""
     return {
         block.address: (block.label.category, block.label.module)

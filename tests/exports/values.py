@@ -9,7 +9,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.times import Round, Sample, Times
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "machine": "a box"})
@@ -21,7 +21,7 @@ SECONDS = (0.010, 0.011, 0.012, 0.013, 0.014, 0.015)
 
 def times_of(*, invalid: str | None = None) -> Times:
     """A median of 12.5 ms, which lies between 10 ms and 15 ms."""
-    return Times((Sample(tuple(map(Round, SECONDS)), 1, invalid, None if invalid is None else Slowed(4.0)),))
+    return Times((Sample(tuple(map(Round, SECONDS)), 1, invalid, None if invalid is None else Slowdown(4.0)),))
 
 
 def timed(name: str = "train_step", environment: Environment = H100, *, invalid: str | None = None) -> Verdict:

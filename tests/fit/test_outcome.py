@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found, ProgramRun, ends_it, exit_status, found
+from pytest_gpumem.fit.outcome import Fit, FitOutcome, ProgramRun, RunResult, ends_it, exit_status, result_of
 
 TOTAL, CONTEXT = 1000, 50
 SMALL = replace(emulated_gpu("t4"), total_bytes=TOTAL)
@@ -25,8 +25,8 @@ def process(reserved: int = 400, device: int = 0, began: int = 0, ended: int | N
     return ProcessUsage(began, ended, (DeviceUsage(device, reserved - 100, reserved, 0),), **more)
 
 
-def of(*processes: ProcessUsage, status: int = 0, said: str = "") -> Found:
-    return found(ProgramRun(status, said, processes), SMALL, CONTEXT)
+def of(*processes: ProcessUsage, status: int = 0, said: str = "") -> RunResult:
+    return result_of(ProgramRun(status, said, processes), SMALL, CONTEXT)
 
 
 def test_a_program_that_ends_well_fits_with_its_peaks():
@@ -120,8 +120,8 @@ def test_retries_are_told_where_memory_did_not_run_out():
 
 
 def fits(*outcomes: FitOutcome, expanded: FitOutcome | None = None) -> list[Fit]:
-    again = None if expanded is None else Found(expanded, 0)
-    return [Fit(emulated_gpu("emulated:l4"), Found(outcome, 0), again) for outcome in outcomes]
+    again = None if expanded is None else RunResult(expanded, 0)
+    return [Fit(emulated_gpu("emulated:l4"), RunResult(outcome, 0), again) for outcome in outcomes]
 
 
 FITS, NOT = FitOutcome.FITS, FitOutcome.OUT_OF_MEMORY

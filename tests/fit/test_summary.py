@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.emulated_process.usage import RanOut
 from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
-from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found
+from pytest_gpumem.fit.outcome import Fit, FitOutcome, RunResult
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
 from pytest_gpumem.reports.layout import plain_lines
 
@@ -18,16 +18,16 @@ CWD = "/mine"
 RAN_OUT = RanOut(0, 3 * GB, 18 * GB, 22 * GB, "/mine/models/train.py:7 step")
 
 
-def fit(word: str, outcome: FitOutcome, reserved: int = 0, expanded: Found | None = None, **more) -> Fit:
+def fit(word: str, outcome: FitOutcome, reserved: int = 0, expanded: RunResult | None = None, **more) -> Fit:
     return Fit(
         emulated_gpu(f"emulated:{word}"),
-        Found(outcome, 0, reserved - GB if reserved else 0, reserved, **more),
+        RunResult(outcome, 0, reserved - GB if reserved else 0, reserved, **more),
         expanded,
     )
 
 
-def taken(reserved: int, outcome: FitOutcome = FitOutcome.FITS) -> Found:
-    return Found(outcome, 0, reserved - GB, reserved, devices=1, expandable=True)
+def taken(reserved: int, outcome: FitOutcome = FitOutcome.FITS) -> RunResult:
+    return RunResult(outcome, 0, reserved - GB, reserved, devices=1, expandable=True)
 
 
 WANTED = ": 3.00 GB wanted, 18.00 GB allocated and 22.00 GB reserved"
@@ -143,7 +143,7 @@ def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
 def test_segments_that_could_grow_already_or_not_at_all_are_noted():
     already = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, expandable=True)
     assert "note: L4: segments were expandable already" in details([already], CWD)
-    own = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, Found(FitOutcome.OUT_OF_MEMORY, 1, devices=1))
+    own = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, RunResult(FitOutcome.OUT_OF_MEMORY, 1, devices=1))
     (note,) = details([own], CWD)[1:]
     assert note.startswith("note: L4: expandable segments were not tried: the program has settings of its own")
 
@@ -180,7 +180,7 @@ def test_progress_is_a_phrase():
 
 
 def test_a_program_killed_by_a_signal_is_told_with_its_name():
-    assert progress(Found(FitOutcome.FAILED, -9), CWD) == "failed by itself (killed by SIGKILL)"
+    assert progress(RunResult(FitOutcome.FAILED, -9), CWD) == "failed by itself (killed by SIGKILL)"
 
 
 def test_programs_get_everything_in_bytes():

@@ -10,7 +10,7 @@ from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, baseline_of
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.times import Round, Sample, Times
 
 ENVIRONMENT = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
@@ -46,7 +46,7 @@ def test_a_measurement_outside_of_a_repository_is_accepted_without_a_commit():
 
 def test_an_entry_with_other_times_date_and_commit_says_the_same():
     earlier = entry(peak_allocated=5, step_time=0.5)
-    assert entry(peak_allocated=5, step_time=0.6, recorded="2027-01-01", commit=None).says_the_same(earlier)
+    assert entry(peak_allocated=5, step_time=0.6, recorded="2027-01-01", commit=None).is_equivalent(earlier)
 
 
 def test_an_accepted_measurement_keeps_its_counts_as_whole_numbers():
@@ -59,20 +59,20 @@ def test_an_accepted_measurement_keeps_its_counts_as_whole_numbers():
 @pytest.mark.parametrize("metric", ["peak_allocated", "flops", "operators", "syncs", "launches"])
 def test_an_entry_with_one_more_of_a_metric_or_a_metric_more_says_something_else(metric):
     earlier = entry(**{metric: 7})
-    assert not entry(**{metric: 8}).says_the_same(earlier)
-    assert not entry(**{metric: 7}, retained=0).says_the_same(earlier)
+    assert not entry(**{metric: 8}).is_equivalent(earlier)
+    assert not entry(**{metric: 7}, retained=0).is_equivalent(earlier)
 
 
 def test_an_entry_of_another_workload_says_something_else():
     other = replace(WORKLOAD, parameters=1001)
-    assert not entry(workload=other, peak_allocated=5).says_the_same(entry(peak_allocated=5))
+    assert not entry(workload=other, peak_allocated=5).is_equivalent(entry(peak_allocated=5))
 
 
 def test_under_another_release_of_torch_bytes_say_the_same_and_counts_something_else():
     # Bytes do not depend on it. Counts may: as long as it is another release, more of them are only doubted.
     later = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.14.0"})
-    assert entry(environment=later, peak_allocated=5).says_the_same(entry(peak_allocated=5))
-    assert not entry(environment=later, peak_allocated=5, syncs=0).says_the_same(entry(peak_allocated=5, syncs=0))
+    assert entry(environment=later, peak_allocated=5).is_equivalent(entry(peak_allocated=5))
+    assert not entry(environment=later, peak_allocated=5, syncs=0).is_equivalent(entry(peak_allocated=5, syncs=0))
 
 
 @pytest.mark.parametrize("detail", ["cpu_capability", "allocator", "emulated_cudnn"])
@@ -80,11 +80,11 @@ def test_an_entry_from_where_the_same_bytes_mean_something_else_says_something_e
     # What moves a metric by itself is a reason to doubt its growth: once accepted elsewhere, it must be no reason any more.
     here, there = (Environment("gpu", "GPU", {detail: value}) for value in ("new", "old"))
     metrics = {"peak_allocated": 5, "peak_reserved": 5}
-    assert not entry(environment=here, **metrics).says_the_same(entry(environment=there, **metrics))
+    assert not entry(environment=here, **metrics).is_equivalent(entry(environment=there, **metrics))
 
 
 def test_what_is_absent_is_absent_everywhere_unless_told():
-    assert NoBaseline() == NoBaseline(elsewhere=())
+    assert NoBaseline() == NoBaseline(other_devices=())
 
 
 # Compositions
@@ -121,18 +121,18 @@ def test_a_composition_is_news_only_where_there_is_none():
     without = entry(peak_allocated=5)
     one = replace(without, composition=Composition(5, (Row("input", 5, site="a.py:1"),)))
     other = replace(without, composition=Composition(5, (Row("input", 5, site="a.py:2"),)))
-    assert not one.says_the_same(without)
-    assert without.says_the_same(one)
-    assert one.says_the_same(other), "a line moved, and no byte"
+    assert not one.is_equivalent(without)
+    assert without.is_equivalent(one)
+    assert one.is_equivalent(other), "a line moved, and no byte"
 
 
 @pytest.mark.parametrize("lacking", ["workspaces", "unused_before"])
 def test_an_entry_that_tells_what_an_older_version_did_not_says_something_else(lacking):
     without = entry(peak_allocated=5)
     one, other = (replace(without, **{lacking: nbytes}) for nbytes in (0, 1))
-    assert not one.says_the_same(without)
-    assert without.says_the_same(one)
-    assert one.says_the_same(other)
+    assert not one.is_equivalent(without)
+    assert without.is_equivalent(one)
+    assert one.is_equivalent(other)
 
 
 # Times
@@ -146,7 +146,7 @@ def runs_of(*samples: Sample) -> Runs | None:
 
 
 def sample_of(seconds: float, pace: float | None = None, invalid: str | None = None) -> Sample:
-    return Sample((Round(seconds, pace),), 1, invalid, None if invalid is None else Slowed(4.0))
+    return Sample((Round(seconds, pace),), 1, invalid, None if invalid is None else Slowdown(4.0))
 
 
 def test_an_accepted_measurement_is_the_first_run_of_its_baseline():

@@ -14,7 +14,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.causes import CausesOf, cause_notes
+from pytest_gpumem.reports.causes import SessionCauses, cause_notes
 from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row, holder_at
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
@@ -59,7 +59,7 @@ def test_a_line_that_explains_all_tests_is_the_only_cause():
     # Of 42 MB there are 60 more at the line, since others have shrunk.
     assert told(found) == [(("model.py:38",), 3, 42 * MB + 10 * MB + 30 * MB)]
     (cause,) = found.causes
-    assert (cause.module, cause.operator, cause.what) == ("blocks.*.attn", "_softmax", "4 x float32[8, 256, 256]")
+    assert (cause.module, cause.operator, cause.tensors) == ("blocks.*.attn", "_softmax", "4 x float32[8, 256, 256]")
     assert (cause.largest.growth.test, cause.largest.amount) == ("test_it.py::test_a", 42 * MB)
     assert [(share.growth.test, share.amount) for share in found.not_explained] == [("test_it.py::test_c", 3 * MB)]
     assert found.unexplained == ()
@@ -233,7 +233,7 @@ def test_a_single_line_is_no_cause_because_smaller_rows_may_have_grown(tensors):
     rows = [replace(SCORES, tensor=f"float32[8, {number}, 256]") for number in range(tensors)]
     found = causes_of([one_of("test_a", *rows)])
     assert found.causes == ()
-    assert cause_notes(CausesOf(found, 1), "si") == [
+    assert cause_notes(SessionCauses(found, 1), "si") == [
         "not certain: model.py:38: peak allocated +6.00 MB in 1 test: test_it.py::test_a"
     ]
 
@@ -255,7 +255,7 @@ def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
     )
     measured = replace(measured, difference=replace(measured.difference, changes=changes))
     tests = [replace(test, verdicts=(measured,)), one_of("test_b", MLP, SCORES)]
-    assert cause_notes(CausesOf(causes_of(tests), 2), "si") == [
+    assert cause_notes(SessionCauses(causes_of(tests), 2), "si") == [
         "not explained: peak allocated +48.00 MB in 1 test: test_it.py::test_a",
         "not certain: model.py:38 or model.py:60: peak allocated +18.00 MB in 2 tests: test_it.py::test_a and 1 other",
     ]
@@ -287,7 +287,7 @@ def test_growth_without_a_line_is_put_down_to_packages_or_a_budget_or_unexplaine
     budgets = [TestVerdict("test_it.py", name, (verdict(over),)) for name in ("test_c", "test_d", "test_e")]
     alone = TestVerdict("test_it.py", "test_g", (verdict(replace(over, budget=11 * MB)),))
     found = causes_of([*same, *budgets, alone, regressed("test_f", (OTHERS, 3 * MB))])
-    assert [(cause.kind, cause.packages, cause.what, len(cause.tests), cause.total) for cause in found.causes] == [
+    assert [(cause.kind, cause.packages, cause.tensors, len(cause.tests), cause.total) for cause in found.causes] == [
         ("budget", (), "peak_allocated 10000000", 3, 6 * MB),
         ("packages", ("lib 2.0, was 1.0",), "", 2, 10 * MB),
     ]
@@ -422,7 +422,7 @@ def leaking_at(name, row, nbytes, paths):
 def test_one_of_two_holders_is_no_cause_if_nothing_proves_which():
     found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER)])
     assert found.causes == ()
-    assert cause_notes(CausesOf(found, 1), "si") == [
+    assert cause_notes(SessionCauses(found, 1), "si") == [
         "not certain: kept in Net.last or kept in Net.seen[...]: retained +6.00 MB in 1 test: test_it.py::test_a"
     ]
 

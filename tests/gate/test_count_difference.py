@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.gate.count_difference import changed_tallies
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally, kept, of_layers, summed, total, without_places
+from pytest_gpumem.values.operator_counts import (
+    OperatorSite,
+    Tally,
+    of_layers,
+    reduced_tallies,
+    sum_tallies,
+    total,
+    without_places,
+)
 
 
 def tally(operator: str, amount: int, line: int = 0, module: str = "h.*", file: str = "model.py") -> Tally:
@@ -26,7 +34,7 @@ TALLIES = st.lists(
         st.sampled_from(["model.py", "train.py"]),
     ),
     max_size=8,
-).map(summed)
+).map(sum_tallies)
 
 
 @given(TALLIES)
@@ -75,8 +83,8 @@ def test_the_layer_that_has_more_is_named():
 
 def test_layers_are_folded_before_places_are_dropped():
     layers = [tally("mm", 3, 10, "h.0"), tally("mm", 9, 10, "h.{1-3}"), tally("add", 2, 11)]
-    assert kept(layers, 3) == summed(layers)
-    assert kept(layers, 2) == summed([tally("mm", 12, 10), tally("add", 2, 11)])
+    assert reduced_tallies(layers, 3) == sum_tallies(layers)
+    assert reduced_tallies(layers, 2) == sum_tallies([tally("mm", 12, 10), tally("add", 2, 11)])
 
 
 def test_a_baseline_from_before_layers_were_named_is_equal():
@@ -101,8 +109,8 @@ MORE = tally("mm", 6, 30, "down")
 
 @given(TALLIES, TALLIES.filter(bool), st.integers(1, 3))
 def test_the_same_is_no_change_for_a_baseline_that_kept_only_some_places(tallies, others, most):
-    assert changed_tallies(kept(tallies, most), tallies) == ()
-    assert total(changed_tallies(kept(tallies, most), [*tallies, *others])) == total(others)
+    assert changed_tallies(reduced_tallies(tallies, most), tallies) == ()
+    assert total(changed_tallies(reduced_tallies(tallies, most), [*tallies, *others])) == total(others)
 
 
 def test_the_rest_holds_no_more_than_it_had_and_no_call_at_a_place_that_was_kept():

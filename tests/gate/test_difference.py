@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference, Moved, difference, difference_of_peaks, with_changed_lines
-from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merged
+from pytest_gpumem.gate.difference import (
+    Change,
+    Difference,
+    PeakMove,
+    difference,
+    difference_of_peaks,
+    with_changed_lines,
+)
+from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merge_rows
 from pytest_gpumem.values.module_calls import EVERYWHERE, Caller, Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -90,7 +97,7 @@ def test_a_peak_that_moved_is_compared_with_what_was_there_in_its_phase_then():
     told = difference_of_peaks(was, is_now, {"forward": then}, {"backward": there})
     assert told.changes == (Change(None, COPIED),)
     assert (told.before, told.after) == (then.total, is_now.total)
-    assert told.moved == Moved("backward", "forward", "forward", there.total)
+    assert told.moved == PeakMove("backward", "forward", "forward", there.total)
 
 
 def test_a_peak_that_moved_is_else_compared_at_its_old_phase_now():
@@ -98,7 +105,7 @@ def test_a_peak_that_moved_is_else_compared_at_its_old_phase_now():
     wider = row("head", "mm", shape=(64, 2000), count=1)
     told = difference_of_peaks(was, is_now, {}, {"backward": at("backward", wider, GRADIENT)})
     assert [(one.before, one.after) for one in told.changes] == [(LOGITS, wider)]
-    assert told.moved == Moved("backward", "forward", "backward", PARAMETER.nbytes + wider.nbytes + GRADIENT.nbytes)
+    assert told.moved == PeakMove("backward", "forward", "backward", PARAMETER.nbytes + wider.nbytes + GRADIENT.nbytes)
 
 
 @pytest.mark.parametrize(("before", "after"), [("forward", "forward"), ("", "forward"), ("forward", "")])
@@ -531,7 +538,7 @@ rows = st.builds(
     site=st.sampled_from(["", "model.py:10", "model.py:11", "train.py:3"]),
     library=st.sampled_from(["", "lib/nn.py:40"]),
 )
-compositions = st.lists(rows, max_size=40).map(lambda found: made_of(*merged(found)))
+compositions = st.lists(rows, max_size=40).map(lambda found: made_of(*merge_rows(found)))
 
 
 @given(compositions, compositions)
@@ -559,7 +566,7 @@ def test_no_renaming_of_modules_and_no_moved_lines_change_anything(composition, 
         )
         for one in composition.rows
     ]
-    assert difference(composition, made_of(*merged(after))).changes == ()
+    assert difference(composition, made_of(*merge_rows(after))).changes == ()
 
 
 @given(compositions, compositions)

@@ -13,7 +13,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
 from pytest_gpumem.gate.difference import difference
-from pytest_gpumem.gate.judge import MOSTLY_WORKSPACES, failing_outcomes, judge, tolerances_of_emulated
+from pytest_gpumem.gate.judge import MOSTLY_WORKSPACES, emulated_tolerances, failing_outcomes, judge
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS, Tolerance
@@ -202,7 +202,7 @@ def test_what_the_baseline_has_and_the_measurement_lacks_is_noted():
 
 def test_what_is_not_compared_between_an_emulated_gpu_and_a_real_one_is_noted():
     now = measured(peak_allocated=GB, launches=3)
-    verdict = judge(now, Budget(), stored(peak_allocated=GB, launches=5), tolerances_of_emulated(DEFAULT_TOLERANCES))
+    verdict = judge(now, Budget(), stored(peak_allocated=GB, launches=5), emulated_tolerances(DEFAULT_TOLERANCES))
     assert verdict.of("launches").outcome is Outcome.RECORDED
     assert verdict.measurement.notes == (
         "not compared: kernel launches of an emulated GPU, which cannot be compared with a real GPU's",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.difference import CHANGED_LINE, Change, Difference, difference, with_changed_lines
 from pytest_gpumem.gate.smaller_rows import MOST_ALTERNATIVES
-from pytest_gpumem.values.composition import REST, Composition, Row, merged
+from pytest_gpumem.values.composition import REST, Composition, Row, merge_rows
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -27,7 +27,9 @@ def row(name: str, nbytes: int, count: int = 4, category: str = "activation", te
 
 def stored(composition: Composition, listed: int) -> Composition:
     """A baseline that lists so many rows, as versions did that split ties."""
-    rests = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in composition.rows[listed:])
+    rests = merge_rows(
+        Row(row.category, row.nbytes, operator=REST, count=row.count) for row in composition.rows[listed:]
+    )
     return replace(composition, rows=(*composition.rows[:listed], *rests))
 
 
@@ -299,7 +301,7 @@ def test_unchanged_and_refactored_code_has_no_growth_and_no_alternatives(blocks,
         for each in whole.rows
     ]
     assert difference(keep(whole), whole).changes == ()
-    assert difference(keep(whole), made_of(*merged(moved))).changes == ()
+    assert difference(keep(whole), made_of(*merge_rows(moved))).changes == ()
 
 
 @given(st.lists(BLOCKS, min_size=1, max_size=9), st.lists(BLOCKS, min_size=1, max_size=9))

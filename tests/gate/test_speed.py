@@ -19,7 +19,7 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.units import ThroughputLimit, parse_rate
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.times import Round, Sample, Times
 
 TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
@@ -74,7 +74,7 @@ def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
 
 
 def test_the_value_is_of_the_sample_that_decides_and_not_of_a_slower_valid_one():
-    confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowed(1e6)))
+    confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowdown(1e6)))
     verdict = judge_step_time(confirmed_by_none, Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.value) == (Outcome.OK, 1.0)
     assert verdict.interval[0] < verdict.value < verdict.interval[1]
@@ -89,7 +89,7 @@ def test_of_a_relative_and_an_absolute_tolerance_the_larger_one_holds():
 
 
 def test_what_is_uncertain_has_its_reason():
-    sample = sample_of(*[1.2] * 12, invalid=THROTTLED, slowed=Slowed(1e6))
+    sample = sample_of(*[1.2] * 12, invalid=THROTTLED, slowed=Slowdown(1e6))
     verdict = judge_step_time(measured(sample), Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
 
@@ -196,7 +196,7 @@ def test_a_throughput_that_misses_its_budget_within_what_times_vary_by_is_uncert
 
 
 def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain():
-    disturbed = sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowed(1e6))
+    disturbed = sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowdown(1e6))
     for samples in ([disturbed], [disturbed, 0.9], [0.9, disturbed]):
         verdict = throughput("2 steps/s", *samples)
         assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
@@ -205,12 +205,14 @@ def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain(
 @pytest.mark.parametrize(("taken", "outcome"), [(1.0, Outcome.OVER_BUDGET), (6.0, Outcome.UNCERTAIN)])
 def test_a_throughput_that_is_missed_by_more_than_load_accounts_for_is_over_budget(taken, outcome):
     rounds = tuple(Round(0.5, taken=taken) for _ in range(12))
-    busy = Sample(rounds, invalid="other processes used 0.90 of 2 cores meanwhile", slowed=Slowed(1.2))
+    busy = Sample(rounds, invalid="other processes used 0.90 of 2 cores meanwhile", slowed=Slowdown(1.2))
     assert throughput("40 samples/s", busy).outcome is outcome
 
 
 def test_a_disturbed_sample_that_meets_the_budget_meets_it():
-    assert throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED, slowed=Slowed(1e6))).outcome is Outcome.OK
+    assert (
+        throughput("2 steps/s", sample_of(*[0.4] * 12, invalid=THROTTLED, slowed=Slowdown(1e6))).outcome is Outcome.OK
+    )
 
 
 # Budgets that hold nothing

@@ -14,7 +14,7 @@ from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, Tes
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Round, Sample, Times
@@ -143,7 +143,7 @@ ROW = Row("activation", 10**9, "h.*", "model.py:88", "lib.py:3", "mul", "float32
 # Each of these has a property of its own: in tests/values, and in test_difference.py.
 EXPLANATION = Explanation(Composition(2 * 10**9, (ROW,)), Composition(5, ()), Composition(7, ()), ("a -> a",), 2**60)
 DIFFERENCE = Difference(3, 2**53, (Change(ROW, ROW, "4 -> 8 tensors"), Change(None, ROW, "")))
-TIMES = Times((Sample((Round(0.1, 1e9, "hot"), Round(0.2)), 3, "it was hot", Slowed(1.2, 1.1)),), {"forward": 0.1})
+TIMES = Times((Sample((Round(0.1, 1e9, "hot"), Round(0.2)), 3, "it was hot", Slowdown(1.2, 1.1)),), {"forward": 0.1})
 NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
 SECONDS = st.floats(1e-9, 1e6)
 PEAKS = st.lists(st.integers(0, 2**60), max_size=3).map(tuple)

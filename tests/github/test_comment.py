@@ -20,7 +20,7 @@ from pytest_gpumem.github.comment import (
     marker,
     pull_request_of_event,
     put_comment,
-    room,
+    room_in_comment,
 )
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
@@ -248,12 +248,12 @@ def test_markdown_is_put_as_it_is_under_the_name_of_the_comment(run, github):
 
 
 def test_markdown_that_is_too_long_is_refused_before_github_does(run, github, tmp_path):
-    (tmp_path / "gpumem.md").write_text("é" * (room("gpumem") + 1))
+    (tmp_path / "gpumem.md").write_text("é" * (room_in_comment("gpumem") + 1))
     done = run("gpumem.md")
     assert done.exit_code == 2
     assert "the comment has room for only 65,505" in done.output
     assert github.requests == []
-    (tmp_path / "gpumem.md").write_text("é" * room("gpumem"))
+    (tmp_path / "gpumem.md").write_text("é" * room_in_comment("gpumem"))
     assert run("gpumem.md").exit_code == 0
     assert len(github.comments[0]["body"]) == LIMIT
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.events import AllocationEvent, Open
+from pytest_gpumem.values.events import AllocationEvent, SpanBegin
 from tests.gpu.project import without_chance
 from tests.workspaces import KEPT
 
@@ -164,7 +164,7 @@ def test_a_recorded_stretch_tells_what_was_asked_for_and_in_which_operator(devic
         del before
         torch.empty(10_000_001, dtype=torch.uint8, device="cuda")
     assert changes(recorded) == [1001, -513, 10_000_001, -10_000_001]
-    assert {token.name for token in recorded if isinstance(token, Open)} == {"aten::empty"}
+    assert {token.name for token in recorded if isinstance(token, SpanBegin)} == {"aten::empty"}
     assert kept.is_cuda
 
 
@@ -206,7 +206,7 @@ def test_a_node_leads_back_to_its_operator_whichever_thread_counts(device: Devic
     with device.recorded(recorded):
         step()
     made: dict[int, set[str]] = {}
-    spans = [token for token in recorded if isinstance(token, Open) and token.sequence >= 0]
+    spans = [token for token in recorded if isinstance(token, SpanBegin) and token.sequence >= 0]
     for span in spans:
         if span.kind == "operator":
             made.setdefault(span.sequence, set()).add(plain(span.name.removeprefix("aten::")))

@@ -38,7 +38,7 @@ CPU = CpuDevice()
 
 def counted(step, device=CPU) -> Counts:
     found = count_step(step, device)
-    assert found.trouble is None
+    assert found.failure is None
     return found.counts
 
 
@@ -361,7 +361,7 @@ def test_a_convolution_counts_each_product_of_a_weight_and_a_pixel():
 @pytest.mark.filterwarnings("ignore")  # importing torchao warns
 def test_int8_weights_count_as_the_products_that_they_are():
     pytest.importorskip("torchao")
-    model = quantized(torch.nn.Sequential(torch.nn.Linear(64, 32)), StepConfig(weights="int8"), given=False)
+    model = quantized(torch.nn.Sequential(torch.nn.Linear(64, 32)), StepConfig(weights="int8"), is_given=False)
     x = torch.ones(2, 64)
     assert counted(inferring(lambda: model(x))).flops == 2 * 2 * 64 * 32
 
@@ -522,11 +522,11 @@ def test_code_compiled_by_a_step_is_counted_in_eager_mode_and_compiled_afterward
 
 def test_of_what_is_compiled_only_launches_are_counted():
     ran = []
-    found = count_step(lambda: ran.append(True), Meta(), compiled=True)
-    assert (found.counts, found.trouble, len(ran)) == (Counts(launches=7), None, 1)
+    found = count_step(lambda: ran.append(True), Meta(), is_compiled=True)
+    assert (found.counts, found.failure, len(ran)) == (Counts(launches=7), None, 1)
     assert found.counts.metrics() == {"launches": 7}
     assert found.by_operator == {"launches": (Tally("gemm", 5), Tally("relu", 2))}
-    assert count_step(lambda: pytest.fail("it ran"), CPU, compiled=True).counts == Counts()
+    assert count_step(lambda: pytest.fail("it ran"), CPU, is_compiled=True).counts == Counts()
 
 
 def test_what_a_step_raises_when_it_is_counted_is_told_and_nothing_is_counted():
@@ -535,7 +535,7 @@ def test_what_a_step_raises_when_it_is_counted_is_told_and_nothing_is_counted():
 
     found = count_step(step, CPU)
     assert found.counts.metrics() == {}
-    assert found.trouble == "not counted: ValueError: no more batches"
+    assert found.failure == "not counted: ValueError: no more batches"
 
 
 def test_a_step_that_could_not_be_counted_holds_nothing():
@@ -546,7 +546,7 @@ def test_a_step_that_could_not_be_counted_holds_nothing():
         held.append(torch.multiprocessing.reductions.StorageWeakRef(mine.untyped_storage()))
         raise ValueError
 
-    assert count_step(step, CPU).trouble == "not counted: ValueError"
+    assert count_step(step, CPU).failure == "not counted: ValueError"
     assert held[0].expired()
 
 

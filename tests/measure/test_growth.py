@@ -52,7 +52,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 def measured(device, run):
-    return measure_step([Phase("step", run)], device, not_own=[device.live()])
+    return measure_step([Phase("step", run)], device, other_bytes=[device.live()])
 
 
 def keeping(every: int, kept, first: int = 0):
@@ -121,5 +121,5 @@ def test_a_step_that_repeats_runs_no_more_often_for_it(device):
 def test_peaks_that_rise_with_a_leak_are_said_to_grow(device):
     run, _ = keeping(1, [])
     figures = measured(device, run)
-    assert not figures.settled
+    assert not figures.is_settled
     assert figures.notes() == ("peaks grew from step to step: 24.00 kB in the first of 9, 120.00 kB in the last",)

@@ -97,7 +97,7 @@ def test_what_micro_batches_save_is_the_activations_of_the_others(bench):
 @pytest.mark.parametrize("config", ["fp32", "amp-fp16", "compile=eager", "checkpoint=blocks,zero_grad=zero"])
 def test_a_step_gives_the_same_bytes_again_and_leaves_nothing_behind(bench, config):
     first, second = train(bench, config), train(bench, config)
-    assert first.figures.settled
+    assert first.figures.is_settled
     assert first.metrics() == second.metrics()
     assert first.metrics()["retained"] == 0
 
@@ -231,4 +231,4 @@ def test_after_an_error_nothing_of_the_config_is_left(bench):
         train(bench, "amp-bf16,checkpoint=ops", model, loss=loss)
     assert not any("forward" in vars(module) for module in model.modules())
     assert not torch.is_autocast_enabled("cpu")
-    assert train(bench, "fp32", model).figures.settled
+    assert train(bench, "fp32", model).figures.is_settled

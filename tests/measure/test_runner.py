@@ -88,8 +88,8 @@ def measured(device, phases, held: list, *, timed=False, state=None, **more) -> 
     device.quiesce()
     blocks = blocks_of(reachable_tensors(held), device.torch_device)
     device.register_existing(own())
-    not_own = [device.live() - sum(blocks.values())]
-    figures = measure_step(phases, device, not_own=not_own, state=state, **more)
+    other_bytes = [device.live() - sum(blocks.values())]
+    figures = measure_step(phases, device, other_bytes=other_bytes, state=state, **more)
     return replace(figures, times=first_times(phases, device, own, TimeBudget(0.1))) if timed else figures
 
 
@@ -123,7 +123,7 @@ def test_a_step_of_sgd_holds_parameters_gradients_and_one_output(device):
     assert metrics["peak_optimizer"] == PARAMETERS + BATCH + PARAMETERS + LOSS
     assert metrics["peak_allocated"] == max(value for name, value in metrics.items() if name.startswith("peak_"))
     assert (metrics["retained"], metrics["cyclic_garbage"]) == (0, 0)
-    assert figures.settled
+    assert figures.is_settled
 
 
 def test_a_step_of_adamw_holds_two_moments_a_count_and_what_it_computes_with(device):
@@ -137,7 +137,7 @@ def test_a_step_of_adamw_holds_two_moments_a_count_and_what_it_computes_with(dev
     scalars = metrics["peak_optimizer"] - (own + PARAMETERS + LOSS + 2 * WEIGHT)
     assert 0 <= scalars <= 32
     assert (metrics["retained"], metrics["cyclic_garbage"]) == (0, 0)
-    assert figures.settled
+    assert figures.is_settled
 
 
 def test_an_inference_step_holds_parameters_batch_and_output(device):
@@ -187,9 +187,9 @@ def test_a_tensor_that_nobody_counted_and_that_the_step_replaces_counts_once():
 
 def test_foreign_bytes_are_in_no_figure(device):
     alone = linear_step(device, torch.optim.AdamW).memory.memory_metrics()
-    not_own = tensor(500 * KB)
+    other_bytes = tensor(500 * KB)
     assert linear_step(device, torch.optim.AdamW).memory.memory_metrics() == alone
-    assert not_own.numel() == 500 * KB
+    assert other_bytes.numel() == 500 * KB
 
 
 # Phases
@@ -239,7 +239,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_step([Phase("fail", fail)], device, not_own=[device.live()])
+        measure_step([Phase("fail", fail)], device, other_bytes=[device.live()])
     assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
@@ -270,9 +270,9 @@ def counting_step(sizes):
 def test_a_step_is_warmed_up_until_two_peaks_agree_and_four_more_are_looked_at(device, sizes, warm_ups):
     run, ran = counting_step(sizes)
     figures = measured(device, [Phase("step", run)], [])
-    assert figures.settled
+    assert figures.is_settled
     assert figures.left_out == warm_ups - 2
-    assert len(figures.seen) == warm_ups + FURTHER_STEPS
+    assert len(figures.runs) == warm_ups + FURTHER_STEPS
     assert len(ran) == warm_ups + FURTHER_STEPS + AFTERWARDS
     assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
 
@@ -280,8 +280,8 @@ def test_a_step_is_warmed_up_until_two_peaks_agree_and_four_more_are_looked_at(d
 def test_nothing_but_the_peak_is_measured_where_no_more_is_asked_for(device):
     run, ran = counting_step([9 * KB, 5 * KB])
     figures = measured(device, [Phase("step", run)], [], peak_only=True)
-    assert figures.settled
-    assert len(figures.seen) == 3
+    assert figures.is_settled
+    assert len(figures.runs) == 3
     assert len(ran) == 3
     assert figures.counted == NO_COUNTS
     assert figures.memory.memory_metrics()["peak_allocated"] == 5 * KB
@@ -296,14 +296,14 @@ def test_what_is_made_lazily_in_the_first_step_is_measured_in_the_state_that_rep
         tensor(10 * KB)
 
     figures = measured(device, [Phase("step", run)], [state])
-    assert figures.settled
+    assert figures.is_settled
     assert figures.memory.memory_metrics() == {"peak_allocated": 110 * KB, "retained": 0, "cyclic_garbage": 0}
 
 
 def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
     run, ran = counting_step([number * KB for number in range(1, 20)])
     figures = measured(device, [Phase("step", run)], [])
-    assert not figures.settled
+    assert not figures.is_settled
     assert len(ran) == MOST_WARM_UPS + FURTHER_STEPS + AFTERWARDS + FURTHER_COUNTED_STEPS
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS) * KB
 
@@ -311,7 +311,7 @@ def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
 def test_the_first_step_does_not_count_though_those_after_it_differ(device):
     run, _ = counting_step([300 * KB, *(number * KB for number in range(1, 20))])
     figures = measured(device, [Phase("step", run)], [])
-    assert (figures.settled, figures.left_out) == (False, 1)
+    assert (figures.is_settled, figures.left_out) == (False, 1)
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS - 1) * KB
 
 
@@ -337,14 +337,14 @@ def spiking(period: int, first: int):
 def test_the_peak_of_every_second_to_sixth_step_is_found_from_any_start(device, period, first):
     figures = measured(device, [Phase("step", spiking(period, first))], [])
     assert figures.memory.memory_metrics()["peak_allocated"] == 100 * KB
-    assert not figures.settled
+    assert not figures.is_settled
     assert figures.notes()[0].startswith("peaks differ from step to step: between 10.00 kB and 100.00 kB in ")
 
 
 def test_a_step_that_needs_more_than_those_that_repeat_is_left_out_and_named(device):
     run, _ = counting_step([10 * KB, 200 * KB, 10 * KB])
     figures = measured(device, [Phase("step", run)], [])
-    assert figures.settled
+    assert figures.is_settled
     assert figures.memory.memory_metrics()["peak_allocated"] == 10 * KB
     assert figures.step_peaks == StepPeaks((10 * KB, 200 * KB, *[10 * KB] * 6), left_out=2)
     assert figures.notes() == (
@@ -366,7 +366,7 @@ def working(turns: list[int]):
 def test_what_every_second_step_does_more_is_counted_though_all_have_the_same_peak(device):
     for first in (1, 5):
         figures = measured(device, [Phase("step", working([first, 6 - first] * 10))], [])
-        assert figures.settled
+        assert figures.is_settled
         assert figures.counted.counts.metrics() == {"flops": 5 * 1024, "operators": 5, "syncs": 0}
         assert figures.counted.lowest == {"flops": 1024, "operators": 1}
         assert figures.notes() == (
@@ -392,7 +392,7 @@ def test_a_step_whose_phases_trade_bytes_has_not_settled(device):
 
     figures = measured(device, [Phase("first", first), Phase("second", lambda: tensor(500 * KB))], [])
     assert set(figures.step_peaks.allocated) == {500 * KB}
-    assert not figures.settled
+    assert not figures.is_settled
 
 
 def moving_state(stays_from: int):
@@ -405,15 +405,15 @@ def moving_state(stays_from: int):
 def test_a_step_that_moves_its_state_is_warmed_up_until_it_stays_and_no_longer(device, warm_ups):
     run, state, ran = moving_state(stays_from=warm_ups - 1)
     figures = measured(device, [Phase("step", run)], [], state=state)
-    assert figures.settled
-    assert len(figures.seen) == warm_ups + FURTHER_STEPS
+    assert figures.is_settled
+    assert len(figures.runs) == warm_ups + FURTHER_STEPS
     assert len(ran) == warm_ups + FURTHER_STEPS + AFTERWARDS
 
 
 def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device):
     run, state, ran = moving_state(stays_from=10**6)
     figures = measured(device, [Phase("step", run)], [], state=state)
-    assert not figures.settled
+    assert not figures.is_settled
     steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
     assert len(ran) == steps + AFTERWARDS + FURTHER_COUNTED_STEPS
     assert figures.notes()[0] == f"no 2 consecutive steps of {steps} were equal: they compiled again, or overflowed"
@@ -428,7 +428,7 @@ def test_a_step_that_keeps_a_tensor_each_time_retains_it_and_does_not_settle(dev
     metrics = figures.memory.memory_metrics()
     assert metrics["retained"] == 10 * KB
     assert metrics["cyclic_garbage"] == 0
-    assert not figures.settled
+    assert not figures.is_settled
 
 
 def make_cycle(nbytes: int) -> None:
@@ -586,7 +586,7 @@ def test_the_collector_is_left_as_it_was(on):
 def test_figures_are_differences_and_need_no_zero():
     for zero in (0, 10**6):
         figures = Figures(
-            not_own=zero + 50,
+            other_bytes=zero + 50,
             live_before=zero + 150,
             reserved_before=zero + 400,
             peak=Peak(zero + 250, zero + 600),
@@ -685,7 +685,7 @@ def run_scripted(timed: bool, phases=("step",), seconds: float = 2.0) -> list[st
 
 def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | None = None) -> StepFigures:
     step = [Phase(name, lambda: device.asked.append("run")) for name in phases]
-    figures = measure_step(step, device, not_own=[0])
+    figures = measure_step(step, device, other_bytes=[0])
     if time_budget is None:
         return figures
     return replace(figures, times=first_times(step, device, lambda: [Held()], time_budget))
@@ -721,7 +721,7 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.measure.runner.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, not_own=[before])
+        measure_step([Phase("step", step)], device, other_bytes=[before])
     assert counting
     assert device.close_window(outer).allocated - before == KB
 
@@ -824,7 +824,7 @@ def test_what_only_cpp_code_holds_is_still_known_when_a_step_has_been_timed(devi
     device.register_existing(reached())
     before = device.live()
     device.quiesce()
-    figures = measure_step(phases, device, not_own=[before])
+    figures = measure_step(phases, device, other_bytes=[before])
     first_times(phases, device, reached, TimeBudget())
     if again:
         sample_again(phases, device, reached, 0.1)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.difference import Change, Difference, Moved
+from pytest_gpumem.gate.difference import Change, Difference, PeakMove
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
 from pytest_gpumem.values.selection import Selection
@@ -103,9 +103,9 @@ def everything(text: str) -> SessionReport:
     old, new = explanation.peak.rows[1], explanation.peak.rows[0]
     changes = (Change(None, new, text), Change(old, None, text), Change(old, old))
     changes += (Change(None, Row("activation", 3, operator=REST), "", (new, old)),)
-    growth = Difference(8 * GB, 9 * GB, changes, Moved(text, text, text, 7 * GB))
+    growth = Difference(8 * GB, 9 * GB, changes, PeakMove(text, text, text, 7 * GB))
     times = Times(
-        (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, Slowed(1.2, 1.1)), Sample((Round(0.3),))),
+        (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, Slowdown(1.2, 1.1)), Sample((Round(0.3),))),
         {"forward": 0.1, text: 0.2},
     )
     environment = Environment(text, text, {f"a {text}": text, "count": 3})

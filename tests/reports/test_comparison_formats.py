@@ -12,7 +12,14 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.comparison import ChangedPackage, Compared, ComparedChange, ComparedRow, LeftOut, changes_of
+from pytest_gpumem.reports.comparison import (
+    ChangedPackage,
+    ComparedChange,
+    ComparedRow,
+    ComparisonReport,
+    OmittedTest,
+    changes_of,
+)
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.timing.intervals import Interval
@@ -29,8 +36,8 @@ GROWN = ComparedChange("peak_allocated", 8_120_000_000, 9_310_000_000, Outcome.R
 LEAK = ComparedChange("retained", 0, 4_000_000, Outcome.REGRESSED, 1e6)
 
 
-def report(*rows, left_out=(), pairs=5):
-    return Compared(BASE, HEAD, tuple(rows), tuple(left_out), pairs=pairs, tolerance=0.02)
+def report(*rows, omitted_tests=(), pairs=5):
+    return ComparisonReport(BASE, HEAD, tuple(rows), tuple(omitted_tests), pairs=pairs, tolerance=0.02)
 
 
 def row(test, *changes, notes=(), only_one=True):
@@ -98,9 +105,9 @@ def test_uncompared_measurements_have_a_reason_and_all_are_accounted_for():
     lines = table(
         report(
             row("test_a", UNSURE, notes=("measured in 4 of 5 runs of head",), only_one=False),
-            left_out=[
-                LeftOut("test_it.py::test_b", "not compared", "it ran in head only"),
-                LeftOut("test_it.py::test_c", "broken", "it failed by itself, in head"),
+            omitted_tests=[
+                OmittedTest("test_it.py::test_b", "not compared", "it ran in head only"),
+                OmittedTest("test_it.py::test_c", "broken", "it failed by itself, in head"),
             ],
         ),
         "si",
@@ -145,8 +152,8 @@ def test_a_test_id_is_a_code_span_within_its_cell_whatever_it_has(test, code):
 
 
 def test_no_reason_or_revision_becomes_markup():
-    left_out = LeftOut("test[<b>]", "not compared", "see @me\n# and [x](y)")
-    named = Compared(Revision("a_*b*_`c`", "1f3c9ab0"), HEAD, (), (left_out,), pairs=4, tolerance=0.02)
+    left_out = OmittedTest("test[<b>]", "not compared", "see @me\n# and [x](y)")
+    named = ComparisonReport(Revision("a_*b*_`c`", "1f3c9ab0"), HEAD, (), (left_out,), pairs=4, tolerance=0.02)
     text = markdown(named, "si", finished=True)
     assert "### gpumem ab: a\\_\\*b\\*\\_\\`c\\` (1f3c9ab) and HEAD" in text
     assert "- not compared: test\\[&lt;b&gt;\\]: see <span>@</span>me <span>#</span> and \\[x\\](y)" in text
@@ -179,7 +186,11 @@ def test_packages_are_told_in_markdown_and_json():
 def test_json_has_every_figure_and_everything_that_was_left_out():
     plain = json.loads(
         to_json(
-            report(row("test_a", SLOWER, PEAK), row("test_b", LEAK), left_out=[LeftOut("test_c", "broken", "gone")]),
+            report(
+                row("test_a", SLOWER, PEAK),
+                row("test_b", LEAK),
+                omitted_tests=[OmittedTest("test_c", "broken", "gone")],
+            ),
             finished=True,
         )
     )

@@ -24,7 +24,7 @@ from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import ThroughputLimit
-from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally
 from pytest_gpumem.values.times import Round, Sample, Times
 
@@ -407,7 +407,7 @@ ON_EPYC = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.11.0", "machine
 
 def timed(*seconds: float, environment=ON_XEON, invalid=None) -> Measurement:
     """A measurement of a step on 8 samples, with a steady sample of each of ``seconds``."""
-    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid, invalid and Slowed(4.0)) for one in seconds))
+    times = Times(tuple(Sample((Round(one),) * 12, 1, invalid, invalid and Slowdown(4.0)) for one in seconds))
     metrics = {"peak_allocated": GB, "step_time": times.median}
     return Measurement("train_step", TRAIN, environment, metrics, times=times, work={"samples": 8})
 

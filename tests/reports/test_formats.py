@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.reports.files import write_report
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.whole_file import write_whole
 from tests.reports.sessions import OK, REGRESSED, session
 
 REPORT = session(OK, REGRESSED)
@@ -55,9 +55,9 @@ def test_a_path_that_no_file_can_have_is_an_error_of_the_system(tmp_path):
 
 
 def test_line_ends_stay_and_a_lone_surrogate_is_written_as_python_writes_it(tmp_path):
-    write_whole(tmp_path / "a.txt", "a\r\nb\nc\ud800")
+    write_atomically(tmp_path / "a.txt", "a\r\nb\nc\ud800")
     assert (tmp_path / "a.txt").read_bytes() == b"a\r\nb\nc\\ud800"
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "a.txt", "new\ud800", errors="strict")
+        write_atomically(tmp_path / "a.txt", "new\ud800", errors="strict")
     assert (tmp_path / "a.txt").read_bytes() == b"a\r\nb\nc\\ud800"
     assert [one.name for one in tmp_path.iterdir()] == ["a.txt"]

@@ -80,7 +80,7 @@ def test_what_makes_a_session_red_beside_its_tests_is_an_error_without_a_file():
 
 
 def test_what_is_uncertain_or_has_no_effect_is_a_warning():
-    report = session(OK, UNSURE, selection=Selection(idle_budgets=("the budget has no effect",)))
+    report = session(OK, UNSURE, selection=Selection(budgets_without_effect=("the budget has no effect",)))
     assert commands(report) == [
         ("warning", {"title": "gpumem"}, "the budget has no effect"),
         (
@@ -140,7 +140,7 @@ def test_no_text_breaks_out_of_its_command_and_none_is_lost(name):
 def test_an_id_that_is_too_long_for_a_title_stands_in_the_message():
     long = result(measured(peak(Outcome.REGRESSED)), test=f"test_[{'x' * 300}]", failure="grew")
     ((_, properties, data),) = commands(session(long))
-    assert len(properties["title"]) == github.MOST_OF_A_TITLE
+    assert len(properties["title"]) == github.TITLE_LIMIT
     assert data == f"tests/test_gpt.py::test_[{'x' * 300}]\ngrew"
 
 
@@ -353,7 +353,7 @@ def test_the_report_is_added_to_what_the_summary_has(tmp_path):
 
 def test_several_runs_of_a_step_stay_within_the_limit_together(tmp_path, monkeypatch):
     most = 2 * len(markdown(session(OK)).encode()) - 50
-    monkeypatch.setattr(github, "MOST_OF_A_SUMMARY", most)
+    monkeypatch.setattr(github, "SUMMARY_LIMIT", most)
     summary = tmp_path / "summary.md"
     said = [report_to_github(session(OK), tmp_path, environment(tmp_path)) for _ in range(9)]
     assert summary.stat().st_size <= most

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pytest_gpumem.reports.comparison_formats import nothing_as_json
+from pytest_gpumem.reports.comparison_formats import failure_as_json
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.job_result import job_result
 from pytest_gpumem.reports.json_report import to_json
@@ -41,7 +41,7 @@ def test_a_comparison_is_a_table_of_what_changed():
 
 
 def test_a_comparison_that_came_to_nothing_says_why():
-    result = job_result(nothing_as_json("tiny==9 cannot be installed\na log"), "it.json")
+    result = job_result(failure_as_json("tiny==9 cannot be installed\na log"), "it.json")
     assert not result.passed
     assert result.markdown(1_000) == "### gpumem ab: nothing was compared\n\ntiny==9 cannot be installed\n"
 

@@ -20,7 +20,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparison import compared, side_of_report
+from pytest_gpumem.reports.comparison import compare_sides, side_of_report
 from pytest_gpumem.reports.comparison_formats import markdown
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.formats import FORMATS
@@ -166,7 +166,7 @@ def test_every_format_shows_a_report_with_another_programs_figure_or_it_is_refus
     assert terminal_text(report, Screen(100, "utf-8"), verbosity=2)
     old, new = side_of_report("old", from_json(FULL, "b.json")), side_of_report("new", report)
     for pair in ((old, new), (new, old)):
-        assert markdown(compared(*pair, DEFAULT_TOLERANCES), "si")
+        assert markdown(compare_sides(*pair, DEFAULT_TOLERANCES), "si")
 
 
 # The schema
@@ -182,7 +182,9 @@ def test_the_schema_names_every_metric_category_and_outcome():
     definitions = SCHEMA["$defs"]
     assert definitions["metric_name"]["enum"] == list(METRICS)
     assert definitions["whole_metric"]["enum"] == [name for name, one in METRICS.items() if one.unit in WHOLE]
-    assert definitions["counted_metric"]["enum"] == [name for name, one in METRICS.items() if one.made_of_operators]
+    assert definitions["counted_metric"]["enum"] == [
+        name for name, one in METRICS.items() if one.is_counted_by_operator
+    ]
     (real,) = definitions["measurement"]["properties"]["metrics"]["patternProperties"]
     assert [name for name in METRICS if re.search(real, name)] == [
         name for name, one in METRICS.items() if one.unit not in WHOLE

@@ -12,7 +12,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports.escaping import one_line, visible
 from pytest_gpumem.reports.explanation import FILLED_ONCE
-from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
+from pytest_gpumem.reports.markdown import COMMENT_LIMIT, LEAST_BYTES, markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
 from pytest_gpumem.values.composition import Composition, Explanation, Row
@@ -235,7 +235,7 @@ def test_a_matrix_of_configs_has_its_table():
 
 def test_the_store_and_the_environment_are_told():
     unused = Stored(((H100.slug, Key("b.py", "test_gone", "call")),), frozenset({"b.py"}))
-    text = markdown(session(OK, said=("store: 1 baseline written (new)",), stored=unused, shards=3))
+    text = markdown(session(OK, closing_lines=("store: 1 baseline written (new)",), stored=unused, shards=3))
     assert "- store: 1 baseline written (new)" in text
     assert "1 unused baseline: b.py::test\\_gone" in text
     rows = cells(text)
@@ -274,7 +274,7 @@ def many(count: int) -> tuple[TestResult, ...]:
     )
 
 
-@pytest.mark.parametrize("most", [FEWEST, 3_000, MOST_OF_A_COMMENT])
+@pytest.mark.parametrize("most", [LEAST_BYTES, 3_000, COMMENT_LIMIT])
 def test_it_stays_within_its_limit_and_is_well_formed(most):
     text = markdown(session(*many(400)), most=most)
     assert most / 2 < len(text.encode()) <= most
@@ -297,7 +297,7 @@ def test_whole_parts_are_left_out_the_least_important_first_and_it_says_which():
         "To accept it": "details",
         "❌ `": "test",
     }
-    for most in range(size - 1, FEWEST, -50):
+    for most in range(size - 1, LEAST_BYTES, -50):
         text = markdown(report, most=most)
         read(text)
         gone += [part for part in parts if part not in text and part not in gone]
@@ -313,8 +313,8 @@ def test_what_fits_is_left_whole():
 
 def test_a_verdict_has_room_even_where_reasons_do_not():
     endless = TestResult(TestVerdict("a.py", "test_z", unmeasured="x" * 10_000), passed=True)
-    text = markdown(session(endless), most=FEWEST)
+    text = markdown(session(endless), most=LEAST_BYTES)
     assert text.startswith("### ❌ gpumem failed\n")
-    assert len(text.encode()) <= FEWEST
+    assert len(text.encode()) <= LEAST_BYTES
     with pytest.raises(ValueError, match="a verdict needs 300 bytes"):
-        markdown(session(OK), most=FEWEST - 1)
+        markdown(session(OK), most=LEAST_BYTES - 1)

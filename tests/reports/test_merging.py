@@ -14,10 +14,16 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import (
+    merge_reports,
+    repeated_tests,
+    run_twice,
+    unaccounted_baselines,
+    unselected_tests,
+)
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.reports.view import measured_in
+from pytest_gpumem.reports.view import shown_measurements
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 
@@ -79,13 +85,13 @@ SHARDS = st.builds(
     commit=st.sampled_from([None, "abc1234", "abc12345"]),
     terms=st.just(GATE),
     # Of one session a test has one result on a device.
-    results=st.lists(RESULTS, max_size=4).map(lambda found: merged([shard(*found)]).results),
+    results=st.lists(RESULTS, max_size=4).map(lambda found: merge_reports([shard(*found)]).results),
     not_run=st.lists(TESTS, max_size=2).map(lambda tests: tuple(sorted(set(tests)))),
     selection=st.builds(
         Selection,
         measured=st.frozensets(TESTS, max_size=3),
         files=st.frozensets(FILES),
-        idle_budgets=st.lists(NAMES, max_size=2).map(lambda texts: tuple(sorted(set(texts)))),
+        budgets_without_effect=st.lists(NAMES, max_size=2).map(lambda texts: tuple(sorted(set(texts)))),
         collected=st.frozensets(TESTS, max_size=3),
         collected_files=st.frozensets(FILES),
         uncollected=st.frozensets(TESTS, max_size=3),
@@ -95,11 +101,11 @@ SHARDS = st.builds(
         baselines=st.lists(KEYS, max_size=3).map(lambda keys: tuple(sorted(set(keys)))),
         gone=st.frozensets(FILES, max_size=2),
     ),
-    said=st.lists(NAMES, max_size=2).map(tuple),
+    closing_lines=st.lists(NAMES, max_size=2).map(tuple),
     errors=st.lists(NAMES, max_size=2).map(tuple),
     ended_early=st.one_of(st.none(), NAMES),
     not_collected=st.lists(FILES, max_size=2).map(lambda files: tuple(sorted(set(files)))),
-    others_failed=st.integers(0, 2),
+    unmeasured_failures=st.integers(0, 2),
 )
 unhurried = settings(deadline=None, max_examples=60)
 
@@ -107,24 +113,24 @@ unhurried = settings(deadline=None, max_examples=60)
 @unhurried
 @given(st.lists(SHARDS, min_size=1, max_size=4), st.randoms())
 def test_shards_in_any_order_give_the_same_bytes(shards, random):
-    first = to_json(merged(shards))
+    first = to_json(merge_reports(shards))
     random.shuffle(shards)
-    assert to_json(merged(shards)) == first
+    assert to_json(merge_reports(shards)) == first
 
 
 @unhurried
 @given(st.lists(SHARDS, min_size=2, max_size=4), st.integers(1, 3))
 def test_merging_what_was_merged_gives_the_same_bytes_as_merging_all_at_once(shards, cut):
     cut = min(cut, len(shards) - 1)
-    halves = [from_json(to_json(merged(part)), "a.json") for part in (shards[:cut], shards[cut:])]
-    assert to_json(merged(halves)) == to_json(merged(shards))
+    halves = [from_json(to_json(merge_reports(part)), "a.json") for part in (shards[:cut], shards[cut:])]
+    assert to_json(merge_reports(halves)) == to_json(merge_reports(shards))
 
 
 @unhurried
 @given(st.lists(SHARDS, min_size=1, max_size=3))
 def test_the_whole_is_red_when_a_test_of_any_shard_failed(shards):
     failed = {one.verdict.nodeid for part in shards for one in part.results if one.failed}
-    whole = merged(shards)
+    whole = merge_reports(shards)
     assert {one.verdict.nodeid for one in whole.results if one.failed} == failed
     assert not (failed and whole.passed)
 
@@ -145,13 +151,13 @@ def test_the_whole_is_red_when_a_test_of_any_shard_failed(shards):
 )
 def test_of_a_test_in_two_shards_the_result_that_speaks_most_against_it_counts(worse, better):
     shards = [shard(better), shard(worse)]
-    assert merged(shards).results == (worse,)
-    assert several(shards) == [TEST]
+    assert merge_reports(shards).results == (worse,)
+    assert repeated_tests(shards) == [TEST]
 
 
 def test_a_test_that_was_measured_on_two_devices_keeps_both_results():
     here, there = measured(device=H100), measured(Outcome.REGRESSED, failed=True, device=A100)
-    whole = merged([shard(here), shard(there)])
+    whole = merge_reports([shard(here), shard(there)])
     assert whole.results == (there, here)
     assert not whole.passed
 
@@ -162,19 +168,19 @@ def test_results_of_several_devices_are_told_apart():
         replace(one, verdict=replace(one.verdict, cell=config))
         for one in (measured(device=H100), measured(device=A100))
     ]
-    whole = merged([shard(one) for one in results])
-    assert [one.title for one in measured_in(whole.results)] == [
+    whole = merge_reports([shard(one) for one in results])
+    assert [one.title for one in shown_measurements(whole.results)] == [
         "a.py::test_a on NVIDIA A100",
         "a.py::test_a on NVIDIA H100",
     ]
     assert list(matrices(whole.results)) == ["a.py::test_a on NVIDIA A100", "a.py::test_a on NVIDIA H100"]
-    (alone,) = measured_in(merged([shard(results[0])]).results)
+    (alone,) = shown_measurements(merge_reports([shard(results[0])]).results)
     assert alone.title == "a.py::test_a"
 
 
 def test_a_failure_where_nothing_was_measured_is_not_settled_by_another_shard():
     strict = skipped(failed=True)
-    whole = merged([shard(strict), shard(measured())])
+    whole = merge_reports([shard(strict), shard(measured())])
     assert whole.results == (strict, measured())
     assert not whole.passed
 
@@ -184,51 +190,51 @@ def test_a_failure_where_nothing_was_measured_is_not_settled_by_another_shard():
 
 def test_a_test_that_ran_in_another_shard_is_not_missing():
     crashed = shard(not_run=(TEST, ("a.py", "test_b")))
-    assert merged([crashed, shard(measured())]).not_run == (("a.py", "test_b"),)
+    assert merge_reports([crashed, shard(measured())]).not_run == (("a.py", "test_b"),)
 
 
 def test_nothing_was_gated_only_if_no_shard_compared_anything():
     fresh = shard(measured(Outcome.NEW, ("a.py", "test_b")))
     assert fresh.nothing_gated
-    assert merged([fresh, fresh]).nothing_gated == fresh.nothing_gated
-    whole = merged([fresh, shard(measured())])
+    assert merge_reports([fresh, fresh]).nothing_gated == fresh.nothing_gated
+    whole = merge_reports([fresh, shard(measured())])
     assert whole.nothing_gated is None
     assert whole.passed
 
 
 def test_a_device_on_which_nothing_was_compared_is_red_in_the_whole():
     fresh = measured(Outcome.NEW, ("a.py", "test_b"), device=A100)
-    whole = merged([shard(fresh), shard(measured())])
+    whole = merge_reports([shard(fresh), shard(measured())])
     assert whole.nothing_gated is None
     (problem,) = whole.problems
     assert problem.startswith(f"on {A100.device} nothing was gated: 1 test new")
     assert not whole.passed
-    assert merged([shard(fresh), shard(measured(device=A100))]).passed
+    assert merge_reports([shard(fresh), shard(measured(device=A100))]).passed
 
 
 def test_a_shard_that_measured_nothing_is_red_unless_another_measured_its_tests():
     lost = shard(skipped(("a.py", "test_b"), "no CUDA device"))
-    whole = merged([lost, shard(measured())])
+    whole = merge_reports([lost, shard(measured())])
     assert whole.problems == ("in one shard nothing was gated: 1 test unmeasured, no CUDA device",)
     assert not whole.passed
-    assert not merged([whole, shard(measured(test=("a.py", "test_c")))]).passed
-    assert merged([lost, shard(measured(test=("a.py", "test_b")))]).passed
-    assert merged([shard(skipped(("a.py", "test_b"))), shard(measured())]).passed
+    assert not merge_reports([whole, shard(measured(test=("a.py", "test_c")))]).passed
+    assert merge_reports([lost, shard(measured(test=("a.py", "test_b")))]).passed
+    assert merge_reports([shard(skipped(("a.py", "test_b"))), shard(measured())]).passed
     among_others = shard(skipped(("a.py", "test_b"), "no CUDA device"), measured())
-    assert merged([among_others]).passed
+    assert merge_reports([among_others]).passed
 
 
 def test_a_whole_without_measured_tests_gated_nothing_though_each_shard_may():
     left_out = shard(selection=Selection(collected=frozenset({TEST})))
     assert left_out.passed
-    for whole in (merged([left_out]), merged([left_out, left_out])):
+    for whole in (merge_reports([left_out]), merge_reports([left_out, left_out])):
         assert whole.problems == ("nothing was gated: 1 measured test was collected, and none was run in any shard",)
         assert not from_json(to_json(whole), "whole.json").passed
-        assert merged([whole, shard(measured())]).passed
+        assert merge_reports([whole, shard(measured())]).passed
 
 
 def test_tests_that_are_not_measured_and_failed_in_any_shard_make_the_whole_red():
-    whole = merged([shard(measured(), others_failed=1), shard(others_failed=2), shard()])
+    whole = merge_reports([shard(measured(), unmeasured_failures=1), shard(unmeasured_failures=2), shard()])
     assert whole.problems == ("3 tests that are not measured failed",)
     assert not whole.passed
 
@@ -248,14 +254,14 @@ def test_a_baseline_is_unused_only_if_no_shard_collected_its_test():
         return shard(selection=known, stored=Stored(keys))
 
     assert len(part("test_a").unused) == 2
-    assert merged([part("test_a"), part("test_b")]).unused == [keys[2]]
+    assert merge_reports([part("test_a"), part("test_b")]).unused == [keys[2]]
 
 
 def test_a_file_that_one_shard_has_is_not_gone():
     key = ("h100", Key("a.py", "test_a", "call"))
     absent, there = shard(stored=Stored((key,), frozenset({"a.py"}))), shard(stored=Stored((key,)))
-    assert merged([absent]).unused == [key]
-    assert merged([absent, there, absent]).unused == []
+    assert merge_reports([absent]).unused == [key]
+    assert merge_reports([absent, there, absent]).unused == []
 
 
 def test_tests_that_every_shard_left_to_the_others_are_found():
@@ -263,8 +269,8 @@ def test_tests_that_every_shard_left_to_the_others_are_found():
         everything = frozenset(("a.py", name) for name in ("test_a", "test_b", "test_c"))
         return shard(selection=Selection(measured=frozenset({("a.py", test)}), collected=everything))
 
-    assert in_no_shard(merged([part("test_a"), part("test_b")])) == [("a.py", "test_c")]
-    assert in_no_shard(merged([part("test_a"), part("test_b"), part("test_c")])) == []
+    assert unselected_tests(merge_reports([part("test_a"), part("test_b")])) == [("a.py", "test_c")]
+    assert unselected_tests(merge_reports([part("test_a"), part("test_b"), part("test_c")])) == []
 
 
 def of_folder(name: str, device: Environment = H100, *, skips: bool = False) -> SessionReport:
@@ -278,11 +284,15 @@ def of_folder(name: str, device: Environment = H100, *, skips: bool = False) -> 
 
 def test_baselines_that_no_report_accounts_for_are_found_by_device():
     a, b, c = map(of_folder, "abc")
-    assert in_no_report([a, a, b]) == [("h100", Key("c.py", "test_it", "call"))]
-    assert in_no_report([a, b, c]) == in_no_report([a, b, of_folder("c", skips=True)]) == []
+    assert unaccounted_baselines([a, a, b]) == [("h100", Key("c.py", "test_it", "call"))]
+    assert unaccounted_baselines([a, b, c]) == unaccounted_baselines([a, b, of_folder("c", skips=True)]) == []
     on_both = [a, b, c, *(of_folder(name, A100) for name in "ab")]
-    assert in_no_report(on_both) == [("a100", Key("c.py", "test_it", "call"))]
-    assert in_no_report([merged([a, b]), c]) == in_no_report([merged([a, c]), merged([b])]) == []
+    assert unaccounted_baselines(on_both) == [("a100", Key("c.py", "test_it", "call"))]
+    assert (
+        unaccounted_baselines([merge_reports([a, b]), c])
+        == unaccounted_baselines([merge_reports([a, c]), merge_reports([b])])
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,19 +306,19 @@ def test_baselines_that_no_report_accounts_for_are_found_by_device():
     ids=["not finished", "deselected", "gone from its file", "not collected"],
 )
 def test_a_baseline_is_accounted_for_however_its_test_ended(changes):
-    assert in_no_report([of_folder("a"), of_folder("b"), replace(of_folder("b"), **changes)]) == []
+    assert unaccounted_baselines([of_folder("a"), of_folder("b"), replace(of_folder("b"), **changes)]) == []
 
 
 def test_a_file_that_is_gone_and_a_script_are_left_by_no_shard():
     a, b = map(of_folder, "ab")
-    assert in_no_report([a, b, shard(stored=replace(a.stored, gone=frozenset({"c.py"})))]) == []
+    assert unaccounted_baselines([a, b, shard(stored=replace(a.stored, gone=frozenset({"c.py"})))]) == []
     script = Stored((("h100", Key("train.py", "run", "loop")),))
-    assert in_no_report([shard(measured(), stored=script)]) == []
+    assert unaccounted_baselines([shard(measured(), stored=script)]) == []
 
 
 @pytest.mark.parametrize("key", [Key("c.py", "check_it", "call"), Key("c.py", "check_it[a]", "loop")], ids=str)
 def test_a_test_with_any_name_is_accounted_for_as_each_test_is(key):
-    assert in_no_report([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
+    assert unaccounted_baselines([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
 
 
 def test_a_loop_in_a_test_whose_name_python_functions_allows_is_no_script():
@@ -317,29 +327,32 @@ def test_a_loop_in_a_test_whose_name_python_functions_allows_is_no_script():
         one = shard(measured(), stored=Stored((key,), functions=functions))
         again = from_json(to_json(one), "shard.json")
         assert again.stored.functions == functions
-        assert in_no_report([again]) == in_no_report([merged([again])]) == lost
+        assert unaccounted_baselines([again]) == unaccounted_baselines([merge_reports([again])]) == lost
     mixed = [shard(measured(), stored=Stored((key,), functions=(name,))) for name in ("test", "check")]
-    assert merged(mixed).stored.functions == ("check", "test")
+    assert merge_reports(mixed).stored.functions == ("check", "test")
 
 
 def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():
-    idle, holding = shard(selection=Selection(idle_budgets=("b", "a"))), shard(selection=Selection(idle_budgets=("b",)))
-    assert merged([idle, holding]).selection.idle_budgets == ("b",)
+    idle, holding = (
+        shard(selection=Selection(budgets_without_effect=("b", "a"))),
+        shard(selection=Selection(budgets_without_effect=("b",))),
+    )
+    assert merge_reports([idle, holding]).selection.budgets_without_effect == ("b",)
 
 
 def test_whatever_went_wrong_in_a_shard_went_wrong_in_the_whole():
     parts = [
-        shard(measured(), errors=("disk full",), said=("store: 1 written",)),
-        shard(errors=("disk full",), ended_early="KeyboardInterrupt", said=("store: 1 written",)),
+        shard(measured(), errors=("disk full",), closing_lines=("store: 1 written",)),
+        shard(errors=("disk full",), ended_early="KeyboardInterrupt", closing_lines=("store: 1 written",)),
         shard(not_collected=("b.py",), ended_early="stopping after 1 failures"),
     ]
-    whole = merged(parts)
+    whole = merge_reports(parts)
     assert whole.problems == (
         "disk full",
         "the session ended early: KeyboardInterrupt; stopping after 1 failures",
         "b.py could not be collected",
     )
-    assert whole.said == ("store: 1 written", "store: 1 written")
+    assert whole.closing_lines == ("store: 1 written", "store: 1 written")
     assert whole.shards == 3
 
 
@@ -359,16 +372,16 @@ def test_whatever_went_wrong_in_a_shard_went_wrong_in_the_whole():
 def test_shards_of_different_sessions_are_refused_with_what_differs(changes, problem):
     parts = [shard(measured()), shard(**changes)]
     with pytest.raises(MergeError) as refused:
-        merged(parts, ["a.json", "b.json"])
+        merge_reports(parts, ["a.json", "b.json"])
     assert str(refused.value).startswith(problem)
     with pytest.raises(MergeError):
-        merged(parts[::-1], ["b.json", "a.json"])
+        merge_reports(parts[::-1], ["b.json", "a.json"])
 
 
 def test_a_commit_may_be_unknown_and_abbreviated_to_another_length():
-    assert merged([shard(commit=None), shard(commit="abc123456789"), shard()]).commit == "abc123456789"
+    assert merge_reports([shard(commit=None), shard(commit="abc123456789"), shard()]).commit == "abc123456789"
 
 
 def test_nothing_is_no_whole():
     with pytest.raises(MergeError, match="nothing to merge"):
-        merged([])
+        merge_reports([])

@@ -13,7 +13,7 @@ from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.gate.renaming import MOST_CANDIDATES, candidates_of
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.measurement import Measurement, Workload
-from pytest_gpumem.reports.merging import merged
+from pytest_gpumem.reports.merging import merge_reports
 from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.selection import Selection
@@ -150,7 +150,7 @@ def test_shards_of_one_file_are_looked_at_together():
     collected = frozenset((one.verdict.file, one.verdict.test) for one in results)
     parts = [shard(one, selection=Selection(measured=frozenset(), collected=collected)) for one in results]
     assert all(not with_renamings(part.results, collected)[0].renamed for part in parts)
-    whole = merged(parts)
+    whole = merge_reports(parts)
     assert [one.renamed.test for one in whole.results if one.renamed] == ["test_large", "test_small"]
     assert not whole.passed
-    assert merged([merged(parts[:1]), merged(parts[1:])]).problems == whole.problems
+    assert merge_reports([merge_reports(parts[:1]), merge_reports(parts[1:])]).problems == whole.problems

@@ -179,14 +179,14 @@ def together(*reports) -> Results:
     return found
 
 
-def others_failed(*reports, measured=()) -> int:
-    return together(*reports).others_failed(measured)
+def unmeasured_failures(*reports, measured=()) -> int:
+    return together(*reports).unmeasured_failures(measured)
 
 
 @pytest.mark.parametrize("phase", ["setup", "call", "teardown", "???"])
 def test_a_test_that_is_not_measured_counts_once_in_whatever_phases_it_failed(phase):
-    assert others_failed(report(None, phase, "failed")) == 1
-    assert others_failed(report(None, phase, "failed"), report(None, "teardown", "failed")) == 1
+    assert unmeasured_failures(report(None, phase, "failed")) == 1
+    assert unmeasured_failures(report(None, phase, "failed"), report(None, "teardown", "failed")) == 1
 
 
 @pytest.mark.parametrize(
@@ -199,22 +199,22 @@ def test_a_test_that_is_not_measured_counts_once_in_whatever_phases_it_failed(ph
     ],
 )
 def test_what_pytest_does_not_count_as_a_failure_does_not_count(outcome, more):
-    assert others_failed(*whole(None, outcome, **more)) == 0
+    assert unmeasured_failures(*whole(None, outcome, **more)) == 0
 
 
 def test_each_failure_of_a_repeated_test_counts_except_reruns():
     again = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
-    assert others_failed(report(None, "setup"), report(None, "call", "rerun"), *whole(None)) == 0
+    assert unmeasured_failures(report(None, "setup"), report(None, "call", "rerun"), *whole(None)) == 0
     for passed in (whole(None), again):
-        assert others_failed(*whole(None, "failed"), *passed) == 1
-        assert others_failed(*passed, *whole(None, "failed")) == 1
+        assert unmeasured_failures(*whole(None, "failed"), *passed) == 1
+        assert unmeasured_failures(*passed, *whole(None, "failed")) == 1
 
 
 def test_a_measured_test_that_failed_is_none_of_the_others_even_without_a_result():
-    assert others_failed(report(OK, "setup"), report(OK, "call", "failed")) == 0
+    assert unmeasured_failures(report(OK, "setup"), report(OK, "call", "failed")) == 0
     crashed = report(None, "???", "failed", "a.py::test_a@group")
-    assert others_failed(crashed, measured=[("a.py", "test_a")]) == 0
-    assert others_failed(crashed, measured=[("a.py", "test_b")]) == 1
+    assert unmeasured_failures(crashed, measured=[("a.py", "test_a")]) == 0
+    assert unmeasured_failures(crashed, measured=[("a.py", "test_b")]) == 1
 
 
 def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():

@@ -45,7 +45,7 @@ def test_a_session_in_which_everything_was_compared_and_nothing_failed_passed():
         ({"errors": ("baselines were not written: disk full",)}, "baselines were not written: disk full"),
         ({"ended_early": "KeyboardInterrupt"}, "the session ended early: KeyboardInterrupt"),
         ({"not_collected": ("b.py",)}, "b.py could not be collected"),
-        ({"others_failed": 1}, "1 test that is not measured failed"),
+        ({"unmeasured_failures": 1}, "1 test that is not measured failed"),
         (
             {"merged": True, "results": (), "selection": SOME_LEFT_OUT},
             "nothing was gated: 2 measured tests were collected, and none was run in any shard",

@@ -18,19 +18,19 @@ from pytest_gpumem.reports.summary import (
     summary_table,
     to_be_shown,
 )
-from pytest_gpumem.reports.view import measured_in
+from pytest_gpumem.reports.view import shown_measurements
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.reports.made_up import CALL, GB, H100, MB, literal_lines, new, ok, recorded, regressed, result, verdict_on
 
 
 def table(results, units="si", *, everything=False) -> list[str]:
     """The lines of the table of all measurements."""
-    return plain_lines(summary_table(measured_in(results), units, everything=everything))
+    return plain_lines(summary_table(shown_measurements(results), units, everything=everything))
 
 
 def shown(results, *, gating) -> list[str]:
     """The tests that have something to say."""
-    return [one.test.test for one in to_be_shown(measured_in(results), gating=gating)]
+    return [one.test.test for one in to_be_shown(shown_measurements(results), gating=gating)]
 
 
 def test_a_row_a_measurement_and_a_column_a_metric():
@@ -111,7 +111,7 @@ def test_leaks_and_cycles_have_a_column_only_when_there_are_any():
 
 def test_tests_that_were_not_measured_have_no_row():
     unmeasured = result(test="test_b", unmeasured="no CUDA device")
-    assert measured_in([unmeasured]) == []
+    assert shown_measurements([unmeasured]) == []
     assert len(table([ok(1), unmeasured], everything=True)) == 2
 
 
@@ -145,7 +145,7 @@ def test_no_row_in_which_something_was_found_is_ever_left_out():
 
 
 def test_what_is_left_out_is_counted_by_its_outcome():
-    measured = measured_in([ok(1), ok(2), new(3), regressed(4)])
+    measured = shown_measurements([ok(1), ok(2), new(3), regressed(4)])
     assert not_shown(measured, measured[3:]) == ["... and 2 ok, 1 new (-v shows all)"]
     assert not_shown(measured, measured) == []
 
@@ -159,7 +159,7 @@ def test_every_outcome_has_a_style():
 
 def by_weight(results) -> list[str]:
     """The columns that may be left out, the first being the first to go."""
-    titles = summary_table(measured_in(results), "si", everything=True).columns
+    titles = summary_table(shown_measurements(results), "si", everything=True).columns
     return [title for _, title in sorted((one.weight, one.title) for one in titles if one.weight is not None)]
 
 
@@ -222,7 +222,7 @@ def test_why_times_were_not_compared_is_told_once_for_all_tests():
 def test_a_note_is_told_with_its_test():
     said = result(verdict_on({"peak_allocated": GB}, None, notes=("not counted",)))
     differ = result(verdict_on({"peak_allocated": GB}, None, notes=("peaks differ",), settled=False), test="test_b")
-    assert notes(measured_in([said, differ])) == [
+    assert notes(shown_measurements([said, differ])) == [
         "note: a.py::test_a: not counted",
         "note: a.py::test_b: peaks differ",
     ]
@@ -232,8 +232,8 @@ def test_a_note_of_many_measurements_is_told_once():
     same = [
         result(verdict_on({"peak_allocated": GB}, None, notes=("not counted",)), test=f"test_{name}") for name in "abc"
     ]
-    assert notes(measured_in(same[:2])) == ["note: a.py::test_a and 1 other: not counted"]
-    assert notes(measured_in(same)) == ["note: a.py::test_a and 2 others: not counted"]
+    assert notes(shown_measurements(same[:2])) == ["note: a.py::test_a and 1 other: not counted"]
+    assert notes(shown_measurements(same)) == ["note: a.py::test_a and 2 others: not counted"]
 
 
 # Columns

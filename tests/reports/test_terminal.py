@@ -10,7 +10,7 @@ from pytest_gpumem.gate.baseline import NoBaseline
 from pytest_gpumem.reports.layout import Line, Screen, Table, cells, plain_lines, text_of
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import MARKUP, MOST_COMPOSITIONS, compositions, details, phase_table, terminal_text
-from pytest_gpumem.reports.view import ShownMeasurement, measured_in
+from pytest_gpumem.reports.view import ShownMeasurement, shown_measurements
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import ALL
@@ -78,7 +78,9 @@ def test_the_peak_of_each_gpu_is_a_line_of_a_measurement_that_used_several():
 
 
 def test_recording_baselines_shows_what_was_recorded_and_where_it_went():
-    said = report(new(1), terms=Terms(update="new"), said=("store: 1 baseline written (new), 0 left as they were",))
+    said = report(
+        new(1), terms=Terms(update="new"), closing_lines=("store: 1 baseline written (new), 0 left as they were",)
+    )
     assert lines(said) == [
         "test               peak  verdict",
         "a.py::test_001  1.00 GB  new",
@@ -103,7 +105,7 @@ def test_what_a_recording_has_to_say_is_told_once_at_any_verbosity_but_q():
 
 
 def test_tests_that_are_not_measured_are_left_to_pytest_to_tell():
-    said, alone = (terminal_text(report(ok(1), others_failed=count), Screen()) for count in (3, 0))
+    said, alone = (terminal_text(report(ok(1), unmeasured_failures=count), Screen()) for count in (3, 0))
     assert said == alone
 
 
@@ -127,9 +129,9 @@ def test_what_explaining_always_asked_for_is_shown_without_any_v():
 def test_q_leaves_the_accounting_line_and_why_the_session_is_red():
     said = report(
         new(1),
-        said=("store: ...",),
+        closing_lines=("store: ...",),
         errors=("baselines were not written: no room",),
-        selection=Selection(idle_budgets=("the budget has no effect",)),
+        selection=Selection(budgets_without_effect=("the budget has no effect",)),
     )
     assert lines(said, -1) == [
         "gpumem: the budget has no effect",
@@ -230,9 +232,9 @@ def test_no_text_of_a_test_breaks_a_line_or_cannot_be_written(hostile, encoding)
         result(verdict_on(then, None, f"m{hostile}", notes=(hostile,)), verdict_on(then, None), test=hostile),
         result(verdict_on(then, then, explanation=noted), file=f"{hostile}.py", test="test_b"),
         result(test="test_c", unmeasured=hostile or "so"),
-        said=(hostile,),
+        closing_lines=(hostile,),
         errors=(hostile,),
-        selection=Selection(idle_budgets=(hostile,)),
+        selection=Selection(budgets_without_effect=(hostile,)),
         terms=Terms(),
     )
     plain = terminal_text(report(result(verdict_on(then, None, "m"), verdict_on(then, None), test="x")), Screen(), 2)
@@ -275,12 +277,12 @@ def test_each_phase_has_its_peak_and_its_time_and_how_they_changed():
 
 
 def test_a_call_has_no_phases():
-    (measured,) = measured_in([recorded()])
+    (measured,) = shown_measurements([recorded()])
     assert phase_table(measured, "si") is None
 
 
 def test_details_are_the_phases_and_what_is_there_at_the_peak():
-    shown = piece_lines(details(measured_in([explained(peak_forward=5 * GB)]), "si"))
+    shown = piece_lines(details(shown_measurements([explained(peak_forward=5 * GB)]), "si"))
     assert shown == [
         "a.py::test_a",
         "  phase       peak  change",
@@ -295,22 +297,22 @@ def test_details_are_the_phases_and_what_is_there_at_the_peak():
 
 def test_what_a_recording_has_to_say_stands_with_its_peak():
     noted = Explanation(Composition(GB, (), notes=("the recorded run had another peak",)))
-    measured = measured_in([result(verdict_on({"peak_allocated": GB}, None, explanation=noted))])
+    measured = shown_measurements([result(verdict_on({"peak_allocated": GB}, None, explanation=noted))])
     assert "  note: the recorded run had another peak" in piece_lines(details(measured, "si"))
 
 
 def test_where_a_step_was_not_explained_the_option_is_named_once():
     steps = [result(verdict_on(TRAINED, None), test=f"test_{number}") for number in range(2)]
-    shown = piece_lines(details(measured_in([*steps, explained()]), "si"))
+    shown = piece_lines(details(shown_measurements([*steps, explained()]), "si"))
     assert [line for line in shown if "--gpumem-explain=always" in line] == [shown[-2]]
     assert not any(
-        "--gpumem-explain" in line for line in piece_lines(details(measured_in([explained(), recorded()]), "si"))
+        "--gpumem-explain" in line for line in piece_lines(details(shown_measurements([explained(), recorded()]), "si"))
     )
 
 
 def test_every_measurement_that_was_explained_is_told_with_its_peak():
     shown = piece_lines(
-        compositions(measured_in([explained("test_a"), explained("test_b", 2)]), "si", everything=False)
+        compositions(shown_measurements([explained("test_a"), explained("test_b", 2)]), "si", everything=False)
     )
     assert [line for line in shown if line.startswith("a.py::")] == [
         "a.py::test_a: 5.00 GB at the peak",
@@ -321,7 +323,7 @@ def test_every_measurement_that_was_explained_is_told_with_its_peak():
 
 
 def test_of_very_many_the_first_are_told_unless_all_are_asked_for():
-    measured = measured_in([explained(f"test_{number}") for number in range(MOST_COMPOSITIONS + 2)])
+    measured = shown_measurements([explained(f"test_{number}") for number in range(MOST_COMPOSITIONS + 2)])
     short = piece_lines(compositions(measured, "si", everything=False))
     assert sum("at the peak" in line for line in short) == MOST_COMPOSITIONS
     assert short[-2] == "... and 2 more; -v shows all"
@@ -345,4 +347,4 @@ def test_every_composition_is_told_with_its_notes(verbosity):
 
 
 def test_what_was_not_explained_is_not_told():
-    assert compositions(measured_in([recorded()]), "si", everything=True) == []
+    assert compositions(shown_measurements([recorded()]), "si", everything=True) == []

@@ -17,7 +17,7 @@ from pytest_gpumem.reports.markdown import markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.reports.terminal import failure_lines
-from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
+from pytest_gpumem.reports.view import origin_line, rows_of, shown_measurements, state_of
 from tests.reports.sessions import GB, OK, ORIGIN, REGRESSED, measured, peak, result, session
 from tests.reports.test_github import command
 
@@ -88,7 +88,7 @@ def test_a_measurement_has_one_title():
     verdicts = [measured(peak(Outcome.IMPROVED, 7 * GB), name=name) for name in ("small", "large")]
     report = session(result(*verdicts))
     titles = ["tests/test_gpt.py::test_a (small)", "tests/test_gpt.py::test_a (large)"]
-    assert [one.title for one in measured_in(report.results)] == titles
+    assert [one.title for one in shown_measurements(report.results)] == titles
     text = markdown(report)
     assert all(text.count(f"<code>{title}</code>") + text.count(f"`{title}`") == 2 for title in titles)
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.git import plain_environment
-from pytest_gpumem.processes import Stop, Stopped
+from pytest_gpumem.processes import Stop, StopSignal
 from pytest_gpumem.requirements import environments
 from pytest_gpumem.requirements.environments import Environments, cache_folder, interpreter
 from pytest_gpumem.requirements.pip import pip_command
@@ -27,14 +27,14 @@ from pytest_gpumem.requirements.requirement_set import requirement_set
 def stopped():
     """A stop that Ctrl-C has asked for."""
     stop = Stop()
-    stop.note(signal.SIGINT)
+    stop.record(signal.SIGINT)
     return stop
 
 
 def test_waiting_for_another_process_with_the_same_environment_is_interruptible(tmp_path, stopped):
     wanted = requirement_set(["tinymodels==1.0"])
     lock = tmp_path / f"{environments._key(wanted, emulated=False)}.lock"
-    with FileLock(lock), pytest.raises(Stopped):
+    with FileLock(lock), pytest.raises(StopSignal):
         Environments(tmp_path, plain_environment()).make(wanted, stopped)
 
 
@@ -62,7 +62,7 @@ def test_an_environment_of_no_exact_release_stays_while_a_process_uses_it(tmp_pa
     for lock in environments._in_use:
         lock.release()
     third = made.make(wanted, Stop())
-    assert {one.folder for one in made.kept()} == {third.folder, other.folder}
+    assert {one.folder for one in made.finished()} == {third.folder, other.folder}
     assert {path.stem for path in tmp_path.glob("*.lock")} == {third.folder.name, other.folder.name}
 
 
@@ -80,7 +80,7 @@ def test_an_environment_that_a_signal_broke_off_is_counted_and_removed(tmp_path,
 
 
 def test_listing_releases_can_be_interrupted(stopped):
-    with pytest.raises(Stopped):
+    with pytest.raises(StopSignal):
         releases_of("tinymodels", {**os.environ, "PIP_NO_INDEX": "1"}, stopped)
 
 

@@ -9,7 +9,7 @@ import pytest
 from pytest_gpumem.requirements.environments import _key
 from pytest_gpumem.requirements.errors import RequirementError
 from pytest_gpumem.requirements.installers import reason_in
-from pytest_gpumem.requirements.releases import between
+from pytest_gpumem.requirements.releases import releases_between
 from pytest_gpumem.requirements.requirement_set import requirement_set
 
 
@@ -151,10 +151,10 @@ def test_what_is_no_requirement_is_told_with_its_place(given, said, tmp_path, mo
 
 def test_releases_between_two_are_in_their_order_and_pre_releases_only_as_ends():
     listed = ["4.36.0", "4.37.2", "4.38.0rc1", "4.38.0", "4.37.0", "4.38.2", "4.9.0", "not-a-version"]
-    assert between(listed, "4.37.0", "4.38.2") == ["4.37.0", "4.37.2", "4.38.0", "4.38.2"]
-    assert between(listed, "4.38.0rc1", "4.38.2") == ["4.38.0rc1", "4.38.0", "4.38.2"]
+    assert releases_between(listed, "4.37.0", "4.38.2") == ["4.37.0", "4.37.2", "4.38.0", "4.38.2"]
+    assert releases_between(listed, "4.38.0rc1", "4.38.2") == ["4.38.0rc1", "4.38.0", "4.38.2"]
     # A release that mended something: what was worse came earlier.
-    assert between(listed, "4.38.0", "4.37.0") == ["4.38.0", "4.37.2", "4.37.0"]
+    assert releases_between(listed, "4.38.0", "4.37.0") == ["4.38.0", "4.37.2", "4.37.0"]
 
 
 def test_the_reason_of_pip_is_its_errors_with_the_latest_releases_only():

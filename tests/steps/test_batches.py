@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.steps.batches import (
+    call_model,
     describe,
-    feed,
-    mapped,
+    map_tensors,
     micro_batches,
     number_of_items,
     on_device,
@@ -100,11 +100,11 @@ def test_a_functions_batch_moves_to_the_device_and_may_use_a_host_generator():
     ids=["tensor", "named tuple", "nested"],
 )
 def test_a_changed_batch_has_each_tensor_changed_and_the_rest_as_it_was(batch):
-    changed = mapped(batch, torch.bitwise_not)
+    changed = map_tensors(batch, torch.bitwise_not)
     assert type(changed) is type(batch)
     before, after = list(tensors_in(batch)), list(tensors_in(changed))
     assert [torch.equal(new, ~old) for new, old in zip(after, before, strict=True)] == [True] * len(before)
-    assert repr(mapped(changed, torch.bitwise_not)) == repr(batch)
+    assert repr(map_tensors(changed, torch.bitwise_not)) == repr(batch)
 
 
 # Sharing out
@@ -249,7 +249,7 @@ def model(*args, **kwargs):
 
 def test_a_tensor_is_the_only_argument():
     batch = ids()
-    args, kwargs = feed(model, batch)
+    args, kwargs = call_model(model, batch)
     assert args[0] is batch
     assert (len(args), kwargs) == (1, {})
 
@@ -265,7 +265,7 @@ def test_a_tensor_is_the_only_argument():
     ],
 )
 def test_a_sequence_is_fed_by_position_a_mapping_by_keyword_and_all_else_as_it_is(batch, arguments):
-    assert feed(model, batch) == arguments
+    assert call_model(model, batch) == arguments
 
 
 # What else may be in a batch

@@ -13,7 +13,7 @@ from torch import nn
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.checkpointing import checkpointed
+from pytest_gpumem.steps.checkpointing import activation_checkpointing
 from pytest_gpumem.steps.segments import Segment
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
@@ -129,7 +129,7 @@ def test_a_block_that_is_recomputed_alone_may_stand_in_any_loop():
         return hidden
 
     model = Model(changing, count=2)
-    with checkpointed(model, StepConfig(checkpoint="blocks")):
+    with activation_checkpointing(model, StepConfig(checkpoint="blocks")):
         model(torch.ones(2, 4)).sum().backward()
     assert [block.ran for block in model.h] == [2, 2]
 

@@ -17,7 +17,7 @@ from pytest_gpumem.step_config.blocks import Block as Repeated
 from pytest_gpumem.step_config.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
+from pytest_gpumem.steps.checkpointing import BlockRuns, activation_checkpointing
 
 if TYPE_CHECKING:
     from pytest_gpumem.devices.cpu import CpuDevice
@@ -68,7 +68,7 @@ def step(model: nn.Module, config: StepConfig, runs: BlockRuns | None = None) ->
     """The gradients of a step, always with the same random numbers."""
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
-    with checkpointed(model, config, runs):
+    with activation_checkpointing(model, config, runs):
         with around_forward(config):
             loss = model(batch())
         loss.backward()
@@ -80,7 +80,7 @@ def saved_bytes(device: CpuDevice, checkpoint: str) -> int:
     # Beside these samples the state of the random numbers, 5 kB for each part, is little.
     model, inputs = Model(), batch(1024)
     before = device.live()
-    with checkpointed(model, config_of(checkpoint)):
+    with activation_checkpointing(model, config_of(checkpoint)):
         loss = model(inputs)
         saved = device.live() - before
         loss.backward()
@@ -139,7 +139,7 @@ def test_dropout_moves_these_gradients():
 def test_the_model_is_as_it_was_afterwards(checkpoint):
     model = Model()
     names = list(model.state_dict())
-    with checkpointed(model, config_of(checkpoint)):
+    with activation_checkpointing(model, config_of(checkpoint)):
         assert any("forward" in vars(module) for module in model.modules())
         assert list(model.state_dict()) == names
     assert not any("forward" in vars(module) for module in model.modules())
@@ -148,7 +148,7 @@ def test_the_model_is_as_it_was_afterwards(checkpoint):
 def test_a_forward_that_somebody_else_had_put_there_comes_back():
     model = Model()
     model.h[0].forward = theirs = lambda hidden: hidden * 2
-    with checkpointed(model, config_of("blocks")):
+    with activation_checkpointing(model, config_of("blocks")):
         assert model.h[0].forward is not theirs
     assert model.h[0].forward is theirs
 
@@ -157,9 +157,9 @@ def test_a_replaced_forward_still_tells_its_signature():
     import inspect
 
     model = Model()
-    with checkpointed(model, config_of("blocks")):
+    with activation_checkpointing(model, config_of("blocks")):
         assert list(inspect.signature(model.h[0].forward).parameters) == ["hidden"]
-    with checkpointed(model, config_of("sequential:1")):
+    with activation_checkpointing(model, config_of("sequential:1")):
         assert list(inspect.signature(model.h[3].forward).parameters) == ["hidden"]
 
 
@@ -221,7 +221,7 @@ def test_every_operator_that_is_saved_is_one_of_torch():
 def test_without_gradients_nothing_is_saved_or_counted_as_computed_again():
     runs = BlockRuns()
     model = Model()
-    with checkpointed(model, config_of("blocks"), runs), torch.no_grad():
+    with activation_checkpointing(model, config_of("blocks"), runs), torch.no_grad():
         model(batch())
     assert set(runs.runs.values()) == set(runs.calls.values()) == {1}
 
@@ -322,6 +322,6 @@ def test_a_budget_of_activations_is_set_within_and_not_afterwards():
     from torch._functorch import config as functorch
 
     before = functorch.activation_memory_budget
-    with checkpointed(Model(), config_of("budget:0.25", compile="default")):
+    with activation_checkpointing(Model(), config_of("budget:0.25", compile="default")):
         assert functorch.activation_memory_budget == 0.25
     assert functorch.activation_memory_budget == before != 0.25

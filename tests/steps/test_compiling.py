@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem.measure.reading import Phase
-from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
+from pytest_gpumem.steps.compiling import compile_now, compiled_model, warnings_of_compiling
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from tests.needs import NEEDS_COMPILER
@@ -33,7 +33,7 @@ def step_of(run, batch=None) -> list[Phase]:
 
 def gradient(word: str) -> torch.Tensor:
     model = Model()
-    with compiled(model, word) as run:
+    with compiled_model(model, word) as run:
         compile_now(step_of(run), word)
     return model.linear.weight.grad
 
@@ -49,7 +49,7 @@ def test_the_default_mode_compiles_for_the_cpu_and_gives_the_same_gradients():
 
 
 def test_a_model_is_compiled_once_and_again_for_another_shape():
-    with compiled(Model(), "eager") as run:
+    with compiled_model(Model(), "eager") as run:
         compile_now(step_of(run), "eager")
         first = compiled_graphs()
         step_of(run)[0].run()
@@ -67,7 +67,7 @@ def test_what_was_compiled_before_does_not_decide_what_is_compiled_now():
 
     model = Model()
     for samples in (2, 3):
-        with compiled(model, "eager"):
+        with compiled_model(model, "eager"):
             torch.compile(model, backend=backend)(torch.ones(samples, 4))
     # Without a fresh start the second shape would have been compiled as a dynamic one.
     assert shapes == [(2, 4), (3, 4)]
@@ -82,7 +82,7 @@ def test_compiled_state_from_earlier_tests_is_dropped_before_measuring():
     heap = FrozenHeap()
     heap.freeze()
     try:
-        with compiled(Model(), "eager") as run:
+        with compiled_model(Model(), "eager") as run:
             (step,) = step_of(run)
             kept = []
 
@@ -102,7 +102,7 @@ def test_a_compiled_model_is_forgotten_after_an_error():
     resets = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.compiler.reset", lambda: resets.append(True))
-        with pytest.raises(ZeroDivisionError), compiled(Model(), "eager"):
+        with pytest.raises(ZeroDivisionError), compiled_model(Model(), "eager"):
             raise ZeroDivisionError
     assert resets == [True, True]
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_gpumem.steps.global_settings import in_mode
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, loss_of, parameters_of, precision_of
-from pytest_gpumem.steps.surroundings import in_mode
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -141,7 +141,7 @@ def test_tied_parameters_count_once():
 
 def test_the_optimizer_is_adamw_unless_told_otherwise():
     model = Tiny()
-    optimizer = build_optimizer(None, model, steps_given_model=False)
+    optimizer = build_optimizer(None, model, is_existing=False)
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
@@ -149,33 +149,33 @@ def test_the_optimizer_is_adamw_unless_told_otherwise():
 def test_only_trainable_parameters_are_optimized():
     model = Tiny()
     model.linear.bias.requires_grad_(False)
-    optimizer = build_optimizer(torch.optim.Adam, model, steps_given_model=True)
+    optimizer = build_optimizer(torch.optim.Adam, model, is_existing=True)
     assert type(optimizer) is torch.optim.Adam
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model.linear.weight)]
 
 
 def test_a_function_makes_the_optimizer_of_the_parameters():
     model = Tiny()
-    optimizer = build_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=5.0), model, steps_given_model=False)
+    optimizer = build_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=5.0), model, is_existing=False)
     assert optimizer.param_groups[0]["lr"] == 5.0
 
 
 def test_an_optimizer_of_a_given_model_is_taken_as_it_is():
     model = Tiny()
     optimizer = torch.optim.SGD(model.parameters())
-    assert build_optimizer(optimizer, model, steps_given_model=True) is optimizer
+    assert build_optimizer(optimizer, model, is_existing=True) is optimizer
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_an_optimizer_of_another_model_is_refused_with_what_to_pass(given):
     message = "the optimizer was created for other parameters than the model's; pass a function: optimizer=lambda parameters: ..."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        build_optimizer(torch.optim.SGD(Tiny().parameters()), Tiny(), steps_given_model=given)
+        build_optimizer(torch.optim.SGD(Tiny().parameters()), Tiny(), is_existing=given)
 
 
 def test_a_frozen_model_is_told_how_it_can_be_measured():
     with pytest.raises(ValueError, match=r"no parameter that requires a gradient; measure it with gpumem\.infer_step$"):
-        build_optimizer(None, Tiny().requires_grad_(False), steps_given_model=True)
+        build_optimizer(None, Tiny().requires_grad_(False), is_existing=True)
 
 
 def test_a_function_that_makes_no_optimizer_is_named():
@@ -183,7 +183,7 @@ def test_a_function_that_makes_no_optimizer_is_named():
         return None
 
     with pytest.raises(TypeError, match=r"make_nothing returned NoneType, not a torch\.optim\.Optimizer$"):
-        build_optimizer(make_nothing, Tiny(), steps_given_model=True)
+        build_optimizer(make_nothing, Tiny(), is_existing=True)
 
 
 # Losses

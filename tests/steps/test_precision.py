@@ -43,12 +43,12 @@ def test_every_word_is_a_precision_and_no_word_is_the_models_own():
 @pytest.mark.parametrize(("word", "dtype"), [*((word, torch.float32) for word in FLOAT32), *HALF])
 def test_a_model_that_was_built_here_gets_the_weights_of_the_precision(word, dtype):
     for built in (torch.float32, torch.float64, torch.bfloat16):
-        model = in_precision(linear(built), word, given=False)
+        model = in_precision(linear(built), word, is_given=False)
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_buffers_of_integers_stay_integers():
-    model = in_precision(torch.nn.BatchNorm1d(2), "bf16", given=False)
+    model = in_precision(torch.nn.BatchNorm1d(2), "bf16", is_given=False)
     assert model.running_mean.dtype == torch.bfloat16
     assert model.num_batches_tracked.dtype == torch.int64
 
@@ -62,7 +62,7 @@ def test_without_a_precision_a_model_stays_as_it_is(given):
 
 def test_a_given_model_in_the_right_dtype_is_taken_as_it_is():
     model = linear(torch.bfloat16)
-    assert in_precision(model, "bf16", given=True) is model
+    assert in_precision(model, "bf16", is_given=True) is model
 
 
 def test_a_given_model_in_another_dtype_is_told_how_to_get_there_and_not_converted():
@@ -72,7 +72,7 @@ def test_a_given_model_in_another_dtype_is_told_how_to_get_there_and_not_convert
         "pass a function that builds the model, or convert it with model.to(torch.bfloat16)"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        in_precision(model, "bf16", given=True)
+        in_precision(model, "bf16", is_given=True)
     assert model[0].weight.dtype == torch.float32
 
 
@@ -201,8 +201,8 @@ def test_without_a_precision_and_on_another_device_matrix_products_are_left_alon
 def test_complex_numbers_are_not_made_real():
     model = torch.nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"^bf16: converting the model would make the complex weight real"):
-        in_precision(model, "bf16", given=False)
-    assert in_precision(model, "fp32", given=False) is model
+        in_precision(model, "bf16", is_given=False)
+    assert in_precision(model, "fp32", is_given=False) is model
 
 
 def test_only_float32_weights_that_compute_in_float16_scale_gradients():

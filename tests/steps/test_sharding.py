@@ -262,7 +262,7 @@ def held_by(device, config, samples):
 
         device.consensus = Resting()
         device.quiesce()
-        steps = [run_one_step(step.phases, device, step.not_own) for _ in range(8 if "RANK" in os.environ else 4)]
+        steps = [run_one_step(step.phases, device, step.other_bytes) for _ in range(8 if "RANK" in os.environ else 4)]
         held["peak"] = statistics.mode(figures["cpu"].own_peak for figures in steps[2:])
         step.training.before_optimizer = look
         for phase in step.phases:

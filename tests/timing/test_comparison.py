@@ -25,8 +25,8 @@ from pytest_gpumem.timing.comparison import (
     typical_seconds,
 )
 from pytest_gpumem.timing.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
-from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Slowed
-from pytest_gpumem.values.times import MOST_SLOWED_RUN, MOST_TAKEN_RUN, Round, Sample, Times
+from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Slowdown
+from pytest_gpumem.values.times import MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN, Round, Sample, Times
 
 few_examples = settings(deadline=None, max_examples=40)
 TOLERANCE = 0.05
@@ -51,7 +51,7 @@ def sample_of(
     refilled: float = 1.0,
 ) -> Sample:
     """What disturbed an invalid sample can explain everything unless ``slowed`` says how much."""
-    factors = None if invalid is None else Slowed(slowed or 1e6, refilled)
+    factors = None if invalid is None else Slowdown(slowed or 1e6, refilled)
     return Sample(tuple(Round(one, pace, None, taken) for one in seconds), 1, invalid, factors)
 
 
@@ -163,7 +163,7 @@ def test_faster_is_what_every_sample_shows(other):
 @few_examples
 @given(SOME, BASELINES, TOLERANCES)
 def test_an_invalid_sample_says_neither_slower_nor_faster(sample, baseline, tolerance):
-    invalid = Sample(sample.rounds, 1, THROTTLED, Slowed(1e6))
+    invalid = Sample(sample.rounds, 1, THROTTLED, Slowdown(1e6))
     found = compare([invalid], baseline, tolerance)
     assert found.outcome in ("uncertain", "not slower")
     assert (found.reason == THROTTLED) == (found.outcome == "uncertain")
@@ -198,7 +198,7 @@ def test_what_is_left_has_to_be_slower_with_its_whole_interval():
 @given(SOME, BASELINES, TOLERANCES, st.floats(1.0, 3.0), st.floats(1.0, 3.0))
 def test_the_more_a_disturbance_can_explain_the_less_is_slower(sample, baseline, tolerance, slowed, more):
     few, many = (
-        compare([Sample(sample.rounds, 1, BUSY, Slowed(factor))], baseline, tolerance)
+        compare([Sample(sample.rounds, 1, BUSY, Slowdown(factor))], baseline, tolerance)
         for factor in (slowed, slowed * more)
     )
     assert few.outcome == "slower" or many.outcome != "slower"
@@ -421,29 +421,31 @@ def test_the_same_samples_give_the_same_verdict_and_leave_random_numbers_alone()
 def test_runs_are_added_at_the_end_and_the_first_are_forgotten():
     runs = Runs((1.0,), (2.0,))
     for number in range(MOST_RUNS):
-        runs = runs.and_then(Runs((float(number),), (float(number),)))
+        runs = runs.extended_by(Runs((float(number),), (float(number),)))
     assert runs.seconds == runs.cycles == tuple(map(float, range(MOST_RUNS)))
 
 
 def test_a_run_without_cycles_is_not_taken_among_those_that_have_them():
     known = Runs((1.0, 1.0), (2.0, 2.0))
-    assert known.and_then(Runs((1.0,))) == known
+    assert known.extended_by(Runs((1.0,))) == known
 
 
 def test_the_first_run_with_cycles_begins_anew():
     latest = Runs((1.0,), (2.0,))
-    assert Runs((1.0, 1.0)).and_then(latest) == latest
+    assert Runs((1.0, 1.0)).extended_by(latest) == latest
 
 
 def test_a_run_to_compare_with_is_without_the_time_that_was_taken_from_it():
-    waited = noisy(1.1, spread=0, pace=2.0, invalid=BUSY, slowed=MOST_SLOWED_RUN, taken=MOST_TAKEN_RUN)
+    waited = noisy(1.1, spread=0, pace=2.0, invalid=BUSY, slowed=MOST_SLOWDOWN_OF_RUN, taken=MOST_TIME_FACTOR_OF_RUN)
     assert run_of(Times((waited,))) == Runs(
-        (pytest.approx(1.1 / MOST_TAKEN_RUN),), (pytest.approx(2.2 / MOST_TAKEN_RUN),)
+        (pytest.approx(1.1 / MOST_TIME_FACTOR_OF_RUN),), (pytest.approx(2.2 / MOST_TIME_FACTOR_OF_RUN),)
     )
     assert run_of(Times((noisy(1.1, spread=0),))) == Runs((1.1,))
 
 
-@pytest.mark.parametrize(("slowed", "taken"), [(1.01 * MOST_SLOWED_RUN, 1.0), (1.0, 1.01 * MOST_TAKEN_RUN)])
+@pytest.mark.parametrize(
+    ("slowed", "taken"), [(1.01 * MOST_SLOWDOWN_OF_RUN, 1.0), (1.0, 1.01 * MOST_TIME_FACTOR_OF_RUN)]
+)
 def test_a_run_that_was_disturbed_further_is_nothing_to_compare_with(slowed, taken):
     disturbed = noisy(0.9, invalid=BUSY, slowed=slowed, taken=taken)
     assert run_of(Times((disturbed,))) is None

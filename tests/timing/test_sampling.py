@@ -72,7 +72,9 @@ class Clock:
 
     def conditions(self) -> Conditions:
         waited = None if self._waited is None else self._waited * self.now
-        return Conditions(self.now, retries=self._retried, waited=waited, others=self._others * self.now, cores=2)
+        return Conditions(
+            self.now, retries=self._retried, waited=waited, other_cpu_seconds=self._others * self.now, cores=2
+        )
 
     def pace(self) -> float | None:
         self.paces_read_after.append(len(self.rounds))
@@ -222,7 +224,7 @@ def test_of_a_sample_under_load_it_is_known_what_load_can_explain(waited):
     begun = clock.conditions()
     sample = sampled(clock)
     assert sample.invalid
-    load = validity.slowed(begun, clock.conditions())
+    load = validity.slowdown(begun, clock.conditions())
     assert (sample.slowed.shared, sample.slowed.refilled) == pytest.approx((load.shared, load.refilled))
     assert sample.own == pytest.approx(0.03 * (1 - waited))
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing.validity import disturbance, load
+from pytest_gpumem.timing.validity import disturbance, tick_disturbance
 from pytest_gpumem.values.interference import Conditions
 
 GHZ = 1e9
-CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, others=50.0, cores=2)
+CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, other_cpu_seconds=50.0, cores=2)
 CUDA = Conditions(
     seconds=100.0,
     retries=4,
@@ -126,31 +126,31 @@ def test_time_stolen_by_the_hypervisor_is_a_disturbance():
 
 
 def test_stolen_time_is_shared_among_the_cores_that_had_work():
-    assert after(CPU, 1.0, stolen=2.05, others=50.24) is not None
-    busy = after(CPU, 1.0, stolen=2.05, others=51.0)
+    assert after(CPU, 1.0, stolen=2.05, other_cpu_seconds=50.24) is not None
+    busy = after(CPU, 1.0, stolen=2.05, other_cpu_seconds=51.0)
     assert busy == "other processes used 1.00 of 2 cores meanwhile"
 
 
 def test_other_processes_that_use_much_of_the_other_cores_are_a_disturbance():
-    assert after(CPU, 1.0, others=50.97) == "other processes used 0.97 of 2 cores meanwhile"
-    assert after(CPU, 1.0, others=50.35) == "other processes used 0.35 of 2 cores meanwhile"
-    assert after(CPU, 1.0, others=50.2) is None
+    assert after(CPU, 1.0, other_cpu_seconds=50.97) == "other processes used 0.97 of 2 cores meanwhile"
+    assert after(CPU, 1.0, other_cpu_seconds=50.35) == "other processes used 0.35 of 2 cores meanwhile"
+    assert after(CPU, 1.0, other_cpu_seconds=50.2) is None
 
 
 def test_what_is_harmless_grows_with_the_cores():
     many = replace(CPU, cores=16)
-    assert after(many, 1.0, others=53.0) is None
-    assert after(many, 1.0, others=55.0) == "other processes used 5.00 of 16 cores meanwhile"
+    assert after(many, 1.0, other_cpu_seconds=53.0) is None
+    assert after(many, 1.0, other_cpu_seconds=55.0) == "other processes used 5.00 of 16 cores meanwhile"
 
 
 def test_on_a_single_core_only_waiting_counts():
-    assert after(replace(CPU, cores=1), 1.0, others=50.5) is None
+    assert after(replace(CPU, cores=1), 1.0, other_cpu_seconds=50.5) is None
 
 
 @given(st.floats(0.001, 0.05), st.integers(0, 5))
 def test_a_short_round_says_nothing_of_what_is_counted_in_ticks(seconds, ticks):
     """Five counters, each of which may be a tick off."""
-    assert after(CPU, seconds, others=CPU.others + ticks * 0.01) is None
+    assert after(CPU, seconds, other_cpu_seconds=CPU.other_cpu_seconds + ticks * 0.01) is None
 
 
 @given(st.floats(0.001, 10.0))
@@ -159,11 +159,11 @@ def test_one_tick_of_stolen_time_never_counts(seconds):
 
 
 def test_two_readings_at_the_same_moment_say_nothing_of_shares():
-    assert after(CPU, 0.0, waited=2.0, stolen=3.0, others=60.0) is None
+    assert after(CPU, 0.0, waited=2.0, stolen=3.0, other_cpu_seconds=60.0) is None
 
 
 def test_everything_that_disturbed_is_told():
-    said = after(CPU, 1.0, graphs=4, waited=1.5, others=50.9)
+    said = after(CPU, 1.0, graphs=4, waited=1.5, other_cpu_seconds=50.9)
     assert said == (
         "a graph was compiled meanwhile, the thread waited 50 % of the time for a core, "
         "other processes used 0.90 of 2 cores meanwhile"
@@ -171,6 +171,6 @@ def test_everything_that_disturbed_is_told():
 
 
 def test_the_load_of_a_sample_is_only_what_its_rounds_could_not_tell():
-    end = replace(CPU, seconds=101.0, graphs=4, waited=1.5, others=50.9)
-    assert load(CPU, end) == "other processes used 0.90 of 2 cores meanwhile"
-    assert load(CUDA, replace(CUDA, seconds=101.0, retries=9, other_processes=2)) is None
+    end = replace(CPU, seconds=101.0, graphs=4, waited=1.5, other_cpu_seconds=50.9)
+    assert tick_disturbance(CPU, end) == "other processes used 0.90 of 2 cores meanwhile"
+    assert tick_disturbance(CUDA, replace(CUDA, seconds=101.0, retries=9, other_processes=2)) is None

@@ -24,8 +24,8 @@ from pytest_gpumem.values.composition import (
     Row,
     explanation_without_callers,
     holder_at,
-    joined,
-    merged,
+    join_layers,
+    merge_rows,
     row_from_text,
     text_with_callers,
 )
@@ -132,16 +132,16 @@ def test_rows_that_differ_in_count_and_bytes_only_are_merged():
     one = Row("activation", 10, module="a", operator="mul", count=2)
     same = Row("activation", 5, module="a", operator="mul")
     other = Row("temporary", 5, module="a", operator="mul")
-    assert set(merged([one, other, same])) == {Row("activation", 15, module="a", operator="mul", count=3), other}
+    assert set(merge_rows([one, other, same])) == {Row("activation", 15, module="a", operator="mul", count=3), other}
 
 
 @unhurried
 @given(st.lists(ROWS))
 def test_merging_rows_neither_adds_nor_loses_anything(rows):
-    together = merged(rows)
+    together = merge_rows(rows)
     assert sum(row.nbytes for row in together) == sum(row.nbytes for row in rows)
     assert sum(row.count for row in together) == sum(row.count for row in rows)
-    assert merged(together) == together
+    assert merge_rows(together) == together
 
 
 # Compositions
@@ -336,7 +336,7 @@ def test_callers_and_the_named_caller_leave_a_process_and_no_baseline_has_them()
 
 def test_callers_do_not_tell_rows_apart():
     row = Row("activation", 8, site="train.py:9", library="lib 2.0: ops.py:2", callers=(CHAIN,))
-    (one,) = merged([row, replace(row, callers=(OTHER,)), replace(row, callers=(CHAIN,))])
+    (one,) = merge_rows([row, replace(row, callers=(OTHER,)), replace(row, callers=(CHAIN,))])
     assert (one.nbytes, one.count, one.callers) == (24, 3, (CHAIN, OTHER))
     assert one == replace(one, callers=(), named="x.py:1")
 
@@ -346,13 +346,13 @@ def test_the_callers_of_all_layers_are_those_of_the_row_that_joins_them():
         Row("activation", 8, f"h.{layer}.attn", "m.py:1", callers=(chain,))
         for layer, chain in enumerate((CHAIN, OTHER))
     ]
-    (one,) = joined(rows, {"h.*.attn": [(0,), (1,)]})
+    (one,) = join_layers(rows, {"h.*.attn": [(0,), (1,)]})
     assert (one.path, one.callers) == ("h.*.attn", (CHAIN, OTHER))
 
 
 def test_of_many_ways_to_a_line_a_few_are_kept():
     row = Row("activation", 8, site="m.py:1")
-    (one,) = merged(replace(row, callers=((f"c.py:{number}",),)) for number in range(MOST_CHAINS + 3))
+    (one,) = merge_rows(replace(row, callers=((f"c.py:{number}",),)) for number in range(MOST_CHAINS + 3))
     assert one.callers == tuple((f"c.py:{number}",) for number in range(MOST_CHAINS))
 
 

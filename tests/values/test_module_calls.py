@@ -11,7 +11,7 @@ from pytest_gpumem.values.module_calls import (
     Calls,
     KindsOfSteps,
     calls_from_text,
-    counted,
+    count_calls,
     no_longer,
     outermost,
 )
@@ -22,7 +22,7 @@ CALLS = st.dictionaries(PATHS, SHARES.filter(lambda calls: calls.total > 0), max
 
 
 def test_calls_are_counted_by_path():
-    assert counted([("h.*", True), ("h.*", False), ("head", False)]) == {"h.*": (1, 2), "head": (0, 1)}
+    assert count_calls([("h.*", True), ("h.*", False), ("head", False)]) == {"h.*": (1, 2), "head": (0, 1)}
 
 
 def test_what_is_within_a_module_that_is_alike_has_no_entry():

@@ -12,8 +12,8 @@ from pytest_gpumem.values.operator_counts import (
     Tally,
     each_layer,
     from_texts,
-    kept,
-    summed,
+    reduced_tallies,
+    sum_tallies,
     tallies_without_callers,
     to_texts,
     total,
@@ -41,7 +41,7 @@ def test_tallies_of_one_operator_at_one_place_are_one_and_those_of_nothing_go():
         Tally("add", 1, there),
         Tally("add", -1, there),
     ]
-    assert summed(tallies) == (Tally("mm", 5, here), Tally("mm", 1, there))
+    assert sum_tallies(tallies) == (Tally("mm", 5, here), Tally("mm", 1, there))
 
 
 def test_they_are_in_the_order_of_files_and_lines_and_last_what_has_no_place():
@@ -51,7 +51,7 @@ def test_they_are_in_the_order_of_files_and_lines_and_last_what_has_no_place():
         Tally("mm", 1, at("m.py:9")),
         Tally("add", 1, at("m.py:9")),
     ]
-    assert [(one.place.site, one.operator) for one in summed(tallies)] == [
+    assert [(one.place.site, one.operator) for one in sum_tallies(tallies)] == [
         ("m.py:9", "add"),
         ("m.py:9", "mm"),
         ("m.py:10", "mm"),
@@ -74,7 +74,7 @@ def test_a_tally_of_several_layers_is_one_of_each_that_add_up_to_it():
 
 @given(TALLIES)
 def test_what_was_written_is_read_back(tallies):
-    assert from_texts(to_texts(tallies)) == summed(tallies)
+    assert from_texts(to_texts(tallies)) == sum_tallies(tallies)
 
 
 @pytest.mark.parametrize("name", ["pipes", "blocks", "colons", "newlines", "spaces", "nothing", "long"])
@@ -106,16 +106,16 @@ def test_what_is_no_tally_is_told(text, message):
 
 @given(TALLIES, st.integers(0, 4))
 def test_what_is_kept_has_the_same_operators_at_few_places(tallies, most):
-    few = kept(tallies, most)
+    few = reduced_tallies(tallies, most)
     assert total(few) == total(tallies)
     assert without_places(few) == without_places(tallies)
     assert len({one.place for one in few} - {NOWHERE}) <= most
-    assert kept(few, most) == few
+    assert reduced_tallies(few, most) == few
 
 
 def test_the_places_with_most_are_kept():
     tallies = [Tally("mm", amount, at(f"m.py:{amount}")) for amount in (1, 5, 3)]
-    assert kept(tallies, 2) == (Tally("mm", 3, at("m.py:3")), Tally("mm", 5, at("m.py:5")), Tally("mm", 1))
+    assert reduced_tallies(tallies, 2) == (Tally("mm", 3, at("m.py:3")), Tally("mm", 5, at("m.py:5")), Tally("mm", 1))
 
 
 def test_callers_of_operators_leave_a_process_and_no_baseline_has_them():
@@ -132,5 +132,5 @@ def test_callers_of_operators_leave_a_process_and_no_baseline_has_them():
 
 def test_calls_at_one_line_have_the_callers_of_all_of_them():
     one, other = (OperatorSite("h", "m.py:1", "", ((line,),)) for line in ("a.py:1", "b.py:1"))
-    (tally,) = summed([Tally("mm", 2, one), Tally("mm", 3, other)])
+    (tally,) = sum_tallies([Tally("mm", 2, one), Tally("mm", 3, other)])
     assert (tally.amount, tally.place.callers) == (5, (("a.py:1",), ("b.py:1",)))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.interference import UNREAD_PACE, Slowed
+from pytest_gpumem.values.interference import UNREAD_PACE, Slowdown
 from pytest_gpumem.values.plain import from_plain, to_plain
 from pytest_gpumem.values.times import (
     FEWEST_ROUNDS,
@@ -28,7 +28,7 @@ FACTORS = st.floats(1.0, 5.0)
 ROUNDS = st.builds(Round, SECONDS, st.none() | st.floats(1.0, 3e9), CLAUSES, FACTORS)
 SAMPLES = st.builds(
     lambda rounds, steps, invalid, slowed: Sample(
-        tuple(rounds), steps, invalid, None if invalid is None else Slowed(*slowed)
+        tuple(rounds), steps, invalid, None if invalid is None else Slowdown(*slowed)
     ),
     st.lists(ROUNDS, min_size=1, max_size=8),
     st.integers(1, 1000),
@@ -149,7 +149,7 @@ def test_the_time_that_a_sample_took_is_that_of_all_steps_of_all_rounds():
 # What was disturbed
 
 
-@pytest.mark.parametrize("more", [{"invalid": "a neighbour"}, {"slowed": Slowed(1.2)}])
+@pytest.mark.parametrize("more", [{"invalid": "a neighbour"}, {"slowed": Slowdown(1.2)}])
 def test_an_invalid_sample_has_to_say_how_much_that_explains(more):
     with pytest.raises(ValueError, match="give both or neither"):
         sample_of(1.0, **more)
@@ -157,7 +157,7 @@ def test_an_invalid_sample_has_to_say_how_much_that_explains(more):
 
 def test_the_own_time_of_a_step_is_without_what_was_taken_or_explained():
     rounds = tuple(Round(seconds, taken=taken) for seconds, taken in ((3.0, 1.5), (4.0, 2.0), (2.0, 1.0)))
-    sample = Sample(rounds, 1, "a neighbour", Slowed(1.2))
+    sample = Sample(rounds, 1, "a neighbour", Slowdown(1.2))
     assert (sample.median, sample.own) == (3.0, 2.0)
     assert sample.at_least == pytest.approx(2.0 / 1.2**UNREAD_PACE)
     assert sample_of(1.0, 2.0, 3.0).at_least == 2.0
@@ -168,7 +168,7 @@ def test_the_own_time_of_a_step_is_without_what_was_taken_or_explained():
 
 @pytest.mark.parametrize("invalid", [None, "it was throttled"])
 def test_of_several_samples_the_fastest_one_is_gone_by_as_it_decides_the_verdict(invalid):
-    slow, fast = sample_of(2.0), sample_of(1.0, invalid=invalid, slowed=invalid and Slowed(1.2))
+    slow, fast = sample_of(2.0), sample_of(1.0, invalid=invalid, slowed=invalid and Slowdown(1.2))
     assert Times((slow, fast)).best is fast
     assert Times((fast, slow)).median == 1.0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
-    from pytest_gpumem.reports.causes import CauseCells, CausesOf
+    from pytest_gpumem.reports.causes import CauseCells, SessionCauses
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow, Status
@@ -193,8 +193,8 @@ def page_of(report: SessionReport) -> Page:
             *(f"{counted(count, 'test')} {outcome}" for count, outcome in unsuccessful if count),
         ),
         facts=_facts(report),
-        causes=tuple(_causes(session_causes, tests, units)) if session_causes.tell else (),
-        cause_notes=tuple(cause_notes(session_causes, units, None)) if session_causes.tell else (),
+        causes=tuple(_causes(session_causes, tests, units)) if session_causes.concern_several_tests else (),
+        cause_notes=tuple(cause_notes(session_causes, units, None)) if session_causes.concern_several_tests else (),
         statuses=tuple(statuses),
         tests=tuple(tests),
         timed=any(row.cells[2].text for row in tests),
@@ -207,7 +207,7 @@ def page_of(report: SessionReport) -> Page:
     )
 
 
-def _causes(session_causes: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
+def _causes(session_causes: SessionCauses, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
     anchors: dict[str, str] = {}
     charts = {}
     for row in tests:

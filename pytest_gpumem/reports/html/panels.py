@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.growths import KEPT, kept_rows
+from pytest_gpumem.gate.growths import KEPT_METRICS, kept_rows
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, WORSE
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import (
@@ -180,7 +180,7 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable],
     retained_rows = kept_rows(verdict)
     holders = (*holder_lines(retained_rows.holders(explanation.holders), units), *kept_notes(retained_rows, units))
     for heading, composition, metrics, reasons, rows in (
-        (retained_title(verdict).capitalize(), retained, KEPT, holders, retained_rows.rows),
+        (retained_title(verdict).capitalize(), retained, KEPT_METRICS, holders, retained_rows.rows),
         ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles, None),
     ):
         if composition.rows:

@@ -12,9 +12,9 @@ from pytest_gpumem.reports.causes import causes_in
 from pytest_gpumem.reports.github import annotation_lines
 from pytest_gpumem.reports.html.page import html, page_of
 from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.reports.markdown import MOST_FOLDED, MOST_OF_A_COMMENT, markdown
+from pytest_gpumem.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
+from pytest_gpumem.reports.short_failures import explained_before, explained_by_causes, short_failures
 from pytest_gpumem.reports.terminal import terminal_text
-from pytest_gpumem.reports.told_causes import explained_by_causes, short_failures, told_before
 from pytest_gpumem.values.composition import REST, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.values.rank import Rank, name_on
@@ -48,7 +48,7 @@ def names(told):
 
 def told(*results):
     verdicts = [one.verdict for one in results]
-    return names(told_before(causes_of(verdicts), verdicts))
+    return names(explained_before(causes_of(verdicts), verdicts))
 
 
 def text(report, verbosity=0):
@@ -197,9 +197,7 @@ def test_markdown_folds_the_tests_that_others_tell():
 
 def test_the_comment_of_one_change_in_twelve_tests_is_read_at_one_sight():
     others = [result(measured(peak(Outcome.OK)), test=f"test_as_before_{number}") for number in range(9)]
-    comment = markdown(
-        session(*(grown(f"test_{number}", SCORES) for number in range(12)), *others), most=MOST_OF_A_COMMENT
-    )
+    comment = markdown(session(*(grown(f"test_{number}", SCORES) for number in range(12)), *others), most=COMMENT_LIMIT)
     # What is folded is a line.
     rendered = re.sub(r"<details><summary>(.*?)</summary>.*?</details>", r"\1", comment, flags=re.DOTALL)
     assert len(rendered.splitlines()) < 30, rendered
@@ -223,10 +221,10 @@ def test_eight_hundred_tests_end_in_less_than_120_lines_and_fit_into_a_comment()
     assert "... and 770 regressed (-v shows all)" in lines
     assert "... and 780 other notes (-v shows all)" in lines
     assert len(text(report, verbosity=1)) > 1000
-    comment = markdown(report, most=MOST_OF_A_COMMENT)
+    comment = markdown(report, most=COMMENT_LIMIT)
     assert "... and 30 other causes\n" in comment.replace("\\", "")
     assert comment.index("#### Causes") < comment.index("tests/test_gpt.py::test_0`  ")
     whole = markdown(report)
     assert f"and {800 - 40 - MOST_FOLDED} others" in whole
-    assert len(comment.encode()) <= MOST_OF_A_COMMENT < len(whole.encode())
+    assert len(comment.encode()) <= COMMENT_LIMIT < len(whole.encode())
     assert len(explained_by_causes(causes_in(report).causes, [one.verdict for one in results])) == 800

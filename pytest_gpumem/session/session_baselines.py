@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
-class StoreHere:
+class SessionBaselines:
     """The baselines for a session, in a store with baselines for many devices.
 
     If a marker named a device when a baseline was recorded, the baseline is for this device. Otherwise it is for the session's

@@ -17,7 +17,7 @@ import pytest
 from pytest_gpumem import __version__, command_name
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, StoredFacts, TorchFacts
-from pytest_gpumem.emulation.torch_build import what_compiling_lacks
+from pytest_gpumem.emulation.torch_build import missing_for_compiling
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.values.plain import from_plain
 
@@ -51,7 +51,7 @@ def driver() -> str:
 
 def compiling(environment: Mapping[str, str]) -> str | None:
     """Return a sentence about what torch.compile lacks on an emulated GPU, or ``None``."""
-    return what_compiling_lacks(environment)
+    return missing_for_compiling(environment)
 
 
 def reports() -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def _failure(words: Sequence[str], trouble: str) -> ProbeResult:
     return _with_release(ProbeResult(torch, tuple(DeviceFacts(word, trouble=trouble) for word in words)))
 
 
-def stored(baselines: Iterable[StoredBaseline]) -> tuple[StoredFacts, ...]:
+def stored_facts(baselines: Iterable[StoredBaseline]) -> tuple[StoredFacts, ...]:
     """Count the baselines from each environment, sorted by slug.
 
     For example, three baselines recorded on the CPU, two with torch 2.12 and one with torch 2.13, are two `StoredFacts`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.batches import feed, micro_batches
+from pytest_gpumem.steps.batches import call_model, micro_batches
 from pytest_gpumem.steps.precision import autocasting, float32_precision
 from pytest_gpumem.torch_support.private_api import outside_autocast
 from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
+def global_settings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
     """Set mode, matrix precision, key/value cache, autocast and routing as in the config, and restore them at the end."""
     # With cache=on, each call passes use_cache=True.
     cache = False if training or config.cache == "off" else None
@@ -54,11 +54,11 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
     if not any(is_uninitialised(tensor) for tensor in (*model.parameters(), *model.buffers())):
         return
     with (
-        surroundings(model, config, device, training=training),
+        global_settings(model, config, device, training=training),
         nullcontext() if training else torch.no_grad(),
         autocasting(config.precision, device.torch_device),
     ):
-        feed(model, micro_batches(batch, config.accumulate)[0])
+        call_model(model, micro_batches(batch, config.accumulate)[0])
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.atomic_file import write_atomically
 from pytest_gpumem.config.project_files import cache_folder
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FOLDER, _FILE = "gpumem", "report.json"
 
 
-def keep(config: pytest.Config, report: SessionReport) -> str | None:
+def write_cached_report(config: pytest.Config, report: SessionReport) -> str | None:
     """Keep a session's report for later, and replace the previous report.
 
     A session without a result keeps the previous report. If the cache cannot be written, no report is kept, and the session
@@ -43,7 +43,7 @@ def keep(config: pytest.Config, report: SessionReport) -> str | None:
         path = cache.mkdir(_FOLDER) / _FILE
         # If this report cannot be written, nobody must take the report of an older session for it.
         path.unlink(missing_ok=True)
-        write_whole(path, to_json(report))
+        write_atomically(path, to_json(report))
     return None
 
 
@@ -53,9 +53,9 @@ def _leaves(root: Path, cache: Path) -> bool:
     If the settings put the cache outside of the root directory, the cache itself is trusted.
     """
     trusted = root if cache.is_relative_to(root) else cache
-    return not kept_in(cache).parent.resolve().is_relative_to(trusted.resolve())
+    return not cached_report_path(cache).parent.resolve().is_relative_to(trusted.resolve())
 
 
-def kept_in(cache: Path) -> Path:
+def cached_report_path(cache: Path) -> Path:
     """Return the report's path in pytest's cache: ``.pytest_cache/d/gpumem/report.json``."""
     return cache / "d" / _FOLDER / _FILE

@@ -27,28 +27,28 @@ MOST_NAMED = 2
 """The number of causes in a short failure."""
 
 
-def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> str:
+def short_failure(test: TestVerdict, explained_causes: Sequence[tuple[Cause, str]], units: UnitSystem) -> str:
     """Return the failure of a test whose causes other tests have already explained, in at most six lines.
 
     Args:
         test: The failed test's verdict.
-        told_at: The test's causes, each with the id of the test with the full explanation.
+        explained_causes: The test's causes, each with the id of the test with the full explanation.
         units: The unit system for bytes.
     """
     accept = [f"  accept:   {test.accept}"] if test.accept else []
-    causes = [f"  {line}" for line in cause_lines(test.nodeid, told_at, units)]
+    causes = [f"  {line}" for line in cause_lines(test.nodeid, explained_causes, units)]
     return "\n".join([headline(test.failure or ""), *causes, *accept, "  -vv shows all of it"])
 
 
-def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
+def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
     """Return a line for each of a test's first causes, with the id of the test with the full explanation."""
     lines = []
-    for cause, explained_in in told_at[:MOST_NAMED]:
+    for cause, explained_in in explained_causes[:MOST_NAMED]:
         shares = (share for share in cause.shares if share.growth.test == test)
         largest = max(shares, key=lambda share: share.amount)
         grown = difference(largest.growth.metric, largest.amount, units)
         lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {explained_in}")
-    more = len(told_at) - MOST_NAMED
+    more = len(explained_causes) - MOST_NAMED
     return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]
 
 
@@ -91,7 +91,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)
 
 
-def told_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
+def explained_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
     """Return the tests for which a short failure suffices, with their causes and the explaining tests' ids."""
     explained = explained_by_causes(session_causes, tests)
     explained_in: dict[Cause, str] = {}
@@ -110,7 +110,7 @@ def told_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[st
 
 def short_failures(causes: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
     """Return the short failures of the tests whose causes an earlier test in ``failed`` explains, by node id."""
-    explained_tests = told_before(causes, failed)
+    explained_tests = explained_before(causes, failed)
     return {
         test.nodeid: short_failure(test, explained_tests[test.nodeid], units)
         for test in failed

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.reports.causes import causes_in
-from pytest_gpumem.reports.told_causes import short_failures
+from pytest_gpumem.reports.short_failures import short_failures
 from pytest_gpumem.reports.view import headline
 from pytest_gpumem.units import counted
 
@@ -25,7 +25,7 @@ MOST_SHORT = 20
 """The most shortened failures in pytest's report. If there are more, pytest shows only their number, or all with ``-v``."""
 
 
-def tell_causes_once(reporter: Any, report: SessionReport) -> None:
+def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
     """Let pytest show each cause in one failure only. Other plugins got the whole texts before, and -vv shows them.
 
     Args:

@@ -17,7 +17,7 @@ DRAFT = ".draft"
 """Suffix of an unfinished file; its name begins with a dot."""
 
 
-def write_whole(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
+def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
     """Write ``text`` as UTF-8, line ends as they are, and make the folder.
 
     Args:
