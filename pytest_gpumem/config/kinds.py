@@ -29,7 +29,9 @@ class Kind:
         self.is_array = is_array
         """True for an array of nonempty strings. Such an option may be repeated."""
         self.is_path = is_path
-        """True for a path. In pyproject.toml, a relative path starts in the root directory. If typed, it starts in the current folder.
+        """True for a path.
+
+        A relative path in pyproject.toml starts in the root directory, and a typed path in the current folder.
 
         `Settings` stores this folder in a second field, for example ``store_base`` for ``store``.
         """

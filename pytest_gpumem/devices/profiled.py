@@ -37,8 +37,8 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
     With ``record_shapes=True`` they include the operators' input tensors. The function reads torch's private event tree, as
     `allocation_events` does, because the public views lose addresses, nesting and order.
 
-    For example, ``x + x`` on 256 float32 values gives a ``SpanBegin`` called ``aten::add``, a ``TensorRecord`` for each operand,
-    an ``AllocationEvent`` of 1024 bytes and a ``SpanEnd``.
+    For example, ``x + x`` on 256 float32 values gives a ``SpanBegin`` called ``aten::add``, a ``TensorRecord`` for each
+    operand, an ``AllocationEvent`` of 1024 bytes and a ``SpanEnd``.
     """
     tokens: list[Token] = []
     stack: list[Any] = sorted(event_tree(profiler), key=lambda event: event.start_time_ns)[::-1]
