@@ -110,7 +110,7 @@ class Metric:
         return any(values) if self.shown == "if nonzero" else self.shown == "always" and bool(values)
 
 
-class _Measured(Protocol):
+class _HasMetrics(Protocol):
     def _value_of(self, metric: str) -> float: ...
 
 
@@ -122,8 +122,8 @@ class WholeMetric(Metric):
     @overload
     def __get__(self, measured: None, owner: type) -> WholeMetric: ...
     @overload
-    def __get__(self, measured: _Measured, owner: type) -> int: ...
-    def __get__(self, measured: _Measured | None, owner: type) -> WholeMetric | int:
+    def __get__(self, measured: _HasMetrics, owner: type) -> int: ...
+    def __get__(self, measured: _HasMetrics | None, owner: type) -> WholeMetric | int:
         return self if measured is None else int(measured._value_of(self.name))  # noqa: SLF001
 
 
@@ -135,8 +135,8 @@ class RealMetric(Metric):
     @overload
     def __get__(self, measured: None, owner: type) -> RealMetric: ...
     @overload
-    def __get__(self, measured: _Measured, owner: type) -> float: ...
-    def __get__(self, measured: _Measured | None, owner: type) -> RealMetric | float:
+    def __get__(self, measured: _HasMetrics, owner: type) -> float: ...
+    def __get__(self, measured: _HasMetrics | None, owner: type) -> RealMetric | float:
         return self if measured is None else float(measured._value_of(self.name))  # noqa: SLF001
 
 

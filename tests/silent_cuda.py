@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_gpumem.devices.nvml import GpuNow
+from pytest_gpumem.devices.nvml import GpuState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +38,8 @@ class SilentCuda:
     def empty_cache(self) -> None:
         return
 
-    def gpu(self) -> GpuNow:
-        return GpuNow()
+    def gpu(self) -> GpuState:
+        return GpuState()
 
     def sm_clock(self) -> float | None:
         return None

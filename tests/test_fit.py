@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from pytest_gpumem.cli.jobs import A_RUN, most_jobs
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
-from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
+from pytest_gpumem.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
 from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit import run
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GB = 10**9
-OUT_OF_MEMORY = ProgramRun(1, "", (ProcessUsage(0, 1, (), 1, RanOut(0, GB, 0, 0, "t.py:1 f")),))
+OUT_OF_MEMORY = ProgramRun(1, "", (ProcessUsage(0, 1, (), 1, OutOfMemory(0, GB, 0, 0, "t.py:1 f")),))
 
 
 def fitting(reserved: int) -> ProgramRun:

@@ -12,8 +12,8 @@ import pytest
 
 from pytest_gpumem import __version__
 from pytest_gpumem.init import workflow as workflows
-from pytest_gpumem.init.found_tests import FoundTest, FoundTests
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
+from pytest_gpumem.init.project_tests import ProjectTest, ProjectTests
 from pytest_gpumem.init.proposal import Machine, Project, proposal
 from pytest_gpumem.init.proposal import _device as proposed_device
 from pytest_gpumem.init.workflow import PLACEHOLDER, RUNNERS, account, gate_lines, workflow
@@ -122,7 +122,7 @@ def test_the_page_of_the_command_names_every_device_that_is_proposed():
     page = (Path(__file__).parents[1] / "docs" / "reference" / "command-init.md").read_text(encoding="utf-8")
     truths = list(itertools.product((True, False), repeat=4))
     devices = {
-        proposed_device(FoundTests((), on_gpu=on_gpu), Machine(has_gpu, can_emulate, has_cpu))[0]
+        proposed_device(ProjectTests((), on_gpu=on_gpu), Machine(has_gpu, can_emulate, has_cpu))[0]
         for on_gpu, has_gpu, can_emulate, has_cpu in truths
     }
     assert devices == {"cpu", "cuda", "auto", "emulated:h100"}
@@ -133,7 +133,7 @@ def test_the_page_of_the_command_names_every_device_that_is_proposed():
 
 
 def proposed(**here):
-    found = FoundTests((FoundTest("test_it.py::test_a", True),))
+    found = ProjectTests((ProjectTest("test_it.py::test_a", True),))
     return proposal(Project(), found, Machine(torch="2.13.0", **here), None)
 
 
@@ -144,13 +144,13 @@ def test_files_that_name_no_account_are_told_with_what_to_replace():
     (note,) = [one for one in made.notes if one.startswith(f"{PLACEHOLDER} stands for the GitHub account")]
     assert f"replace it in {' and '.join(files)}" in note
     there = Project(workflow="w.yaml", workflow_text=f"uses: {PLACEHOLDER}/pytest-gpumem/x@v1")
-    assert proposal(there, FoundTests(()), Machine(account="me"), None).installs_from_nowhere == ("w.yaml",)
+    assert proposal(there, ProjectTests(()), Machine(account="me"), None).installs_from_nowhere == ("w.yaml",)
 
 
 def test_files_that_are_there_are_told_by_their_paths_from_the_project_folder():
     gate, comment = ".github/workflows/gpumem.yml", ".github/workflows/gpumem-comment.yml"
     text = f"uses: {PLACEHOLDER}/pytest-gpumem/x@v1"
-    found = FoundTests((FoundTest("test_it.py::test_a", True),))
+    found = ProjectTests((ProjectTest("test_it.py::test_a", True),))
     project = Project(
         folder="packages/a b",
         workflow=gate,
@@ -228,7 +228,7 @@ def test_the_workflow_installs_the_python_that_records_the_baselines(runner):
 def test_the_workflow_runs_for_the_branch_that_changes_go_to():
     assert "push: {branches: [main]}" in workflow("emulated", "r.txt", ".")
     assert 'push: {branches: ["master"]}' in workflow("emulated", "r.txt", ".", branch="master")
-    tests = FoundTests((FoundTest("test_a.py::test_a", True),))
+    tests = ProjectTests((ProjectTest("test_a.py::test_a", True),))
     made = proposal(
         Project(settings=PLAIN, branch="dev/2"), tests, Machine(can_emulate=True, torch="2.13.0"), "emulated"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.config.settings import matches_test
-from pytest_gpumem.init.found_tests import FoundTest, Names, find_tests
 from pytest_gpumem.init.patterns import patterns_of
+from pytest_gpumem.init.project_tests import Names, ProjectTest, find_tests
 from pytest_gpumem.init.sources import sources_of
 
 
@@ -396,7 +396,7 @@ def test_schedulers_of_a_library_of_models_are_no_models():
 def patterns(**tests: bool | None):
     """The patterns of tests, by ``file__name``: True runs a model, False does not, None is measured already."""
     made = [
-        FoundTest(name.replace("__", "::").replace("_py", ".py"), bool(runs), runs is None)
+        ProjectTest(name.replace("__", "::").replace("_py", ".py"), bool(runs), runs is None)
         for name, runs in tests.items()
     ]
     return patterns_of(made), made
@@ -427,16 +427,16 @@ def test_patterns_are_few_and_name_exactly_the_tests_that_run_models(tests, expe
 
 
 def test_a_folder_of_tests_that_all_run_models_is_one_pattern():
-    tests = [FoundTest(f"tests/models/{name}::test_x", True) for name in ("test_a.py", "deep/test_b.py")]
-    assert patterns_of([*tests, FoundTest("tests/test_c.py::test_x", False)]) == ("tests/models/*",)
+    tests = [ProjectTest(f"tests/models/{name}::test_x", True) for name in ("test_a.py", "deep/test_b.py")]
+    assert patterns_of([*tests, ProjectTest("tests/test_c.py::test_x", False)]) == ("tests/models/*",)
 
 
 def test_parametrized_tests_are_named_with_their_brackets():
-    one, other = FoundTest("a.py::test_x", True, has_parameters=True), FoundTest("a.py::test_xy", False)
+    one, other = ProjectTest("a.py::test_x", True, has_parameters=True), ProjectTest("a.py::test_xy", False)
     (pattern,) = patterns_of([one, other])
     assert matches_test(pattern, "a.py::test_x[1]")
     assert not matches_test(pattern, "a.py::test_xy")
-    assert patterns_of([FoundTest("a.py::test_x", True, has_parameters=None), other]) == (
+    assert patterns_of([ProjectTest("a.py::test_x", True, has_parameters=None), other]) == (
         "a.py::test_x",
         "a.py::test_x[*",
     )

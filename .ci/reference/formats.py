@@ -19,7 +19,7 @@ from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.formats import FORMATS, Format
 from pytest_gpumem.reports.json_report import report_schema
 from pytest_gpumem.reports.results import Renaming, TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
 from pytest_gpumem.runtest.judging import record_verdict
 from pytest_gpumem.values.composition import Composition, Explanation, Holder
 from pytest_gpumem.values.interference import Slowdown
@@ -38,7 +38,7 @@ CLASSES: dict[str, type] = {
     "report": SessionReport,
     "terms": Terms,
     "selection": Selection,
-    "stored": Stored,
+    "stored": StoreState,
     "result": TestResult,
     "renaming": Renaming,
     "candidate": FormerTest,

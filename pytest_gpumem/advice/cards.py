@@ -90,7 +90,7 @@ def subject_in_forks(
     for gpu in map(_with_any_memory, gpus):
         try:
             seen = _in_fork(gpu, partial(_inspect, name, gpu, make))
-        except _Ended as ended:
+        except _NoResultError as ended:
             raise TrialFailed(f"{name}: {ended}") from None
         if seen is not None:
             containers, samples, attention = seen
@@ -137,7 +137,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
     def try_card(card: Gpu) -> tuple[Trial, str | None]:
         try:
             result: tuple[Trial, str | None] = _in_fork(card, lambda: _try(card, subject, config))
-        except _Ended as ended:
+        except _NoResultError as ended:
             return Trial(config, why_not=str(ended)), None
         return result
 
@@ -158,7 +158,7 @@ def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_tim
         explanation: Explanation | str = _in_fork(
             _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
         )
-    except (_Ended, NotAStep, SubjectError, TrialFailed) as error:
+    except (_NoResultError, NotAStep, SubjectError, TrialFailed) as error:
         return f"{NOT_EXPLAINED}: {error}"
     return explanation
 
@@ -167,7 +167,7 @@ def _with_any_memory(gpu: Gpu) -> Gpu:
     return replace(gpu, total_bytes=_ANY_MEMORY)
 
 
-class _Ended(Exception):
+class _NoResultError(Exception):
     """Error if a process ended without a result. The message is a clause."""
 
 
@@ -175,7 +175,7 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
     """Run ``work`` in a forked process with the GPU, and return its result.
 
     Raises:
-        _Ended: The process ended without a result.
+        _NoResultError: The process ended without a result.
         NotAStep: ``work`` raised this error.
         SubjectError: ``work`` raised this error.
         TrialFailed: ``work`` raised this error, or an unexpected error.
@@ -189,7 +189,7 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
         kind, result = receiving.recv()
     except EOFError:
         process.join()
-        raise _Ended(f"its process ended with {_ending(process.exitcode)}") from None
+        raise _NoResultError(f"its process ended with {_ending(process.exitcode)}") from None
     except BaseException:
         process.kill()
         raise

@@ -26,7 +26,7 @@ from pytest_gpumem.reports.html.document import document
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+    from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation
     from pytest_gpumem.advice.search_order import Trial
 
 FORMAT = 1
@@ -80,7 +80,7 @@ def _plain_trial(trial: Trial, device: DeviceTrials) -> dict[str, Any]:
     }
 
 
-def _plain_recommended(recommended: Recommended) -> dict[str, Any]:
+def _plain_recommended(recommended: Recommendation) -> dict[str, Any]:
     peak = None if recommended.explanation is None else recommended.explanation.peak
     return {
         "config": str(recommended.config),
@@ -136,7 +136,7 @@ def html(advice: Advice) -> str:
     )
 
 
-def _panel(recommended: Recommended) -> dict[str, Any]:
+def _panel(recommended: Recommendation) -> dict[str, Any]:
     explanation = recommended.explanation
     over_time = None if explanation is None else explanation.over_time
     return {

@@ -43,7 +43,7 @@ class DeviceTrials:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommended:
+class Recommendation:
     """A recommended config, with its code and its peak's composition on the first device with this recommendation."""
 
     config: StepConfig
@@ -65,7 +65,7 @@ class Advice:
     emulated: bool
     """True if the devices are emulated. Then reserved bytes are compared with each card's memory."""
     devices: tuple[DeviceTrials, ...]
-    recommended: tuple[Recommended, ...] = ()
+    recommended: tuple[Recommendation, ...] = ()
     finished: bool = True
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()

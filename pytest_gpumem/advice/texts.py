@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_gpumem.advice.largest import Largest, SizeAxis
-    from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+    from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation
     from pytest_gpumem.advice.search_order import Trial
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Composition
@@ -219,7 +219,7 @@ def _smallest_text(smallest: Trial | None) -> str:
     return "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
 
 
-def composition_lines(recommended: Recommended) -> list[str]:
+def composition_lines(recommended: Recommendation) -> list[str]:
     """Return a config's peak as a table by category and module."""
     if recommended.explanation is None:
         return [recommended.why_not] if recommended.why_not else []
@@ -229,7 +229,7 @@ def composition_lines(recommended: Recommended) -> list[str]:
     ]
 
 
-def composition_title(recommended: Recommended) -> str:
+def composition_title(recommended: Recommendation) -> str:
     """Return the title above a composition."""
     assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak
@@ -237,7 +237,7 @@ def composition_title(recommended: Recommended) -> str:
     return f"{recommended.config} on {recommended.device}: {format_bytes(peak.total)} allocated at the peak{during}"
 
 
-def parts_of(recommended: Recommended, indent: str = "  ") -> list[tuple[str, str, str]]:
+def parts_of(recommended: Recommendation, indent: str = "  ") -> list[tuple[str, str, str]]:
     """Return rows for each category, followed by its largest modules: name, bytes, and share."""
     assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak

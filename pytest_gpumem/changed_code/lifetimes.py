@@ -32,14 +32,14 @@ class _Step(NamedTuple):
     is_left: bool
 
 
-class _Placed(NamedTuple):
+class _StatementInBlocks(NamedTuple):
     """A statement in a function, with the blocks around it, the outermost first."""
 
     node: ast.stmt
     steps: tuple[_Step, ...]
     bound: tuple[str, ...]
 
-    def can_reach(self, later: _Placed) -> bool:
+    def can_reach(self, later: _StatementInBlocks) -> bool:
         """Return whether a call of the function can run this statement and then ``later``."""
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
         own, later_steps = self.steps[shared:], later.steps[shared:]
@@ -84,14 +84,14 @@ class Values:
                 endings[name] = ast.unparse(end.node).partition("\n")[0] if name in end.bound else f"del {name}"
         return endings
 
-    def _first(self, name: str) -> _Placed | None:
+    def _first(self, name: str) -> _StatementInBlocks | None:
         """Return the first statement that binds a name to a value other than None."""
         return next(
             (statement for statement in self._statements if name in statement.bound and not _is_none(statement.node)),
             None,
         )
 
-    def _end(self, name: str) -> _Placed | None:
+    def _end(self, name: str) -> _StatementInBlocks | None:
         """Return the first statement that ends the first value of a name; ``None`` if there is none."""
         first = self._first(name)
         if first is None:
@@ -106,7 +106,7 @@ class Values:
             None,
         )
 
-    def _last_use(self, name: str, until: _Placed | None) -> _Placed | None:
+    def _last_use(self, name: str, until: _StatementInBlocks | None) -> _StatementInBlocks | None:
         """Return the last statement that reads or binds a name, in the whole function or until a statement."""
         last = None
         for statement in self._statements:
@@ -116,11 +116,11 @@ class Values:
                 break
         return last
 
-    def _depth_until(self, name: str, end: _Placed) -> int:
+    def _depth_until(self, name: str, end: _StatementInBlocks) -> int:
         last = self._last_use(name, end)
         return -1 if last is None else _depth(last.node, name)
 
-    def _is_followed(self, name: str, statement: _Placed) -> bool:
+    def _is_followed(self, name: str, statement: _StatementInBlocks) -> bool:
         """Return whether a statement is followed by work, during which a living value of the name costs memory."""
         if "." in name or "[" in name:
             return True
@@ -161,9 +161,9 @@ def bound(node: ast.AST) -> list[str]:
     ]
 
 
-def _placed(body: list[ast.stmt], steps: tuple[_Step, ...]) -> Iterator[_Placed]:
+def _placed(body: list[ast.stmt], steps: tuple[_Step, ...]) -> Iterator[_StatementInBlocks]:
     for node in body:
-        yield _Placed(node, steps, tuple(bound(node)))
+        yield _StatementInBlocks(node, steps, tuple(bound(node)))
         if not isinstance(node, _Scope):
             for block, inner in _blocks(node):
                 yield from _placed(inner, (*steps, _Step(node, block, isinstance(inner[-1], _Leaving))))

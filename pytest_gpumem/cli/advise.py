@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.largest import OPTIONS
-from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation
 from pytest_gpumem.advice.run_warnings import collected_warnings
 from pytest_gpumem.advice.search_order import Search
 from pytest_gpumem.advice.shard_option import PER_RANK, named_configs, sharding_of
@@ -624,7 +624,7 @@ def _with_code(
                 progress.write("interrupted\n")
                 advice = replace(advice, finished=False)
         why_not, composition = (explanation, None) if isinstance(explanation, str) else ("", explanation)
-        configs.append(Recommended(config, device_name, code, composition, why_not))
+        configs.append(Recommendation(config, device_name, code, composition, why_not))
     return replace(advice, recommended=tuple(configs))
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.gate.verdict import TestVerdict
-    from pytest_gpumem.init.found_tests import FoundTests
+    from pytest_gpumem.init.project_tests import ProjectTests
     from pytest_gpumem.init.proposal import Proposal
 
 
@@ -50,7 +50,7 @@ class FirstBaselines:
     root: Path
     tests: str
     proposed: Proposal
-    collected: FoundTests
+    collected: ProjectTests
     environment: Mapping[str, str]
 
     def record(self, agreed: Callable[[str], bool]) -> None:

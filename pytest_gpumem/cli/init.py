@@ -24,8 +24,8 @@ from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import collecting
 from pytest_gpumem.git import USUAL_BRANCH, GitError, default_branch
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
-from pytest_gpumem.init.found_tests import Names, find_tests
 from pytest_gpumem.init.installing import REQUIREMENTS_FILES
+from pytest_gpumem.init.project_tests import Names, find_tests
 from pytest_gpumem.init.proposal import (
     ATTRIBUTES,
     COMMENT_WORKFLOW,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pytest_gpumem.init.found_tests import FoundTests
+    from pytest_gpumem.init.project_tests import ProjectTests
     from pytest_gpumem.init.proposal import Proposal
     from pytest_gpumem.init.sources import Sources
     from pytest_gpumem.init.workflow import Runner
@@ -231,7 +231,7 @@ def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
             )
 
 
-def _perhaps_ignored(found_tests: FoundTests) -> Iterator[str]:
+def _perhaps_ignored(found_tests: ProjectTests) -> Iterator[str]:
     """Yield a sentence for each file that pytest may not collect."""
     for path in found_tests.perhaps_ignored:
         yield (

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
-    from pytest_gpumem.devices.nvml import GpuNow
+    from pytest_gpumem.devices.nvml import GpuState
     from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
 
@@ -212,7 +212,7 @@ class TorchCuda:
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         return launches_of(run, self.synchronize)
 
-    def gpu(self) -> GpuNow:
+    def gpu(self) -> GpuState:
         return self._nvml.now(is_of_session, workers_of_session())
 
     def sm_clock(self) -> float | None:

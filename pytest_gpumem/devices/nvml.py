@@ -38,7 +38,7 @@ class OtherProcesses:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuNow:
+class GpuState:
     """A GPU's state from NVML. Units and names are the same as in `Conditions`."""
 
     clock_events: frozenset[str] | None = None
@@ -68,7 +68,7 @@ class NvmlGpu:
             return f"unknown ({self._trouble})" if self._trouble else "unknown"
         return version.decode() if isinstance(version, bytes) else str(version)
 
-    def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuNow:
+    def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuState:
         """Return the current clocks and the other processes.
 
         Args:
@@ -81,7 +81,7 @@ class NvmlGpu:
         if other is not None and other.number:
             # Query the working processes only now, because this query copies a buffer of samples.
             other = other_processes(processes, self.working(), ours, workers)
-        return GpuNow(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
+        return GpuState(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
 
     def clock_events(self) -> frozenset[str] | None:
         """Return the reasons for low clocks, with the names of `Conditions.clock_events`."""

@@ -27,7 +27,7 @@ class DeviceUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class RanOut:
+class OutOfMemory:
     """The state when a process first ran out of memory. Figures are in bytes."""
 
     device: int
@@ -54,7 +54,7 @@ class ProcessUsage:
     """Time of the process's end. ``None`` if it was killed; then all figures are from the last file that it wrote."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
-    ran_out: RanOut | None = None
+    ran_out: OutOfMemory | None = None
     expandable: bool = False
     """True if the allocator used expandable segments."""
     unknown: str | None = None
@@ -80,7 +80,7 @@ def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
     for path in folder.glob("*.json"):
         plain = json.loads(path.read_text(encoding="utf-8"))
         devices = tuple(DeviceUsage(**device) for device in plain["devices"])
-        ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
+        ran_out = None if plain["ran_out"] is None else OutOfMemory(**plain["ran_out"])
         imported = tuple(plain["imported"])
         usages.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out, "imported": imported}))
     return tuple(sorted(usages, key=lambda usage: usage.began))

@@ -19,7 +19,14 @@ import torch
 
 from pytest_gpumem.emulated_process.gradient_graphs import BackwardWatch
 from pytest_gpumem.emulated_process.peaks import KeptPeaks, keeps_statistics
-from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut, among_all, no_kernels, write_usage
+from pytest_gpumem.emulated_process.usage import (
+    DeviceUsage,
+    OutOfMemory,
+    ProcessUsage,
+    among_all,
+    no_kernels,
+    write_usage,
+)
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.host_values.scope import current
 from pytest_gpumem.torch_support.private_api import (
@@ -54,7 +61,7 @@ class _Recorder:
         self._began = 0
         self._peaks = KeptPeaks()
         self._times = 0
-        self._ran_out: RanOut | None = None
+        self._ran_out: OutOfMemory | None = None
         self._imported: dict[str, None] = {}
         self._backward: BackwardWatch | None = None
 
@@ -84,7 +91,9 @@ class _Recorder:
             if self._backward is not None:
                 with suppress(Exception):
                     without_tensor = self._backward.bytes_without_tensor(device, allocated)
-            self._ran_out = RanOut(_number(device), requested, allocated, reserved, _programs_line(), without_tensor)
+            self._ran_out = OutOfMemory(
+                _number(device), requested, allocated, reserved, _programs_line(), without_tensor
+            )
             self._write(None)
 
     def _end(self) -> None:

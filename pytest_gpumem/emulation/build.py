@@ -36,7 +36,7 @@ _C = ("-std=gnu11", "-O2", "-w")
 _FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
-class _Needed(NamedTuple):
+class _LibraryFunctions(NamedTuple):
     """The functions needed from a library, and their version nodes."""
 
     library: Library
@@ -156,7 +156,12 @@ def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draf
 
 
 def _compile(
-    compiler: Sequence[str], torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
+    compiler: Sequence[str],
+    torch: TorchBuild,
+    soname: str,
+    needed: _LibraryFunctions,
+    sources: Path,
+    link: Iterable[str],
 ) -> None:
     """Compile a library with all needed version nodes, because the loader warns about missing nodes."""
     library = needed.library
@@ -196,14 +201,18 @@ def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str)
         )
 
 
-def _needed(torch: TorchBuild) -> dict[str, _Needed]:
+def _needed(torch: TorchBuild) -> dict[str, _LibraryFunctions]:
     """Return the functions needed from NVIDIA's libraries, by soname."""
-    needed: dict[str, _Needed] = {}
+    needed: dict[str, _LibraryFunctions] = {}
     unversioned: set[str] = set()
 
-    def needed_of(soname: str) -> _Needed | None:
+    def needed_of(soname: str) -> _LibraryFunctions | None:
         library = library_of(soname)
-        return None if library is None else needed.setdefault(soname, _Needed(library, {*library.by_name}, set()))
+        return (
+            None
+            if library is None
+            else needed.setdefault(soname, _LibraryFunctions(library, {*library.by_name}, set()))
+        )
 
     for soname in ALWAYS:
         needed_of(soname)

@@ -18,7 +18,7 @@ from pytest_gpumem.emulated_process.usage import DeviceUsage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.emulated_process.usage import ProcessUsage, RanOut
+    from pytest_gpumem.emulated_process.usage import OutOfMemory, ProcessUsage
     from pytest_gpumem.emulation.gpus import Gpu
 
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
@@ -72,7 +72,7 @@ class RunResult:
     retries: int = 0
     """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
-    ran_out: RanOut | None = None
+    ran_out: OutOfMemory | None = None
     message: str = ""
     """PyTorch's message in an uncaught out-of-memory error."""
     last_lines: tuple[str, ...] = ()

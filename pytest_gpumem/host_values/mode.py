@@ -17,9 +17,9 @@ Example: what a program sees on an emulated H100, line by line. ::
 The last line is a *trouble*, because an integer may become a size. The measurement fails with this sentence.
 
 The notes about tensors are stored by storage address. For example, `torch.ones(4, dtype=torch.int64)` gets the storage at
-``0x5ffffe001600``, and the note ``{0x5ffffe001600: _Known(storage, nbytes=32)}`` marks its 32 bytes as known. A view such
-as ``ones[2:]`` begins 16 bytes later but shares the storage, so the same note describes it. A note is valid until its weak
-reference to the storage has expired, because the allocator may reuse an address.
+``0x5ffffe001600``, and the note ``{0x5ffffe001600: _KnownStorage(storage, nbytes=32)}`` marks its 32 bytes as known. A view
+such as ``ones[2:]`` begins 16 bytes later but shares the storage, so the same note describes it. A note is valid until its
+weak reference to the storage has expired, because the allocator may reuse an address.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from pytest_gpumem.host_values.host_operators import (
 )
 from pytest_gpumem.host_values.lent_memory import LentMemory
 from pytest_gpumem.host_values.reads import Reads
-from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, Choosing
+from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, AssumedRouting
 from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
 from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
@@ -108,7 +108,7 @@ _MOST_NOTED = 4096
 """Notes to collect before the mode drops the notes about freed storages."""
 
 
-class _Known(NamedTuple):
+class _KnownStorage(NamedTuple):
     """A GPU storage with known values."""
 
     storage: StorageWeakRef
@@ -117,7 +117,7 @@ class _Known(NamedTuple):
     """The assumed routing that the values depend on, if any."""
 
 
-class _Unknown(NamedTuple):
+class _UnknownStorage(NamedTuple):
     """A host storage with at least one unknown value."""
 
     storage: StorageWeakRef
@@ -192,16 +192,16 @@ class HostValues(TorchDispatchMode):
         super().__init__()
         self.reads = Reads()
         self._operators: dict[Any, Operator] = {}
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownStorage] = {}
         """GPU storages with known values, by address. A storage without a note is unknown."""
         self.captured: dict[int, StorageWeakRef] | None = None
         """GPU storages written by the current CUDA graph capture, by address. ``None`` outside a capture."""
         self._unknown: StorageWeakRef | None = None
         """The storage most recently noted as unknown."""
-        self._unknown_on_host: dict[int, _Unknown] = {}
+        self._unknown_on_host: dict[int, _UnknownStorage] = {}
         """Host storages with unknown values, by address. A storage without a note is known."""
         self.lent = LentMemory()
-        self.choosing = Choosing(self.is_unknown)
+        self.choosing = AssumedRouting(self.is_unknown)
         self.constants = Constants(self._is_uncertain)
         self.exclusions = Exclusions(self._is_uncertain)
         self._has_left = False
@@ -601,7 +601,7 @@ class HostValues(TorchDispatchMode):
         if is_known:
             if len(self._known) > _MOST_NOTED:
                 self._known = {at: note for at, note in self._known.items() if not note.storage.expired()}
-            self._known[address] = _Known(StorageWeakRef(storage), storage.nbytes(), routing)
+            self._known[address] = _KnownStorage(StorageWeakRef(storage), storage.nbytes(), routing)
         else:
             self._known.pop(address, None)
             self._unknown = StorageWeakRef(storage)
@@ -643,7 +643,7 @@ class HostValues(TorchDispatchMode):
             if len(self._unknown_on_host) > _MOST_NOTED:
                 live_notes = {at: note for at, note in self._unknown_on_host.items() if not note.storage.expired()}
                 self._unknown_on_host = live_notes
-            self._unknown_on_host[address] = _Unknown(StorageWeakRef(storage), of_floats)
+            self._unknown_on_host[address] = _UnknownStorage(StorageWeakRef(storage), of_floats)
         elif is_overwritten:
             self._unknown_on_host.pop(address, None)
 
@@ -766,7 +766,7 @@ class HostValues(TorchDispatchMode):
         """Move the note about a host storage from ``old_address``, for example if it moved to shared memory."""
         note = self._unknown_on_host.get(old_address)
         if note is not None and not note.storage.expired():
-            self._unknown_on_host[storage.data_ptr()] = _Unknown(StorageWeakRef(storage), note.of_floats)
+            self._unknown_on_host[storage.data_ptr()] = _UnknownStorage(StorageWeakRef(storage), note.of_floats)
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:

@@ -31,7 +31,7 @@ _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", 
 """Operators for which masked inputs (set to -inf) stay the smallest values in the result."""
 
 
-class Choosing:
+class AssumedRouting:
     """The assumed routing for the current step, and the masks on uncomputed scores.
 
     Args:

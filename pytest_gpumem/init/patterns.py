@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_gpumem.init.found_tests import FoundTest
+    from pytest_gpumem.init.project_tests import ProjectTest
 
 
-def patterns_of(tests: Sequence[FoundTest]) -> tuple[str, ...]:
+def patterns_of(tests: Sequence[ProjectTest]) -> tuple[str, ...]:
     """Return patterns for `matches_test` that match all tests with models, and no other test.
 
     A folder, file or class becomes a single pattern if all its tests run models or are measured already. Otherwise tests in a
@@ -39,7 +39,7 @@ def patterns_of(tests: Sequence[FoundTest]) -> tuple[str, ...]:
         if len({test.file for test in inside}) > 1 and not any(_is_below(test.file, folder) for test in other_tests):
             patterns.append(f"{folder}/*")
             remaining = [test for test in remaining if test not in inside]
-    by_file: dict[str, list[FoundTest]] = defaultdict(list)
+    by_file: dict[str, list[ProjectTest]] = defaultdict(list)
     for test in remaining:
         by_file[test.file].append(test)
     for file, inside in by_file.items():
@@ -50,7 +50,7 @@ def patterns_of(tests: Sequence[FoundTest]) -> tuple[str, ...]:
     return tuple(sorted(patterns))
 
 
-def _folders(tests: Sequence[FoundTest]) -> list[str]:
+def _folders(tests: Sequence[ProjectTest]) -> list[str]:
     """Return the folders above the tests, the outermost first, without the root directory."""
     folders = {folder.as_posix() for test in tests for folder in PurePosixPath(test.file).parents}
     return sorted(folders - {"."}, key=lambda folder: (folder.count("/"), folder))
@@ -60,12 +60,12 @@ def _is_below(file: str, folder: str) -> bool:
     return file.startswith(f"{folder}/")
 
 
-def _patterns_below(prefix: str, tests: Sequence[FoundTest], other_tests: Sequence[FoundTest]) -> Iterator[str]:
+def _patterns_below(prefix: str, tests: Sequence[ProjectTest], other_tests: Sequence[ProjectTest]) -> Iterator[str]:
     """Yield patterns for some tests in a file or class: first complete classes, then test names."""
-    names: dict[str, list[FoundTest]] = defaultdict(list)
+    names: dict[str, list[ProjectTest]] = defaultdict(list)
     for test in tests:
         names[test.nodeid.removeprefix(f"{prefix}::").partition("::")[0]].append(test)
-    plain: list[FoundTest] = []
+    plain: list[ProjectTest] = []
     for name, inside in names.items():
         path = f"{prefix}::{name}"
         if inside[0].nodeid == path:
@@ -79,7 +79,7 @@ def _patterns_below(prefix: str, tests: Sequence[FoundTest], other_tests: Sequen
     yield from _name_patterns(plain, [test.nodeid for test in (*other_tests, *tests) if test not in plain])
 
 
-def _name_patterns(tests: list[FoundTest], excluded: Sequence[str]) -> Iterator[str]:
+def _name_patterns(tests: list[ProjectTest], excluded: Sequence[str]) -> Iterator[str]:
     while tests:
         first = tests[0]
         longest_match = max(
@@ -108,7 +108,9 @@ def _beginnings(nodeid: str) -> list[str]:
     return [f"{path}::{'_'.join(words[:count])}" for count in range(len(words), 1, -1)]
 
 
-def _with_beginning(beginning: str, tests: Sequence[FoundTest], excluded: Sequence[str]) -> tuple[str, list[FoundTest]]:
+def _with_beginning(
+    beginning: str, tests: Sequence[ProjectTest], excluded: Sequence[str]
+) -> tuple[str, list[ProjectTest]]:
     """Return the tests whose node ids begin this way, or no tests if an excluded node id does."""
     if any(nodeid.startswith(beginning) for nodeid in excluded):
         return beginning, []

@@ -36,7 +36,7 @@ from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.init.found_tests import FoundTests
+    from pytest_gpumem.init.project_tests import ProjectTests
 
 MARK_KEY = "mark"
 """The key of ``[tool.gpumem]`` with patterns for the tests to measure."""
@@ -165,7 +165,7 @@ class Proposal:
     """Paths of files with the account's placeholder, from which pip cannot install."""
 
 
-def chosen_runner(tests: FoundTests, machine: Machine) -> tuple[Runner, str]:
+def chosen_runner(tests: ProjectTests, machine: Machine) -> tuple[Runner, str]:
     """Return the runner for which this machine can record baselines, and the reason as a clause."""
     if not tests.on_gpu and machine.has_cpu:
         return "cpu", "no test that runs a model puts it on a GPU"
@@ -176,7 +176,7 @@ def chosen_runner(tests: FoundTests, machine: Machine) -> tuple[Runner, str]:
     return "cpu", f"this machine has no GPU and cannot emulate one (see `{command_name()} doctor`)"
 
 
-def proposal(project: Project, tests: FoundTests, machine: Machine, runner: Runner | None) -> Proposal:
+def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Runner | None) -> Proposal:
     """Return the edits and notes for a project's set-up.
 
     Args:
@@ -235,7 +235,7 @@ def _installing_from_nowhere(project: Project, edits: Sequence[Edit]) -> Iterato
             yield path
 
 
-def _lacking(table: Mapping[str, Any], tests: FoundTests) -> str:
+def _lacking(table: Mapping[str, Any], tests: ProjectTests) -> str:
     """Return the end of a sentence with the patterns to add to an existing ``[tool.gpumem]``."""
     mark_value = table.get(MARK_KEY)
     patterns = [str(pattern) for pattern in mark_value] if isinstance(mark_value, list) else []
@@ -256,7 +256,7 @@ def _names(pattern: str, nodeid: str) -> bool:
     return matches_test(pattern, nodeid) or matches_test(pattern, f"{nodeid}[]")
 
 
-def _device(tests: FoundTests, machine: Machine) -> tuple[str, str]:
+def _device(tests: ProjectTests, machine: Machine) -> tuple[str, str]:
     if not machine.has_cpu and machine.can_emulate:
         return "emulated:h100", "The installed torch can only be loaded for an emulated GPU."
     if not tests.on_gpu:
@@ -394,7 +394,7 @@ def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edit
     )
 
 
-def counts(tests: FoundTests) -> str:
+def counts(tests: ProjectTests) -> str:
     """Return the test counts as a clause: ``"3 of 5 tests run models, and 1 is measured already"``."""
     running = sum(test.runs_model and not test.is_measured for test in tests.tests)
     measured = sum(test.is_measured for test in tests.tests)

@@ -10,7 +10,7 @@ from pytest_gpumem.baselines.selecting import is_of_script
 from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.results import badness
-from pytest_gpumem.reports.session_report import SessionReport, Stored
+from pytest_gpumem.reports.session_report import SessionReport, StoreState
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
@@ -191,12 +191,12 @@ def _selection(selections: Sequence[Selection]) -> Selection:
     )
 
 
-def _stored(stores: Sequence[Stored]) -> Stored:
+def _stored(stores: Sequence[StoreState]) -> StoreState:
     existing = {key.file for stored in stores for _, key in stored.baselines if key.file not in stored.gone}
     removed = frozenset[str]().union(*(stored.gone for stored in stores))
     baselines = tuple(sorted({baseline for stored in stores for baseline in stored.baselines}))
     functions = tuple(sorted({name for stored in stores for name in stored.functions}))
-    return Stored(baselines, removed - existing, functions)
+    return StoreState(baselines, removed - existing, functions)
 
 
 def _clauses(texts: Iterable[str | None]) -> str | None:

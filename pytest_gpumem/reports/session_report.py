@@ -78,7 +78,7 @@ _StoredKey = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoreState:
     """The store after the session, for the session's devices."""
 
     baselines: tuple[_StoredKey, ...] = ()
@@ -107,7 +107,7 @@ class SessionReport:
     """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
     """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
-    stored: Stored = Stored()
+    stored: StoreState = StoreState()
     """The store after the session."""
     closing_lines: tuple[str, ...] = field(default=(), metadata={KEY: "said"})
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""

@@ -26,7 +26,7 @@ from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.results import Results, TestResult
-from pytest_gpumem.reports.session_report import STORE, SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import STORE, SessionReport, StoreState, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.cached_report import write_cached_report
@@ -275,7 +275,7 @@ class Controller:
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
         settings, selection = self._settings, self._selection or Selection()
         reported = {(result.verdict.file, result.verdict.test) for result in results}
-        stored = Stored()
+        stored = StoreState()
         if self._files.has_files:
             with self._or_error():
                 stored = self._store.stored(results, self._config.getini("python_functions"))

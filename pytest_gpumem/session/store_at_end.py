@@ -15,7 +15,7 @@ from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of, restoring_command
-from pytest_gpumem.reports.session_report import STORE, Stored
+from pytest_gpumem.reports.session_report import STORE, StoreState
 from pytest_gpumem.units import counted, word_form
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class StoreAtEnd:
         )
         return (unused_line(unused_keys),) if unused_keys else ()
 
-    def stored(self, results: list[TestResult], functions: Sequence[str]) -> Stored:
+    def stored(self, results: list[TestResult], functions: Sequence[str]) -> StoreState:
         """Return the data on the store that a merged report needs, because a single shard cannot find unused baselines.
 
         Args:
@@ -124,11 +124,11 @@ class StoreAtEnd:
             functions: pytest's setting ``python_functions``.
         """
         if not (self.settings.baseline or self.settings.update):
-            return Stored()
+            return StoreState()
         slugs = self._compared_slugs(results)
         keys = [entry for slug in sorted(slugs) for entry in self.store.keys(slug)]
         missing_files = frozenset(key.file for _, key in keys if not self._exists(key.file))
-        return Stored(tuple(keys), missing_files, tuple(functions))
+        return StoreState(tuple(keys), missing_files, tuple(functions))
 
     def of_other_devices(self, unmeasured: Collection[tuple[str, str]]) -> list[str]:
         """Return a sentence if a session without a measured test ran tests with baselines on other devices.

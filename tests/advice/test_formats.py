@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.advice.formats import html, markdown, to_json
-from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended, shares_of
+from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation, shares_of
 from pytest_gpumem.advice.search_order import Trial, recommended
 from pytest_gpumem.advice.texts import composition_lines, lines
 from pytest_gpumem.models.task import TRAINING
@@ -34,7 +34,9 @@ PEAK = Composition(
 
 def advice(*devices, subject="hf:model: Model, random weights; batch 1x8", explanation=None, why_not="", emulated=True):
     chosen = {one.chosen.config: one.name for one in devices if one.chosen is not None}
-    told = tuple(Recommended(config, name, ("import torch",), explanation, why_not) for config, name in chosen.items())
+    told = tuple(
+        Recommendation(config, name, ("import torch",), explanation, why_not) for config, name in chosen.items()
+    )
     return Advice(subject, TRAINING, emulated, devices, told)
 
 
@@ -54,7 +56,7 @@ def test_a_peak_is_told_by_category_and_then_by_module_and_adds_up():
         ("workspace", GB),
     ]
     assert shares[0].modules[:2] == (("model.layers.{0,1}.mlp", 4 * GB), ("lm_head", 2 * GB))
-    assert composition_lines(Recommended(FP32, "L4", (), Explanation(PEAK))) == [
+    assert composition_lines(Recommendation(FP32, "L4", (), Explanation(PEAK))) == [
         "fp32 on L4: 10.00 GB allocated at the peak in backward      bytes  of all",
         "activations                                               6.75 GB  67.5 %",
         "  model.layers.{0,1}.mlp                                  4.00 GB  40.0 %",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.advice.formats import html
-from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation
 from pytest_gpumem.advice.search_order import Trial
 from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
@@ -20,7 +20,7 @@ def test_the_memory_over_the_step_is_drawn_and_the_page_is_not_wider_than_the_sc
     text = "x" * 300
     cards = tuple(DeviceTrials(f"{text}{number}", 8 * 10**9, (FITS,), FITS) for number in range(3))
     code = (f"model.{text} = 1",)
-    page_of = Advice(text, TRAINING, True, cards, (Recommended(FP32, text, code, explained(text)),))
+    page_of = Advice(text, TRAINING, True, cards, (Recommendation(FP32, text, code, explained(text)),))
     path = tmp_path / "advice.html"
     path.write_text(html(page_of), encoding="utf-8")
     page = opens(path, width=width, color_scheme=scheme)

@@ -18,7 +18,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
-from pytest_gpumem.devices.nvml import GpuNow, OtherProcesses
+from pytest_gpumem.devices.nvml import GpuState, OtherProcesses
 from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
@@ -54,7 +54,7 @@ class SyntheticCuda(SilentCuda):
         self.calls: list[str] = []
         self.capability = (9, 0)
         self.retries = 0
-        self.nvml = GpuNow()
+        self.nvml = GpuState()
 
     def torch_device(self):
         return torch.device("cuda", 0)
@@ -590,7 +590,7 @@ def test_the_environment_names_what_moves_the_figures(cuda, monkeypatch, variabl
 
 def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
     cuda.retries = 3
-    cuda.nvml = GpuNow(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, OtherProcesses(1, frozenset({4711})))
+    cuda.nvml = GpuState(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, OtherProcesses(1, frozenset({4711})))
     conditions = CudaDevice(cuda).conditions()
     assert conditions.retries == 3
     assert (conditions.clock_events, conditions.sm_clock) == (frozenset({"SwPowerCap"}), 1.41e9)
@@ -606,7 +606,7 @@ def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):
 
 
 def test_the_pace_of_a_gpu_is_its_sm_clock(cuda):
-    cuda.nvml = GpuNow(sm_clock=1.755e9)
+    cuda.nvml = GpuState(sm_clock=1.755e9)
     assert CudaDevice(cuda).pace() == 1.755e9
 
 

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.devices.nvml import GpuNow, NvmlGpu, OtherProcesses, other_processes
+from pytest_gpumem.devices.nvml import GpuState, NvmlGpu, OtherProcesses, other_processes
 
 NOT_SUPPORTED, NOT_FOUND = 3, 6
 OWN, OTHER = 4711, 4712
@@ -87,14 +87,14 @@ def gpu():
     return NvmlGpu("12")
 
 
-def now(gpu: NvmlGpu, *ours: int) -> GpuNow:
+def now(gpu: NvmlGpu, *ours: int) -> GpuState:
     return gpu.now(lambda pid: pid in ours, 1)
 
 
 @pytest.mark.parametrize("uuid", ["12", "GPU-12"])
 def test_a_gpu_is_read_by_its_uuid_with_a_prefix_or_without(nvml, uuid):
     gpu = NvmlGpu(uuid)
-    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
+    assert now(gpu, OWN) == GpuState(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
     assert gpu.sm_clock() == 1.755e9
     assert ("nvmlDeviceGetClockInfo", "gpu", nvml.NVML_CLOCK_SM) in nvml.calls
 
@@ -154,7 +154,7 @@ def test_of_a_mig_instance_clocks_are_the_gpus_and_all_its_processes_may_work(nv
     nvml.parents["instance"] = "gpu"
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
     others = OtherProcesses(1, frozenset({OTHER}))
-    assert now(NvmlGpu("34"), OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, others)
+    assert now(NvmlGpu("34"), OWN) == GpuState(frozenset(), 1.755e9, 1.83e9, others)
     asked = {name: rest[0] for name, *rest in nvml.calls if name.startswith("nvmlDevice")}
     assert asked["nvmlDeviceGetClockInfo"] == asked["nvmlDeviceGetCurrentClocksEventReasons"] == "gpu"
     assert asked["nvmlDeviceGetComputeRunningProcesses"] == "instance"
@@ -235,20 +235,20 @@ def test_other_workers_of_the_session_are_no_strangers():
 
 def test_without_pynvml_nothing_is_known(monkeypatch, gpu):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert now(gpu, OWN) == GpuNow()
+    assert now(gpu, OWN) == GpuState()
     assert gpu.sm_clock() is None
     assert gpu.driver_version() == "unknown"
 
 
 def test_without_a_driver_nothing_is_known_but_why(nvml, gpu):
     nvml.answers["nvmlInit"] = NVMLError(9)
-    assert now(gpu, OWN) == GpuNow()
+    assert now(gpu, OWN) == GpuState()
     assert gpu.driver_version() == "unknown (NVML error 9)"
 
 
 def test_a_gpu_that_nvml_does_not_know_has_a_driver_and_nothing_else(nvml):
     gpu = NvmlGpu("99")
-    assert now(gpu, OWN) == GpuNow()
+    assert now(gpu, OWN) == GpuState()
     assert gpu.driver_version() == "580.95.05"
 
 
@@ -256,7 +256,7 @@ def test_each_question_that_nvml_refuses_is_one_that_nobody_answers(nvml, gpu):
     for name in nvml.answers:
         if name.startswith("nvmlDevice"):
             nvml.answers[name] = NVMLError(NOT_SUPPORTED)
-    assert now(gpu, OWN) == GpuNow()
+    assert now(gpu, OWN) == GpuState()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from pytest_gpumem.emulated_process.usage import (
     DeviceUsage,
+    OutOfMemory,
     ProcessUsage,
-    RanOut,
     among_all,
     no_kernels,
     read_usages,
@@ -19,7 +19,7 @@ FULL = ProcessUsage(
     ended=9,
     devices=(DeviceUsage(0, 10, 20, 1), DeviceUsage(3, 30, 40, 0)),
     times_out_of_memory=2,
-    ran_out=RanOut(3, 100, 30, 40, "/mine/train.py:7 step", 20),
+    ran_out=OutOfMemory(3, 100, 30, 40, "/mine/train.py:7 step", 20),
     expandable=True,
     unknown="a value is read",
     lacking="workspaces are taken as 0",

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
+from pytest_gpumem.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, ProgramRun, RunResult, ends_it, exit_status, result_of
 
 TOTAL, CONTEXT = 1000, 50
 SMALL = replace(emulated_gpu("t4"), total_bytes=TOTAL)
-RAN_OUT = RanOut(0, 500, 300, 400, "/mine/train.py:7 step")
+RAN_OUT = OutOfMemory(0, 500, 300, 400, "/mine/train.py:7 step")
 MESSAGE = (
     "Traceback (most recent call last):\n"
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB. If "

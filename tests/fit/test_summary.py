@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import RanOut
+from pytest_gpumem.emulated_process.usage import OutOfMemory
 from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, RunResult
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
@@ -15,7 +15,7 @@ from pytest_gpumem.reports.layout import plain_lines
 
 GB = 10**9
 CWD = "/mine"
-RAN_OUT = RanOut(0, 3 * GB, 18 * GB, 22 * GB, "/mine/models/train.py:7 step")
+RAN_OUT = OutOfMemory(0, 3 * GB, 18 * GB, 22 * GB, "/mine/models/train.py:7 step")
 
 
 def fit(word: str, outcome: FitOutcome, reserved: int = 0, expanded: RunResult | None = None, **more) -> Fit:

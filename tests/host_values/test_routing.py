@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.host_values.routing import Choosing, chosen_of_rows
+from pytest_gpumem.host_values.routing import AssumedRouting, chosen_of_rows
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.data())
@@ -67,7 +67,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("call", "more", "shape", "expected"), CHOICES)
 def test_each_operator_gives_indices_of_its_kind(call, more, shape, expected):
-    choosing, made = Choosing(lambda _: True), torch.empty(shape, dtype=torch.int64)
+    choosing, made = AssumedRouting(lambda _: True), torch.empty(shape, dtype=torch.int64)
     with choosing.by("balanced"):
         assert choosing.choose(_given(call, self=torch.zeros(4, 3), **more), made, None)
     assert made.tolist() == expected
@@ -75,7 +75,7 @@ def test_each_operator_gives_indices_of_its_kind(call, more, shape, expected):
 
 
 def test_the_best_come_last_in_a_rising_order():
-    choosing, made = Choosing(lambda _: True), torch.empty(4, 3, dtype=torch.int64)
+    choosing, made = AssumedRouting(lambda _: True), torch.empty(4, 3, dtype=torch.int64)
     with choosing.by("worst"):
         choosing.choose(_given(ATEN.sort.default, self=torch.zeros(4, 3)), made, None)
     assert made[:, -2:].flip(1).tolist() == [[0, 1]] * 4
@@ -84,7 +84,10 @@ def test_the_best_come_last_in_a_rising_order():
 def test_a_group_that_is_masked_is_not_chosen_whether_with_infinity_or_zero():
     scores, mask = torch.zeros(2, 4), torch.tensor([[True, True, False, False], [False, False, True, True]])
     for fill in (-float("inf"), 0.0):
-        choosing, made = Choosing(lambda one: one is scores or one.data_ptr() == scores.data_ptr()), torch.empty(2, 1)
+        choosing, made = (
+            AssumedRouting(lambda one: one is scores or one.data_ptr() == scores.data_ptr()),
+            torch.empty(2, 1),
+        )
         taken = choosing.mask("masked_fill", (scores, mask, fill))
         assert taken is not None
         choosing.note_mask(scores, taken)
@@ -95,7 +98,7 @@ def test_a_group_that_is_masked_is_not_chosen_whether_with_infinity_or_zero():
 
 
 def test_no_choice_is_made_without_an_assumption_and_none_of_too_many_scores():
-    choosing, made = Choosing(lambda _: True), torch.empty(1, 1, dtype=torch.int64)
+    choosing, made = AssumedRouting(lambda _: True), torch.empty(1, 1, dtype=torch.int64)
     assert not choosing.choose(_given(ATEN.topk.default, self=torch.zeros(1, 3), k=1), made, None)
     with choosing.by("balanced"), choosing.by(None):
         assert choosing.routing == "balanced"

@@ -10,7 +10,7 @@ from pytest_gpumem.gate.difference import Change, Difference, PeakMove
 from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
 from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
 from pytest_gpumem.values.interference import Slowdown
 from pytest_gpumem.values.module_calls import Calls
@@ -156,7 +156,7 @@ def everything(text: str) -> SessionReport:
         Selection(
             frozenset({(text, text)}), frozenset({text}), (text,), text, frozenset({(text, "e")}), frozenset({text})
         ),
-        Stored(((text, Key(text, text, text)),), frozenset({text})),
+        StoreState(((text, Key(text, text, text)),), frozenset({text})),
         (text,),
         (text,),
         text,

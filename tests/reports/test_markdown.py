@@ -14,7 +14,7 @@ from pytest_gpumem.reports.escaping import one_line, visible
 from pytest_gpumem.reports.explanation import FILLED_ONCE
 from pytest_gpumem.reports.markdown import COMMENT_LIMIT, LEAST_BYTES, markdown
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import Stored, Terms
+from pytest_gpumem.reports.session_report import StoreState, Terms
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from tests.hostile import TEXTS
@@ -234,7 +234,7 @@ def test_a_matrix_of_configs_has_its_table():
 
 
 def test_the_store_and_the_environment_are_told():
-    unused = Stored(((H100.slug, Key("b.py", "test_gone", "call")),), frozenset({"b.py"}))
+    unused = StoreState(((H100.slug, Key("b.py", "test_gone", "call")),), frozenset({"b.py"}))
     text = markdown(session(OK, closing_lines=("store: 1 baseline written (new)",), stored=unused, shards=3))
     assert "- store: 1 baseline written (new)" in text
     assert "1 unused baseline: b.py::test\\_gone" in text

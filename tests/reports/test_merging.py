@@ -22,7 +22,7 @@ from pytest_gpumem.reports.merging import (
     unselected_tests,
 )
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
 from pytest_gpumem.reports.view import shown_measurements
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
@@ -97,7 +97,7 @@ SHARDS = st.builds(
         uncollected=st.frozensets(TESTS, max_size=3),
     ),
     stored=st.builds(
-        Stored,
+        StoreState,
         baselines=st.lists(KEYS, max_size=3).map(lambda keys: tuple(sorted(set(keys)))),
         gone=st.frozensets(FILES, max_size=2),
     ),
@@ -251,7 +251,7 @@ def test_a_baseline_is_unused_only_if_no_shard_collected_its_test():
 
     def part(test: str) -> SessionReport:
         known = Selection(collected=frozenset({("a.py", test)}), collected_files=frozenset({"a.py"}))
-        return shard(selection=known, stored=Stored(keys))
+        return shard(selection=known, stored=StoreState(keys))
 
     assert len(part("test_a").unused) == 2
     assert merge_reports([part("test_a"), part("test_b")]).unused == [keys[2]]
@@ -259,7 +259,7 @@ def test_a_baseline_is_unused_only_if_no_shard_collected_its_test():
 
 def test_a_file_that_one_shard_has_is_not_gone():
     key = ("h100", Key("a.py", "test_a", "call"))
-    absent, there = shard(stored=Stored((key,), frozenset({"a.py"}))), shard(stored=Stored((key,)))
+    absent, there = shard(stored=StoreState((key,), frozenset({"a.py"}))), shard(stored=StoreState((key,)))
     assert merge_reports([absent]).unused == [key]
     assert merge_reports([absent, there, absent]).unused == []
 
@@ -279,7 +279,7 @@ def of_folder(name: str, device: Environment = H100, *, skips: bool = False) -> 
     keys = tuple((device.slug, Key(f"{one}.py", "test_it", "call")) for one in "abc")
     if skips:
         return shard(skipped(test))
-    return shard(measured(test=test, device=device), stored=Stored(keys))
+    return shard(measured(test=test, device=device), stored=StoreState(keys))
 
 
 def test_baselines_that_no_report_accounts_for_are_found_by_device():
@@ -312,23 +312,23 @@ def test_a_baseline_is_accounted_for_however_its_test_ended(changes):
 def test_a_file_that_is_gone_and_a_script_are_left_by_no_shard():
     a, b = map(of_folder, "ab")
     assert unaccounted_baselines([a, b, shard(stored=replace(a.stored, gone=frozenset({"c.py"})))]) == []
-    script = Stored((("h100", Key("train.py", "run", "loop")),))
+    script = StoreState((("h100", Key("train.py", "run", "loop")),))
     assert unaccounted_baselines([shard(measured(), stored=script)]) == []
 
 
 @pytest.mark.parametrize("key", [Key("c.py", "check_it", "call"), Key("c.py", "check_it[a]", "loop")], ids=str)
 def test_a_test_with_any_name_is_accounted_for_as_each_test_is(key):
-    assert unaccounted_baselines([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
+    assert unaccounted_baselines([shard(measured(), stored=StoreState((("h100", key),)))]) == [("h100", key)]
 
 
 def test_a_loop_in_a_test_whose_name_python_functions_allows_is_no_script():
     key = ("h100", Key("c.py", "check_it", "loop"))
     for functions, lost in ((("test",), []), (("check_*",), [key]), (("test", "check"), [key])):
-        one = shard(measured(), stored=Stored((key,), functions=functions))
+        one = shard(measured(), stored=StoreState((key,), functions=functions))
         again = from_json(to_json(one), "shard.json")
         assert again.stored.functions == functions
         assert unaccounted_baselines([again]) == unaccounted_baselines([merge_reports([again])]) == lost
-    mixed = [shard(measured(), stored=Stored((key,), functions=(name,))) for name in ("test", "check")]
+    mixed = [shard(measured(), stored=StoreState((key,), functions=(name,))) for name in ("test", "check")]
     assert merge_reports(mixed).stored.functions == ("check", "test")
 
 

@@ -10,7 +10,7 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Location, MetricVerdict, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
 from pytest_gpumem.values.selection import Selection
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -92,7 +92,7 @@ def test_unused_is_what_no_test_has_in_files_that_were_collected_whole_or_are_go
     def key(file: str, test: str) -> tuple[str, Key]:
         return SLUG, Key(file, test, "call")
 
-    stored = Stored((key("a.py", "test_a"), key("a.py", "test_b"), key("b.py", "test_a"), key("c.py", "test_a")))
+    stored = StoreState((key("a.py", "test_a"), key("a.py", "test_b"), key("b.py", "test_a"), key("c.py", "test_a")))
     selection = Selection(
         measured=frozenset(), collected=frozenset({("a.py", "test_a")}), collected_files=frozenset({"a.py"})
     )

@@ -66,7 +66,7 @@ class WithoutValues(CpuDevice):
         return getattr(self.model, "chosen", 0)
 
 
-class Choosing(Model):
+class AssumedRouting(Model):
     chosen = 0
 
     def forward(self, hidden):
@@ -84,7 +84,7 @@ def test_a_routing_is_refused_where_a_device_without_values_chooses_nothing_by_i
         return dry_run(training, device).notes
 
     device = WithoutValues()
-    device.model = Choosing()
+    device.model = AssumedRouting()
     assert notes(device.model, device) == ()
     with pytest.raises(
         ConfigError, match=r"^routing=balanced has no effect, because the step chooses nothing by uncomputed values"

@@ -52,7 +52,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundTest:
+class ProjectTest:
     """A test function or method. If it is parametrized, pytest runs it as several items.
 
     Example:
@@ -73,20 +73,20 @@ class FoundTest:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundTests:
+class ProjectTests:
     """All tests in a project."""
 
-    tests: tuple[FoundTest, ...]
+    tests: tuple[ProjectTest, ...]
     on_gpu: bool = False
     """True if a test has the marker or the fixture, or if a file with model tests or its conftest.py mentions a GPU."""
     perhaps_ignored: tuple[str, ...] = ()
     """Files with model tests, ignored by a conftest.py under a condition."""
 
 
-def find_tests(sources: Sources, names: Names) -> FoundTests:
+def find_tests(sources: Sources, names: Names) -> ProjectTests:
     """Return the tests in a project, ordered by file and line."""
     runs = Runs(sources, Models(sources))
-    tests: list[FoundTest] = []
+    tests: list[ProjectTest] = []
     for path in sorted(sources.files):
         if names.has_file(path) and not is_ignored(path, sources):
             tests += _tests_in_file(sources.files[path], sources, names, runs)
@@ -95,7 +95,7 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     trees = [sources.files[path].tree for path in sorted(model_files | conftests)]
     uses_fixture = any(test.is_measured for test in tests)
     perhaps_ignored = (path for path in sorted(model_files) if is_ignored(path, sources, under_condition=True))
-    return FoundTests(tuple(tests), uses_fixture or mentions_gpu(trees), tuple(perhaps_ignored))
+    return ProjectTests(tuple(tests), uses_fixture or mentions_gpu(trees), tuple(perhaps_ignored))
 
 
 def is_ignored(path: str, sources: Sources, *, under_condition: bool = False) -> bool:
@@ -145,7 +145,7 @@ def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Around:
+class _Surroundings:
     """The markers, fixtures and set-up that a module or class adds to its tests."""
 
     sources: Sources
@@ -186,12 +186,12 @@ class _Around:
         return [*automatic, *_fixtures_in_use([mark for mark, _ in self.marks])]
 
 
-def _tests_in_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[FoundTest]:
+def _tests_in_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[ProjectTest]:
     fixtures: dict[str, tuple[Function, SourceFile]] = {}
     conftests = sources.conftests_of(file.path)
     for source in (*reversed(conftests), file):
         fixtures.update((name, (fixture, source)) for name, fixture in _fixtures(source.tree.body))
-    around = _Around(
+    around = _Surroundings(
         sources,
         names,
         runs,
@@ -207,9 +207,9 @@ def _tests_in_file(file: SourceFile, sources: Sources, names: Names, runs: Runs)
 def _tests_in_body(
     body: Sequence[tuple[ast.stmt, SourceFile]],
     prefix: str,
-    around: _Around,
+    around: _Surroundings,
     function_set_up: Sequence[tuple[Function, SourceFile]] = (),
-) -> Iterator[FoundTest]:
+) -> Iterator[ProjectTest]:
     """Yield the tests in a file or class.
 
     Each statement is paired with its file, because a base class may come from another file.
@@ -229,7 +229,7 @@ def _tests_in_body(
             decorators = _all_fixtures([*parameters(statement), *test_around.implicit_fixtures], around.scope.fixtures)
             fixture_marks = [mark for decorator_list in decorators for mark in decorator_list]
             with_parameters = any(map(_has_parameters, (*marks, *fixture_marks)))
-            yield FoundTest(
+            yield ProjectTest(
                 f"{prefix}::{statement.name}",
                 runs_model=test_around.runs_model(statement, file),
                 is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(statement))
@@ -238,7 +238,9 @@ def _tests_in_body(
             )
 
 
-def _tests_in_class(definition: ast.ClassDef, file: SourceFile, prefix: str, around: _Around) -> Iterator[FoundTest]:
+def _tests_in_class(
+    definition: ast.ClassDef, file: SourceFile, prefix: str, around: _Surroundings
+) -> Iterator[ProjectTest]:
     lineage = around.sources.lineage(definition, file)
     members: dict[str, tuple[ast.stmt, SourceFile]] = {}
     for owner, owner_file in lineage:
@@ -276,7 +278,7 @@ _FUNCTION_SET_UP = ("setup_function",)
 _CLASS_SET_UP = ("setUp", "asyncSetUp", "setUpClass", "setup_method", "setup_class")
 
 
-def _is_collected(definition: ast.ClassDef, file: SourceFile, around: _Around) -> bool:
+def _is_collected(definition: ast.ClassDef, file: SourceFile, around: _Surroundings) -> bool:
     has_constructor = any(
         isinstance(statement, Function) and statement.name == "__init__" for statement in definition.body
     )
