@@ -28,7 +28,7 @@ def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) 
         sent: Tensors read by the operator. All are known.
 
     Returns:
-        True if ``received`` now has true values.
+        True if ``received`` now has the correct values.
     """
     if name not in _SENT_ONE_BY_ONE:
         return True

@@ -31,7 +31,7 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""How many cells an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
+"""The cells that an instruction takes and puts, for instructions that `_effect` would misread by the numbers from `dis`."""
 
 
 @dataclass(eq=False, slots=True)

@@ -43,8 +43,8 @@ _MOST_CALLERS = 4
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
 """Kinds of stack cells.
 
-``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is its text.
-``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
+``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is the number
+as text. ``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
 """
 
 
