@@ -72,11 +72,11 @@ class OperatorSites:
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
         line = site.user, site.library
         if number is None:
-            # For any layer, because recomputed code in backward does not show its layer.
+            # The folded path stands for any layer, because recomputed code in backward does not show its layer.
             self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
-            # Python code in a node: a recomputed part, or the backward of an autograd function.
+            # This is Python code in a node: a recomputed part, or the backward of an autograd function.
             if not module:
                 place = self._at_line.get(line, place)
             elif not site.user:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
 MOST_TENSORS = 200
-"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, of a single
-object 0.06 s."""
-NO_OBJECT = "no object of Python's (C++ code keeps it, say)"
+"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, and for a
+single object 0.06 s."""
+NO_OBJECT = "no Python object (perhaps C++ code keeps it)"
 """The holder's text for a block without a referrer among the objects known to Python's collector."""
 GRAPH = "autograd graph"
 GRADIENT = "gradient"
@@ -448,7 +448,7 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 
 
 def _is_passed_over(holder: object, value: object) -> bool:
-    """Return whether the search ignores a holder, so nobody asks for the holder's holders.
+    """Return whether the search ignores a holder, and so does not search for the holder's own holders.
 
     This is true for a running frame, for objects that end a path, and for pytest's objects. It is also true for the
     attributes of this package's functions, because `functools.wraps` copies these from the replaced function.
