@@ -163,7 +163,7 @@ class MemoryLedger:
 class Reservation:
     """A running test's part of a device.
 
-    ``wanted`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
+    ``needed`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
     """
 
     def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
