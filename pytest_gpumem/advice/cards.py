@@ -122,7 +122,8 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
     """Try a config on an emulated GPU.
 
     Args:
-        gpu: The card. Its memory decides whether the step is tried a second time.
+        gpu: The card. The step runs without a memory limit first, and again with this card's limit if its tensors fit but its
+            reserved bytes do not.
         subject: The model and its batch.
         config: The step config.
 

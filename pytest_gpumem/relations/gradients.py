@@ -191,7 +191,10 @@ def _gradients(
     loss: Loss | None,
     weights: dict[str, Any],
 ) -> Gradients:
-    """Run forward and backward, and return the gradients. ``weights`` is filled by the first call and loaded by the second."""
+    """Run forward and backward, and return the gradients.
+
+    The first call stores the model's weights in ``weights``. The second call loads them, so both models are equal.
+    """
     import torch
 
     torch_device = device.torch_device
