@@ -1,6 +1,6 @@
 """Growth: the bytes kept by every further step.
 
-Live bytes also change with a filling cache, or with batches in different sizes. These functions tell both from a leak.
+Live bytes also change with a filling cache, or with batches in different sizes. These functions distinguish both from a leak.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills.
 
-    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not grow
-    with this garbage, it does not grow without. If memory grows and there was garbage, the steps run again, with a collection
-    after each step.
+    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not
+    grow with this garbage, it does not grow without this garbage. If memory grows and there was garbage, the steps run again,
+    with a collection after each step.
 
     Args:
         run_step: Runs the step.
@@ -105,7 +105,7 @@ def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, 
 
 
 def keeps_bytes_rarely(window: Sequence[ByDevice]) -> bool:
-    """Return whether consecutive steps kept bytes on a device, but too rarely to tell a leak from a cache.
+    """Return whether consecutive steps kept bytes on a device, but too rarely to distinguish a leak from a cache.
 
     For example, a leak in every tenth step keeps bytes once or twice in `WINDOW` steps. Another `WINDOW` steps then decide.
     """
@@ -149,7 +149,7 @@ def _has_only_risen(window: Sequence[Figures]) -> bool:
             continue
         if step.live_after < window[previous].live_after:
             return False
-        # Rises that overlap may all come from a single tensor, so they count once.
+        # Overlapping rises may all come from a single tensor, so they count once.
         if previous >= rose_until:
             rises, rose_until = rises + 1, number
     return rises > 1
