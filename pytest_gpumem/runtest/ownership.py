@@ -43,7 +43,7 @@ class OwnBytes:
     blocks: Blocks
     """The blocks reachable from its fixtures."""
     hidden: int
-    """Bytes of its fixtures in other places (`FixtureNote.hidden`)."""
+    """The bytes of the test's fixtures in other places (`FixtureNote.hidden`)."""
 
     @property
     def total(self) -> int:
@@ -67,7 +67,7 @@ class Ownership:
     ) -> Iterator[Callable[[object], None]]:
         """Record the bytes of a fixture while it is set up for ``node``. Yield a function that takes the fixture's value.
 
-        Bytes from fixtures requested meanwhile (``getfixturevalue``) belong to these fixtures.
+        If the set-up requests other fixtures (``getfixturevalue``), their bytes belong to these other fixtures.
 
         Example:
             A fixture ``model`` allocates 6 MB: 5 MB in its value, a module, and 1 MB in a local variable of its

@@ -69,7 +69,7 @@ class TestRun:
     relations: int = 0
     """The number of successful relations, such as ``gpumem.assert_no_growth``."""
     lost: str | None = None
-    """The reason why its figures are not valid, as a clause."""
+    """The reason why the test's figures are not valid, as a clause."""
     is_called: bool = False
     """True while pytest calls the test."""
     has_failed_subtest: bool = False
@@ -86,7 +86,10 @@ class TestRun:
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
-    """The current measurement, as the text of its call: ``"gpumem.measure('forward')"``. Only nested regions add more."""
+    """The current measurement, as the text of its call:
+
+    ``"gpumem.measure('forward')"``. Only nested regions add further texts.
+    """
     _nested: MeasuringError | None = None
     """The error from a measurement within the current measurement."""
 
