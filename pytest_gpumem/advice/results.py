@@ -27,7 +27,7 @@ class DeviceTrials:
     tried: tuple[Trial, ...]
     chosen: Trial | None
     lacking: str | None = None
-    """A clause that says why peaks may be too low, if they may."""
+    """A clause with the reason why peaks may be too low; ``None`` if there is no such reason."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
     """The largest batch, or the longest sequence, for each searched config."""
     finished: bool = True
@@ -63,7 +63,7 @@ class Advice:
     task: Task
     """The model's task in a step."""
     emulated: bool
-    """True if the devices are emulated. Then reserved bytes are compared with each card's memory."""
+    """True if the devices are emulated. If so, reserved bytes are compared with each card's memory."""
     devices: tuple[DeviceTrials, ...]
     recommended: tuple[Recommended, ...] = ()
     finished: bool = True
