@@ -1,6 +1,6 @@
 """Virtual environments for sets of requirements, in the user's cache.
 
-The folder name is a hash over the set and the packages below it, so the same set is installed once.
+The folder name is a hash over the set and the packages in the current environment, so the same set is installed only once.
 """
 
 from __future__ import annotations
