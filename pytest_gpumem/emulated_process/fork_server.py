@@ -104,7 +104,7 @@ def _import(modules: Sequence[str]) -> None:
     previous = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
     for name in modules:
-        # The import may need something that the program sets up first. Then the program imports the module itself.
+        # If this import fails, the program imports the module itself, because the program may set up something first.
         with suppress(Exception):
             importlib.import_module(name)
     if previous is None:
