@@ -95,7 +95,7 @@ class Progress:
 
 
 PAIRS_WITHOUT_TIME = 1
-"""A single pair is enough without times, because bytes and counts repeat exactly: each step is run until they do."""
+"""A single pair is enough without times, because each step runs until its bytes and counts repeat exactly."""
 
 
 def reports_in_turns(
