@@ -55,7 +55,10 @@ class UnreadableFile:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change to a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
+    """A change to a baseline.
+
+    ``commit`` is ``None`` for an uncommitted change. ``before`` and ``after`` are ``None`` without a baseline.
+    """
 
     commit: Commit | None
     before: Baseline | UnreadableFile | None
