@@ -106,8 +106,8 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "cp",
-            "`context_parallel`: the rank has a part of the batch's second dimension. It gets the size and place of the "
-            "first part, and attention runs in a ring. It needs CUDA, and a model that calls "
+            "`context_parallel`: the rank takes the first part of the batch's second dimension, because all parts "
+            "have the same size, and attention runs in a ring. It needs CUDA, and a model that calls "
             "`scaled_dot_product_attention`.",
             degree=True,
         ),
