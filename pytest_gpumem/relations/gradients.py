@@ -41,9 +41,9 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
 }
 """``rtol`` by precision, relative to the root mean square of a parameter's gradient.
 
-Errors add up over the layers, so each tolerance is some tens of the precision's unit roundoff: 5e-4 for TF32 and float16, 4e-3
-for bfloat16. For float32 (6e-8) it is some thousands, because kernels sum in different orders. A wrong gradient's error
-is about as large as the gradient.
+Errors add up over the layers, so each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32 and
+float16 and 4e-3 for bfloat16. For float32 (6e-8) it is thousands of times, because kernels sum in different orders. A wrong
+gradient's error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
@@ -208,7 +208,7 @@ def _gradients(
     with ExitStack() as stack:
         # The comparison must not change the test's random numbers.
         stack.enter_context(restored_random_numbers(device))
-        # The same seed makes buffers equal that are not in the state dict.
+        # With the same seed, buffers outside the state dict are equal in both models.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
         initialise(model, batch, StepConfig(), device, training=True)
