@@ -82,7 +82,7 @@ class RunResult:
     unknown: str | None = None
     """The uncomputed value on which the program depended, as a clause."""
     without_statistics: bool = False
-    """True if the program has its own allocator, which keeps no statistics. Then the memory is unknown."""
+    """True if the program has its own allocator, which keeps no statistics, so the memory is unknown."""
     lacking: str | None = None
     """A clause that says why peaks may be too low, if cuDNN's memory is not included."""
     cannot_run: str | None = None
@@ -168,7 +168,7 @@ def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
     """Return the reason why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
     no_kernels = next((process.no_kernels for process in run.processes if process.no_kernels), None)
     if no_kernels and _NO_KERNEL_IMAGE in run.output:
-        return f"{no_kernels}, as on a real one; a build for another CUDA may have them"
+        return f"{no_kernels}, as on a real GPU; a build for another CUDA may have them"
     return lacking_in(run.output, gpu.capability)
 
 
@@ -208,7 +208,7 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
 def ends_it(first: RunResult, *, every: bool) -> bool:
     """Return whether no further GPU needs to be tried after the first.
 
-    This is so if the program used no GPU memory or failed by itself. A failed program may still run on other GPUs if the user
-    named them (``every``).
+    No further GPU is needed if the program used no GPU memory or failed by itself. But with ``every``, a failed program is
+    still tried on the other GPUs, because the user named them.
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)
