@@ -169,7 +169,7 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes before a spelled surrogate, which a reader would mistake for its part."""
+"""Backslashes before a spelled surrogate. A reader would mistake them for a part of the surrogate's spelling."""
 
 
 def benchmark_name(figure: Figure) -> str:
