@@ -46,7 +46,7 @@ class StepBoundaries:
         """Find boundaries while the block runs."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        # A recording may end at a boundary, which must not be within a span. Optimizers open a span around their steps.
+        # Optimizers open a span around their steps, but a recording may end at a boundary, and must not end within a span.
         with self._stack, without_record_functions():
             self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
@@ -54,8 +54,8 @@ class StepBoundaries:
     def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not any(earlier is optimizer for earlier in self.optimizers):
             self.optimizers.append(optimizer)
-            # A hook on this optimizer, not a global hook: torch iterates over the global hooks while it calls them, and the
-            # measuring code adds and removes some.
+            # Use a hook on this optimizer and no global hook, because torch iterates over the global hooks while it calls them,
+            # and the measuring code adds and removes global hooks.
             self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
