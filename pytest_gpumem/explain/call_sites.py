@@ -87,7 +87,7 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # If autograd creates a node for the operator, it does so before the operator runs.
+        # If autograd creates a node for the operator, autograd creates the node before the operator runs.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return

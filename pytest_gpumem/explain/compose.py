@@ -67,7 +67,7 @@ def composition_of_peak(timeline: Timeline, own: int) -> Composition:
 
 
 def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Composition]:
-    """Return the composition at each phase's peak, without the phase that has the step's peak."""
+    """Return the composition at the peak of each phase, except the phase with the step's peak."""
     return {
         phase: composition_at(timeline, moment, own)
         for phase, moment in timeline.phases.items()

@@ -1,6 +1,6 @@
 """Tensors left by a measured run, and their holders.
 
-A cache fills at its first use, in the measured run. The recorded run comes later and does not show this.
+A cache fills at its first use, in the measured run. The recorded run comes later, so it does not show how the cache fills.
 """
 
 from __future__ import annotations

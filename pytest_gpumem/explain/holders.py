@@ -1,4 +1,4 @@
-"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes in between."""
+"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes on the way."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class _Path:
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key. The shortest path comes first, and the order of objects in memory does not matter."""
         is_lost = self.kind >= _Kind.VARIABLE
-        # An object's class says something even without a path. A container's class does not.
+        # An object's class says something even without a path. A container's class says nothing.
         is_silent = not is_object and not (self.parts or self.before or self.names)
         length = self.kind if is_lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
         return (
@@ -370,7 +370,7 @@ class _Search:
         """Return pairs of places: an object, and an object that refers to it."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # A tuple is passed on as it is. From a list, Python makes a new tuple, which is among the referrers from 3.14 on.
+        # gc.get_referrers() gets this tuple itself. From a list, Python would make a new tuple, a further referrer since 3.14.
         objects = tuple(self._objects[place] for place in places)
         place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}

@@ -27,7 +27,7 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 
     Example:
         Each step appends 40 bytes to a list. The recorded step finds 3 older blocks with 40 bytes, and ``own_bytes`` are 80.
-        Then 2 of the 3 blocks are the step's own, with the line that appends. A later step left the third block.
+        So 2 of the 3 blocks are the step's own, with the line that appends. A later step left the third block.
     """
     matches = _Matches(timeline)
     lifetimes = timeline.lifetimes
@@ -50,8 +50,8 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 class _Matches:
     """Blocks from the recorded step, by size, for older blocks made by an earlier step in the same way.
 
-    If all following steps keep a block, it matches an older block that they keep. If a following step frees a block, it matches
-    an older block freed by the step.
+    If all following steps keep a block, the block matches an older block that these steps keep. If a following step frees a
+    block, the block matches an older block freed by the recorded step.
     """
 
     def __init__(self, timeline: Timeline) -> None:

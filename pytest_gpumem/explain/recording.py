@@ -97,7 +97,7 @@ class ExpectedFigures:
 
 @dataclass(frozen=True, slots=True)
 class EarlierBlocks:
-    """Blocks left by an earlier run: a cache, which belongs to the step, or a leak, which does not."""
+    """Blocks left by an earlier run. A cache belongs to the step, and a leak does not belong to it."""
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
@@ -183,7 +183,8 @@ class Recording:
     def adjusted_to(self, expected: ExpectedFigures) -> Recording:
         """Return the recording as if it began with the measured step's own bytes.
 
-        If the recording matches only when blocks left by an earlier run count as the step's own, they are a cache, so they do.
+        Blocks left by an earlier run count as the step's own only if the recording matches with them and not without them,
+        because they are then a cache.
         """
         recording = self
         if self.earlier_blocks.nbytes and not self.matches(expected):

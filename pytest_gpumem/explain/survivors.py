@@ -81,7 +81,7 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
     numbers = range(max(1, len(steps) - 1)) if growth else (0,)
     by_step = [_survivors_of_step(replace(steps[n], following=steps[n + 1 :]), growth, n) for n in numbers]
     keeping = [survivors for survivors in by_step if survivors.nbytes] or [Survivors()]
-    # A step that replaces a target network every fifth time is ambiguous, and the steps in between are not.
+    # A step that replaces a target network every fifth time is ambiguous, but the steps in between are certain.
     certain = (survivors for survivors in keeping if not survivors.ambiguous and survivors.nbytes >= growth)
     return next(certain, keeping[0])
 

@@ -96,7 +96,8 @@ class Trace:
     results: Mapping[int, tuple[TensorRecord, ...]] = field(default_factory=dict)
     """The tensors returned by each call, by its mark's index. Operator tokens show only the tensors that an operator takes."""
     tensors: tuple[tuple[str, ...], ...] = ()
-    """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them. Otherwise empty.
+    """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them; otherwise
+    empty.
 
     First come the allocations in the recorded step, then the allocations in each ``following`` step.
     """
