@@ -53,7 +53,8 @@ def growth_per_step(live: Sequence[int]) -> int:
     """Return the bytes kept by each step, or 0 if memory does not grow.
 
     Memory grows if both the minimum and the maximum of ``live`` are higher in the later half than in the earlier half. The
-    first and last values alone prove nothing, because a buffer that is emptied from time to time may be at any fill level.
+    first and the last value prove nothing by themselves, because a buffer that is emptied from time to time may be at any fill
+    level.
 
     Args:
         live: The live bytes before the first step and after each step, after garbage collection.
@@ -120,8 +121,9 @@ def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
 def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
-    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
-    stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the earlier half.
+    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. In this case,
+    growth needs stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the
+    earlier half.
     """
     live = _live(window)
     growth = growth_per_step(live)

@@ -137,7 +137,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages that may belong to the loop: those of all live tensors, except tensors from before the loop."""
+        """Yield the storages that may belong to the loop: of all live tensors except the tensors from before the loop."""
         import torch
 
         with everything_in_sight():

@@ -49,9 +49,10 @@ def measure_step(
 ) -> StepFigures:
     """Measure a step.
 
-    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. Lazy optimizer
-    state and autotuning are finished by then. `FURTHER_STEPS` more runs show work done only every second to sixth time.
-    All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an example.
+    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. By then, the
+    optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs show work done only every
+    second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an
+    example.
 
     Args:
         phases: The step's parts, in order.
@@ -171,7 +172,7 @@ def sample_again(
         earlier = device.known()
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), exclusive_use(device) as refused:
-            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling them.
+            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling the caches.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalidate_if_refused(refused, sample, device)

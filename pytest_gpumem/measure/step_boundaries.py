@@ -94,8 +94,8 @@ class StepBoundaries:
 def without_record_functions() -> Iterator[None]:
     """Disable ``record_function`` within the context.
 
-    A span writes its end into the recording in which it began. This recording's memory is freed if another recording has
-    begun in between.
+    A span writes its end into the recording in which it began. If another recording begins before the span ends, the
+    first recording's memory is already freed.
     """
     from torch.autograd.profiler import record_function
 
