@@ -73,7 +73,8 @@ class BlockRuns:
 def activation_checkpointing(
     model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None
 ) -> Iterator[None]:
-    """Apply ``config.checkpoint`` within the context: forward saves the config's tensors, and backward recomputes the others.
+    """Apply ``config.checkpoint`` within the context: forward saves the tensors that the config selects, and backward
+    recomputes all others.
 
     Modules, parameters and their names do not change. Only ``forward`` methods are replaced, and restored at the end.
     Forward and recomputation draw the same random numbers.

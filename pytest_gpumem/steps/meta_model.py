@@ -101,7 +101,7 @@ def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Mo
 
     if not callable(factory):
         return None
-    # If the factory itself is wrong, it raises again when the model is built with real parameters.
+    # A factory that is wrong in any case raises again when the model is built with real parameters.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):

@@ -131,7 +131,7 @@ def prepared_train_step(
         phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
-        # If the scale falls in every step, it says nothing about whether the next step repeats this step.
+        # A scale that falls in every step does not show whether the next step repeats this step.
         scales = training.scaler is not None and not dry.overflows
         yield PreparedTrainStep(
             context=context,
