@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 COMPOSITION = frozenset({"composition", "explanation"})
 """The `Measurement` attributes for which a step has to be explained.
 
-A step is explained if the test function reads one of them. If another module reads them, the test passes ``explain=True``.
+A step is explained if the test function reads such an attribute. If another module reads it, the test has to pass
+``explain=True``.
 """
 
 

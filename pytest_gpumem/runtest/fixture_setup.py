@@ -137,7 +137,7 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures from a test's request up to now, by name. pytest has no public name for them."""
+    """Return the fixtures from a test's request up to now, by name. pytest has no public name for this mapping."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 

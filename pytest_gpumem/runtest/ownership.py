@@ -52,7 +52,7 @@ class OwnBytes:
 
 @dataclass
 class Ownership:
-    """The current fixtures on one device, and the test's own bytes through them."""
+    """The current fixtures on one device, and the bytes that a test owns through these fixtures."""
 
     device: Device
     others: tuple[Ownership, ...] = ()
@@ -202,8 +202,8 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
     """Return pytest's fixtures for the test's arguments; ``None`` for an item without fixtures.
 
-    pytest has no public name for them. If a name has several definitions, the last is the closest to the test. An earlier
-    definition is used only if the next closer definition requests a fixture of its own name.
+    pytest has no public name for this mapping. If a name has several definitions, the last is the closest to the test. An
+    earlier definition is used only if the next closer definition requests a fixture of its own name.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:

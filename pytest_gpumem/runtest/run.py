@@ -421,7 +421,7 @@ class TestRun:
             )
 
     def explain_call(self) -> None:
-        """Explain the call of a test without the fixture, if the policy asks for it, by a second, recorded call."""
+        """Call a test without the fixture a second time with a recording, and explain the call, if the policy asks for this."""
         if not self.measures_itself:
             self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
 
@@ -433,7 +433,7 @@ class TestRun:
         explain: bool | None = None,
         new_tensors: NewTensors | None = None,
     ) -> JudgedMeasurement:
-        """Explain code that ran once, if the policy asks for it, by a second, recorded run.
+        """Run code a second time with a recording, and explain its peak, if the policy asks for this.
 
         Args:
             judged: The measurement, with its verdict.
