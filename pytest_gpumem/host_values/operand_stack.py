@@ -3,7 +3,8 @@
 A single pass runs nothing. It visits each loop body once, and each branch on both sides. The code needs no column positions,
 because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
 
-Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another one, and then ``BINARY_OP``
+Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another cell, and then
+    ``BINARY_OP``
 with both cells in ``taken`` and the result's cell in ``put``.
 """
 

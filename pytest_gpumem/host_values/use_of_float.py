@@ -52,7 +52,8 @@ def use_of_comparison(frame: FrameType | None) -> Use:
     """Return how a frame uses its current comparison.
 
     Returns:
-        ``"order"`` in a call such as ``sorted``. Otherwise ``"branch"``, also for ``min`` and ``max`` without a key.
+        ``"order"`` in a call such as ``sorted``, and ``"branch"`` in all other cases, including ``min`` and ``max`` without a
+        key.
     """
     return "branch" if frame is None else _of_comparison(frame.f_code, frame.f_lasti)
 
