@@ -366,7 +366,7 @@ class Device(ABC):
         """
         self._kept = highest(self._kept, self.peak())
         for other in self.others:
-            # `open` opens the others in turn, and each resets its peak then.
+            # `open` opens the other devices one after another, and each device then resets its peak.
             if other._undo is not None:  # noqa: SLF001 - of this class
                 other.keep_peak()
 

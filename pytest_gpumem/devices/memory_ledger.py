@@ -295,4 +295,4 @@ class _ProcessLedger:
 
 
 _process_ledger = functools.cache(_ProcessLedger)
-"""Return the process's ledger. There is only one, because closing a second file would free all locks of the process."""
+"""Return the process's ledger. There is only one ledger, because closing a second file would free all locks of the process."""
