@@ -273,7 +273,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the job's summary. Its runs do not.
+        # Only the comparison writes into the job's summary, and its runs must not.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
