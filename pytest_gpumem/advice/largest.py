@@ -2,7 +2,7 @@
 
 The caller runs the step at each size from `next_size`. For example, let a step take 2 GB and 40 MB for each sample, and
 let 10 GB be the limit. Sizes 1 and 2 fit. The line through them meets the limit at 200, but 128 is next, because a size is at
-most 64 times the largest size that fits. Then 200 fits, and 272 and 201 do not: six runs.
+most 64 times the largest size that fits. In the next runs 200 fits, and 272 and 201 do not fit: six runs in total.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Largest:
     why_not_more: str = ""
     """The reason why the next size cannot run, as a clause. Empty if memory runs out."""
     is_known: bool = True
-    """False if the search was interrupted. Then larger sizes may fit."""
+    """False if the search was interrupted, so larger sizes may fit."""
 
 
 def next_size(

@@ -93,7 +93,8 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
 
     Args:
         samples: The samples in the batch, which limit the micro-batches, or ``None`` if unknown.
-        fully: Whether ``fully_shard`` is used. It casts parameters when it gathers them, so ``mp-bf16`` comes first.
+        fully: Whether ``fully_shard`` is used. If so, ``mp-bf16`` comes first, because ``fully_shard`` casts the parameters
+            that it gathers.
     """
     return (
         ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
