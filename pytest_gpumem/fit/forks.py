@@ -1,7 +1,7 @@
-"""Run a program on several emulated GPUs: first in its own process, and then in forks if these behave alike.
+"""Run a program on several emulated GPUs: first in its own process, and then in forks if forks behave the same.
 
-Imports, above all torch, take most of a run's time. The first run reports what the program imports. Then a server process
-imports the same modules, and each further run is a fork of the server: the program starts anew, on another GPU.
+Imports, above all torch, take most of a run's time. The first run reports the program's imports. A server process then
+imports the same modules, and each further run is a fork of the server, in which the program starts anew on another GPU.
 
 For example, let a program import for 8 s and run for 2 s. Five GPUs take 50 s with a process each. With forks they take 10 s
 for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork, and 2 s for each other GPU: 28 s.
@@ -167,7 +167,7 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """A process with the program's imports. Its forks run the program. It lives until `close`.
+    """A process with the program's imports, which lives until `close`. Its forks run the program.
 
     Args:
         gpu: The GPU that packages see during their imports.
