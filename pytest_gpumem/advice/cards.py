@@ -54,7 +54,7 @@ def begin(gpu: Gpu) -> None:
     install(gpu.device)
     import torch
 
-    # A fork has no threads from this process, so it must not wait for them.
+    # A fork has no threads from this process, so the fork must not wait for such threads.
     torch.set_num_threads(1)
 
 

@@ -118,7 +118,7 @@ def _recorded(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, 
     """Generate a few tokens, and return the allocations and frees.
 
     Raises:
-        _NotForetold: The counts of forward passes and tokens differ, an older block was freed, or memory ran
+        _NotForetold: The number of forward passes differs from the number of tokens, an older block was freed, or memory ran
             out with the longer prompt.
     """
     index = device.torch_device.index or 0

@@ -59,7 +59,7 @@ class Advice:
     """The trials and recommendations for a model's step."""
 
     subject: str
-    """The model and its batch, for people. Empty if a function made them."""
+    """The model and its batch, for people. Empty if a function made the model and the batch."""
     task: Task
     """The model's task in a step."""
     emulated: bool

@@ -80,7 +80,7 @@ class AdviceSubject:
     task: Task = TRAINING
     """The model's task in the step."""
     title: str = ""
-    """The model's name and its batch, for people. Empty if a function made them."""
+    """The model's name and its batch, for people. Empty if a function made the model and the batch."""
     size: BatchSize | None = None
     """The batch size, if it can be changed."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
