@@ -50,7 +50,7 @@ class LockObjects:
         return [int(number) for number in numbers if number.isdecimal()]
 
     def create(self, number: int, text: str) -> bool:
-        """Create an object, and return whether it did not exist."""
+        """Create an object, and return True if the object did not exist before."""
         try:
             self._files.pipe_file(self._path(number), text.encode(), mode="create")
         except FileExistsError:

@@ -73,7 +73,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
 
     Args:
         top: The checkout's folder.
-        path: The file's path from there.
+        path: The file's path from the checkout's folder.
 
     Raises:
         GitError: git failed.

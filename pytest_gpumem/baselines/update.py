@@ -43,7 +43,7 @@ def entries_to_write(
     """Return the entries that an update changes in the store.
 
     ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
-    leaves the others. ``all`` accepts everything. An entry's times are always written together.
+    leaves all other metrics. ``all`` accepts everything. An entry's times are always written together.
 
     An entry's reason belongs to its last accepted change. A further change without a reason removes it. Times from a
     further run do not count as a change.
@@ -208,7 +208,7 @@ def _tallies_of(
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines there."""
+    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines in ``entry``."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
