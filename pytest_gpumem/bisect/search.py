@@ -114,9 +114,9 @@ def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
 def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
     """Return the positions to judge next, at most ``jobs``; an empty tuple if more answers cannot narrow the range.
 
-    The positions divide the suspects evenly. If a variant was skipped, a position beside it is used. When no suspect is left
-    to judge, the last good variant may be a parent that only counts as good because a descendant is good. This parent then has
-    to run, because the first bad variant is compared with it.
+    The positions divide the suspects evenly. If a variant was skipped, a position beside this variant is used. When no suspect
+    is left to judge, the last good variant may be a parent that only counts as good because a descendant is good. This parent
+    then has to run, because the first bad variant is compared with it.
 
     Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
