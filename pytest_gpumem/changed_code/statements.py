@@ -167,7 +167,7 @@ class TwoVersions:
         return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
-        """Return whether a statement in a block was in a ``with`` in the old file."""
+        """Return whether the old file had a statement from this block inside a ``with``."""
         return not self._old_in_with.isdisjoint(self.common_lines.get(_first(statement)) for statement in body)
 
     @cached_property
