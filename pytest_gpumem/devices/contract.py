@@ -158,7 +158,7 @@ class Device(ABC):
     _undo: ExitStack | None = None
     """Undoes `open`; ``None`` while the device is closed."""
     _kept: Peak | None = None
-    """The peak before the device's last reset, if something other than `pop_peak` reset it."""
+    """The peak before the device's last reset, if code other than `pop_peak` made this reset."""
     _windows: tuple[Window, ...] = ()
     """The windows that are open."""
 

@@ -300,8 +300,8 @@ class CudaDevice(Device):
 class OtherGpu(CudaDevice):
     """Another GPU of a process, read together with the current GPU.
 
-    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Both would create a CUDA context
-    with hundreds of MB.
+    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Either action would create a
+    CUDA context with hundreds of MB.
     """
 
     def __init__(self, runtime: TorchCuda) -> None:
