@@ -164,7 +164,7 @@ class _Reader:
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
-        """When the innermost call and the innermost module around each allocation opened, by its moment; -1 for none."""
+        """For each allocation, by its moment: when the innermost call and module around it opened; -1 for none."""
         self._ends: dict[int, int] = {}
         """When each span closed, by the moment at which it opened."""
         self._mark_by_node: dict[int, Mark | None] = {}

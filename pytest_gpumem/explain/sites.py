@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
 _OVERRIDING = "handle_torch_function"
-"""The torch function between an overridable Python function and its override."""
+"""The torch function by which an overridable Python function calls its override."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
 """Functions at which a search for callers ends, because they call a backward pass or a test."""
 
