@@ -123,7 +123,8 @@ class ProgramRuns:
         # torch counts GPUs only once, so forks have the first run's count.
         server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
-        # torch reads these settings when CUDA is first used. If a release read them at import, the fork would ignore them.
+        # torch reads these settings when CUDA is first used. If a torch release read these settings at import, the fork would
+        # ignore them.
         if forked is None or (more and any(process.devices and not process.expandable for process in forked.processes)):
             return self._in_process(gpu, more)
         return forked
