@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 MOST_EXACT = 1 << 20
 """Limit for operators on integers and booleans: elements in all tensors together."""
 MOST_FLOATS = 1 << 16
-"""Limit for operators on floats: elements in all tensors together. It bounds the time for a matrix product on the host."""
+"""Limit for operators on floats: elements in all tensors together.
+
+This limit bounds the time for a matrix product on the host.
+"""
 _MOST_ROUTED = 1 << 26, 1 << 24
 """Limits for integers and for floats if values depend on an assumed routing.
 

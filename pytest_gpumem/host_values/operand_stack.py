@@ -71,7 +71,8 @@ class Step:
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Yield each instruction with its cells, in order.
 
-    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take it see the kind.
+    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take this cell then see the
+    kind.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}
