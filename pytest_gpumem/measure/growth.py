@@ -41,7 +41,7 @@ def grows(live: Sequence[int]) -> bool:
     higher in the later half than in the earlier half.
 
     Example:
-        100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not.
+        100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not grow.
     """
     since_lowest = live[live.index(min(live)) :]
     if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):

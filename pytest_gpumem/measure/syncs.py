@@ -25,7 +25,8 @@ _COUNTERS = ("step", "mu_product")
 class HostTensors:
     """A set with all tensors in the host's memory.
 
-    On a GPU, the tensor's device decides. If the CPU stands in for a GPU, all tensors count as GPU tensors except:
+    On a GPU, the tensor's device decides whether the tensor is in the set. If the CPU stands in for a GPU, all tensors count
+    as GPU tensors except:
 
     - an optimizer's counters,
     - tensors created by the step without a device, or copied to the host (`mark`),
