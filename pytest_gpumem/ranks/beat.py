@@ -131,7 +131,7 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
 
 
 def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
-    """Return the ranks for which the others wait; an empty list if the signs of life do not show them.
+    """Return the ranks for which the other ranks wait; an empty list if the signs of life do not show such ranks.
 
     For example, ranks 0 and 2 wait in exchange 4 of a test and rank 1 computes. Rank 1 is stuck. If no rank waits in an
     exchange, and three of four ranks are at the same line, the fourth rank is stuck.

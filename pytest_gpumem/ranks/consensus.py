@@ -128,8 +128,8 @@ class Point(NamedTuple):
     """The progress of a rank.
 
     ``test`` counts measured tests, and ``step`` counts the exchanges in a test (not training steps). Both count from 1, and 0
-    is before the first. ``waits`` is true while the rank waits for the others. For example, ``Point(2, 5, True)`` waits in the
-    fifth exchange of the second measured test.
+    is before the first. ``waits`` is true while the rank waits for the other ranks. For example, ``Point(2, 5, True)`` waits
+    in the fifth exchange of the second measured test.
     """
 
     test: int = 0
@@ -240,7 +240,7 @@ class Consensus(Alone):
         return self._board.get(keys[0])
 
     def end_session(self, report: Any) -> None:
-        """Tell the others that this rank runs no more tests, and send its report."""
+        """Tell the other ranks that this rank runs no more tests, and send its report."""
         self._board.put(f"ended/{self.rank.number}", report)
 
     def ends_of_sessions(self) -> list[Any]:

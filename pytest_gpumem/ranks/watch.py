@@ -37,7 +37,7 @@ _SECONDS_FOR_LAST_WORDS = 2.0
 _SECONDS_FOR_THE_FIRST = 15.0
 """The other ranks wait this many seconds longer than rank 0, because rank 0 has to write a report."""
 _SECONDS_TO_WRITE = 20.0
-"""The time in which rank 0 may finish its report when the job ends, in seconds. torchrun kills its ranks after 30 s."""
+"""When the job ends, rank 0 may take this many seconds to finish its report. torchrun kills its ranks after 30 s."""
 
 
 class Watch(threading.Thread):
@@ -51,7 +51,7 @@ class Watch(threading.Thread):
         Args:
             launch: The launch of this rank.
             consensus: This rank's consensus, which knows its progress.
-            seconds: The longest time without progress while ranks wait for others.
+            seconds: The longest time without progress while ranks wait for other ranks.
             root: The project's folder.
             lost: Called on rank 0, in this thread, before the process ends. Its argument is a clause that names the lost rank.
         """
