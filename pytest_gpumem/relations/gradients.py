@@ -1,4 +1,4 @@
-"""Comparison between the gradients under two step configs, because a config that saves memory must not change them."""
+"""Comparison between the gradients under two step configs, because a config that saves memory must not change gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Gradients:
     config: str
     by_name: Mapping[str, torch.Tensor | None]
     precisions: tuple[str, ...] = ("fp32",)
-    """The words for the precision that computed them."""
+    """The words for the precisions in which the gradients were computed."""
 
 
 def assert_same_gradients(
