@@ -214,7 +214,7 @@ _in_use: list[FileLock] = []
 def _lock(folder: Path) -> FileLock:
     from filelock import FileLock
 
-    # Not bound to the thread, because a thread that makes an environment ends before the process.
+    # The lock is not bound to the thread, because the thread that makes an environment ends before the process.
     return FileLock(folder.with_suffix(".lock"), thread_local=False)
 
 

@@ -157,7 +157,8 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in current or current[name].version != version
         ]
-        # A package from an address is always installed, because its code may differ from the same release here.
+        # A package from an address is always installed, because its code may differ from the same release in the current
+        # environment.
         differing += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if differing:
             # The options among the requirements are kept, because they may name the index with these releases.
