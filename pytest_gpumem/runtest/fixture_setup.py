@@ -32,7 +32,7 @@ _READ_BY_IMPORT = pytest.StashKey[UnknownReads]()
 
 
 def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -> None:
-    """Store with a collector that readings were lost, or uncomputed values were read, while its file was imported.
+    """Store in a collector's stash that readings were lost, or uncomputed values were read, while its file was imported.
 
     The tests below ``node`` have no figures if readings were lost.
 

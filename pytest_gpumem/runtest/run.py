@@ -410,7 +410,7 @@ class TestRun:
         return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` if the store would use a name for another measurement's part on a GPU as well.
+        """Raise ``ValueError`` if the store would also use a name for another measurement's part on a GPU.
 
         For example, ``"step on cuda:1"`` is the part of ``"step"`` on the second GPU.
         """
