@@ -169,7 +169,7 @@ class StepConfig:
     world: int | None = None
     """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``."""
     rank: int = 0
-    """The rank to run if this process is the only one, a whole number below ``world``."""
+    """The rank to run if this process is the only rank, a whole number below ``world``."""
     reduce: str | None = None
     """The dtype in which ``fully_shard`` reduces gradients (``reduce_dtype``). By default it is the parameters' dtype."""
     routing: Routing | None = None
