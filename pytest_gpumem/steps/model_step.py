@@ -39,7 +39,7 @@ _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """Return the model on ``device``, as passed by the test or built there.
+    """Return the model on ``device``, either passed by the test or built on this device.
 
     Args:
         model_or_factory: The model, or a class or function that builds it.
