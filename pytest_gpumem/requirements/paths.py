@@ -67,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the package name from a wheel's or source distribution's file name; ``None`` if the file name contains no package name."""
+    """Return the package name in the file name of a wheel or source distribution; ``None`` if there is no such name."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]
