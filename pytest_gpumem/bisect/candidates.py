@@ -111,7 +111,7 @@ def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) 
 
 
 class _Commit(NamedTuple):
-    """A commit from ``git log``. With ``is_boundary``, it is outside the range, and a listed commit is its child."""
+    """A commit from ``git log``. With ``is_boundary``, the commit is outside the range, and a listed commit is its child."""
 
     is_boundary: bool
     hash: str

@@ -242,7 +242,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
-    """Return an environment's folder name: a hash over its requirements and the packages below it."""
+    """Return an environment's folder name: a hash over its requirements and the current environment's packages."""
     beneath = packages_here()
     # With another Python, only this plugin comes from the current environment.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]

@@ -78,7 +78,8 @@ class MeasuredLoop:
         return self._loop.is_measured
 
     def callback(self) -> Any:
-        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when it has been measured.
+        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when the loop has been
+        measured.
 
         Without a callback, `Gpumem.loop` ends training by an exception.
 

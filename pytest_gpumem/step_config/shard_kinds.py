@@ -44,7 +44,7 @@ class ShardKind:
     fully: bool = False
     """True if ``fully_shard`` shards the parameters, block by block."""
     reshard_after_forward: bool | None = None
-    """Whether ``fully_shard`` shards parameters again after forward; ``None`` does so for all parameters except the root's."""
+    """Whether ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
     replicas: bool = False
     """True if the number after the colon is the number of model copies."""
     degree: bool = False

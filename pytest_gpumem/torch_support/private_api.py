@@ -781,7 +781,7 @@ def expandable_segments_are_on() -> bool:
 def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
     """Print GPU tensors from a copy on the host, until the process ends.
 
-    Printing switches dispatch modes off and selects elements on the GPU, and an emulated GPU would miss these operators.
+    Printing switches dispatch modes off and selects elements on the GPU. An emulated GPU would not see these operators.
 
     Args:
         within: Returns a context for all printing.
