@@ -415,7 +415,7 @@ def test_every_config_is_sharded_and_the_title_says_so(advise):
 
 def test_a_rank_is_told_above_the_table(advise):
     told = advise("advised_models:make", "--config", "fp32", "--shard", "ddp,world=8").stdout.splitlines()
-    assert told[:2] == ["rank 0 of 8, DDP", "bytes and samples are those of one rank, which has a GPU to itself"]
+    assert told[:2] == ["rank 0 of 8, DDP", "bytes and samples are for a single rank, which has a GPU to itself"]
     assert "    model = DistributedDataParallel(model)" in told
 
 

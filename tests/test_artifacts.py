@@ -143,7 +143,7 @@ def blocked(project: Project) -> Project:
     return project
 
 
-CANNOT = "*kept: cannot write what was recorded (--gpumem-artifacts): *"
+CANNOT = "*kept: cannot write the recording (--gpumem-artifacts): *"
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_a_regression_stays_one(blocked):

@@ -148,7 +148,7 @@ def test_what_an_emulated_gpu_lacks_stands_with_its_mend():
     there = replace(
         FACTS,
         devices=(ON_CPU, DeviceFacts("emulated:h100", EMULATED, tells_time=False, lacking=lacking)),
-        compiling="torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton==3.6.0",
+        compiling="torch.compile also needs Triton on an emulated GPU, and Triton is not installed: pip install --no-deps triton==3.6.0",
     )
     assert "no times" in row(there, "emulated:h100").fact
     assert row(there, "convolutions").mend == "pip install nvidia-cudnn-cu13==9.20.0.48"

@@ -88,7 +88,7 @@ def temporary_folder() -> Iterator[Path]:
 def clear_leftovers(checkout: Checkout) -> int:
     """Remove worktrees and temporary folders from killed comparisons, and return the number of worktrees.
 
-    Comparisons that still run keep theirs. Raises `GitError`.
+    Comparisons that still run keep their worktrees and folders. Raises `GitError`.
     """
     leftovers = [
         path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_leftover(path.parent)
@@ -184,7 +184,7 @@ def _remove(checkout: Checkout, worktree: Path) -> None:
     try:
         git(checkout.top, *remove)
     except GitError:
-        # The worktree is damaged or in use. Git can remove it once its folder is gone. `git worktree prune` is no help,
+        # The worktree is damaged or in use. Git can remove it once its folder is gone. `git worktree prune` is not used,
         # because it would also remove other worktrees from the list.
         shutil.rmtree(worktree, ignore_errors=True)
         with suppress(GitError):

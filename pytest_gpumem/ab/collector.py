@@ -107,7 +107,7 @@ def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
     layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
-    # Only an environment inside a checkout matters, because its packages are not the project's code. An environment around
+    # Keep only environments inside a checkout, because they contain packages and not the project's code. An environment around
     # the checkout would exclude the project itself.
     installed = [folder for folder in installed if any(_is_inside(folder, checkout) for checkout in checkouts)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))

@@ -95,7 +95,7 @@ class Progress:
 
 
 PAIRS_WITHOUT_TIME = 1
-"""A single pair is enough without times, because bytes and counts repeat exactly: each step is run until they do."""
+"""A single pair is enough without times, because each step runs until its bytes and counts repeat exactly."""
 
 
 def reports_in_turns(
@@ -131,8 +131,8 @@ def order_of_pair(number: int) -> tuple[Side, Side]:
 def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> bool:
     """Return whether all tests are decided. ``previous`` is the report without the last pair.
 
-    Without times, a single pair settles a report. With times, each test needs the fewest pairs of `compare_pairs`, and an
-    interval below the tolerance or the same outcome in two reports.
+    Without times, a single pair settles a report. With times, each test needs the fewest pairs that `compare_pairs` accepts,
+    and an interval below the tolerance or the same outcome in two reports.
     """
     assert report.pairs is not None, "the report comes from runs in turns"
     if not report.rows:
@@ -222,7 +222,7 @@ def settings_in(root: Path) -> Settings:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
     except SettingsError:
-        # pytest could read them, so they belong to another pytest-gpumem version.
+        # pytest accepts these settings, so they are for another version of pytest-gpumem.
         return Settings()
 
 

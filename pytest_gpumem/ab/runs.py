@@ -258,7 +258,7 @@ class Runner:
             )
             if status:
                 raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
-        # After --setup, because it may have created folders that belong on PYTHONPATH.
+        # Read this after --setup, which may have created folders that belong on PYTHONPATH.
         environment = self._environment(worktree, own / "plugin", lines)
         # Each run has its own pytest cache, so --last-failed cannot make a run differ from the next.
         options = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
@@ -273,7 +273,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the job's summary. Its runs do not.
+        # Only the comparison writes into the job's summary, and its runs must not.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"

@@ -72,7 +72,7 @@ def without_folders(variants: Sequence[Variant]) -> list[Variant]:
     """Return variants with shortened absolute paths in their names. Different paths stay different.
 
     Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read reports on other
-    machines, and the rest of a path says nothing there.
+    machines, on which the rest of a path says nothing.
     """
     names = [str(variant.requirements or "") for variant in variants]
     paths = {PurePosixPath(path) for name in names for path in _PATH.findall(name)}

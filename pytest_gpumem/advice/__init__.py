@@ -1,1 +1,1 @@
-"""Find a step config with which a model fits: cheap settings are tried first."""
+"""Find a step config with which a model fits into memory. Cheap settings are tried first."""

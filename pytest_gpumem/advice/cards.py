@@ -2,7 +2,7 @@
 
 A step first runs on a GPU with 8.8 TB, more than any GPU has. There, PyTorch's allocator reserves as much as on any GPU with
 enough memory. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with
-the card's own memory: then the allocator frees its cache, so the step may fit. So a config runs out of memory at most once.
+the card's own memory. The allocator then frees its cache, so the step may fit. So a config runs out of memory at most once.
 
 For example, a step with 38 GB of tensors and 45 GB reserved runs twice on a card with 40 GB, and once on a card with 24 GB.
 """
@@ -54,7 +54,7 @@ def begin(gpu: Gpu) -> None:
     install(gpu.device)
     import torch
 
-    # A fork has no threads from this process, so it must not wait for them.
+    # A fork has no threads from this process, so the fork must not wait for such threads.
     torch.set_num_threads(1)
 
 
@@ -71,7 +71,8 @@ def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
 def subject_in_forks(
     name: str, gpus: Sequence[Gpu], make: Callable[[torch.device, bool], AdviceSubject], task: Task
 ) -> AdviceSubject:
-    """Return a subject for a project's function, which may do anything. So each measuring process calls ``make`` anew.
+    """Return a subject for a project's function. Each measuring process calls ``make`` anew, because a function may do
+    anything.
 
     A separate process inspects the subject first, on the first card for which torch has kernels.
 
@@ -122,7 +123,8 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
     """Try a config on an emulated GPU.
 
     Args:
-        gpu: The card. Its memory decides whether the step is tried a second time.
+        gpu: The card. The step runs without a memory limit first, and again with this card's limit if its tensors fit but its
+            reserved bytes do not.
         subject: The model and its batch.
         config: The step config.
 

@@ -5,7 +5,7 @@ tokens (`token_pattern`), and torch's caching allocator replays a token's alloca
 fragmentation: longer blocks rarely fit into the gaps between shorter blocks, and no formula predicts this loss.
 
 For example, `foretold_peak` runs 41 instead of 1,000 tokens after a prompt with 100 tokens: the first 28 tokens, and 13 tokens
-after a prompt with 1,087. Then it replays the allocations for all 1,000 tokens, in about 10 s for each replay.
+after a prompt with 1,087 tokens. Then it replays the allocations for all 1,000 tokens, in about 10 s for each replay.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: i
     """
     if not is_long(tokens) or not _has_one_size(prompt):
         return None
-    # The dry run, which shows that autocast casts, leaves cuBLAS's workspace. A recording has to allocate it.
+    # The dry run, which shows that autocast casts, leaves cuBLAS's workspace. Free it, because a recording has to allocate it.
     clear_cublas_workspaces()
     try:
         with device.peak_from_now_on() as peak:
@@ -118,7 +118,7 @@ def _recorded(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, 
     """Generate a few tokens, and return the allocations and frees.
 
     Raises:
-        _NotForetold: The counts of forward passes and tokens differ, an older block was freed, or memory ran
+        _NotForetold: The number of forward passes differs from the number of tokens, an older block was freed, or memory ran
             out with the longer prompt.
     """
     index = device.torch_device.index or 0

@@ -2,7 +2,7 @@
 
 The caller runs the step at each size from `next_size`. For example, let a step take 2 GB and 40 MB for each sample, and
 let 10 GB be the limit. Sizes 1 and 2 fit. The line through them meets the limit at 200, but 128 is next, because a size is at
-most 64 times the largest size that fits. Then 200 fits, and 272 and 201 do not: six runs.
+most 64 times the largest size that fits. In the next runs 200 fits, and 272 and 201 do not fit: six runs in total.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Largest:
     why_not_more: str = ""
     """The reason why the next size cannot run, as a clause. Empty if memory runs out."""
     is_known: bool = True
-    """False if the search was interrupted. Then larger sizes may fit."""
+    """False if the search was interrupted, so larger sizes may fit."""
 
 
 def next_size(
@@ -84,7 +84,7 @@ def largest_of(trials: Sequence[SizeTrial], *, finished: bool = True) -> Largest
 
 
 def _bounds(trials: Sequence[SizeTrial]) -> tuple[int, SizeTrial | None]:
-    """Return the largest size that fits, and the trial with the smallest size beyond, if any."""
+    """Return the largest size that fits, and the trial with the smallest larger size, if any."""
     low = max((trial.size for trial in trials if trial.fits), default=0)
     beyond = [trial for trial in trials if trial.size > low]
     return low, min(beyond, key=lambda trial: trial.size, default=None)

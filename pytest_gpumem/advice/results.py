@@ -27,7 +27,7 @@ class DeviceTrials:
     tried: tuple[Trial, ...]
     chosen: Trial | None
     lacking: str | None = None
-    """A clause that says why peaks may be too low, if they may."""
+    """A clause with the reason why peaks may be too low; ``None`` if there is no such reason."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
     """The largest batch, or the longest sequence, for each searched config."""
     finished: bool = True
@@ -59,11 +59,11 @@ class Advice:
     """The trials and recommendations for a model's step."""
 
     subject: str
-    """The model and its batch, for people. Empty if a function made them."""
+    """The model and its batch, for people. Empty if a function made the model and the batch."""
     task: Task
     """The model's task in a step."""
     emulated: bool
-    """True if the devices are emulated. Then reserved bytes are compared with each card's memory."""
+    """True if the devices are emulated. If so, reserved bytes are compared with each card's memory."""
     devices: tuple[DeviceTrials, ...]
     recommended: tuple[Recommendation, ...] = ()
     finished: bool = True

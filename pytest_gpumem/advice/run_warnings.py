@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOISE = ("torch", "torchao")
-"""Packages whose log records are about themselves: torchao logs each kernel without support for this machine."""
+"""Packages whose log records do not concern the measured code.
+
+For example, torchao logs each kernel that this machine lacks.
+"""
 
 
 @contextmanager

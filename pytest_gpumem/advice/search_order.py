@@ -49,7 +49,7 @@ class Trial:
     slow: str = ""
     """A clause if the device emulates the precision. Such a config is recommended only if no other config fits."""
     doubt: str = ""
-    """A clause if an uncomputed value decided a branch. With another value the peak may be higher."""
+    """A clause if an uncomputed value decided a branch, because the peak may be higher with another value."""
     warnings: tuple[str, ...] = ()
     """Warnings while the config ran: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
 
@@ -93,7 +93,8 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
 
     Args:
         samples: The samples in the batch, which limit the micro-batches, or ``None`` if unknown.
-        fully: Whether ``fully_shard`` is used. It casts parameters when it gathers them, so ``mp-bf16`` comes first.
+        fully: Whether ``fully_shard`` is used. If so, ``mp-bf16`` comes first, because ``fully_shard`` casts the parameters
+            that it gathers.
     """
     return (
         ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
@@ -120,7 +121,7 @@ def next_config(
     """Return the next config to try, or ``None`` when all candidates have been tried.
 
     Each candidate keeps the values that saved memory before. If both a value and its base ran out of memory, the value is kept,
-    because it may have come close.
+    because a config with this value may nearly fit.
 
     Args:
         trials: The trials so far.
@@ -142,7 +143,7 @@ def next_config(
             if _saves_memory(trials_by_config[config], base) and not trials_by_config[config].slow:
                 base = trials_by_config[config]
                 if axis == "precision":
-                    # The first working precision is kept. Other axes keep the best value.
+                    # For precisions, the first value that works is kept. For other axes, the best value is kept.
                     break
     return None
 

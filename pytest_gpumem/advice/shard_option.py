@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _LIKE = "write a kind of sharding and the number of ranks, like fsdp,world=8"
 _LEAST = {"world": 2, "rank": 0}
-"""The smallest value for each number. A single rank has no rank to share with."""
-PER_RANK = "bytes and samples are those of one rank, which has a GPU to itself"
+"""The smallest value for each number. A world needs two ranks, because a single rank has nobody to share with."""
+PER_RANK = "bytes and samples are for a single rank, which has a GPU to itself"
 
 
 def sharding_of(text: str) -> StepConfig:

@@ -51,7 +51,7 @@ _SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weigh
 
 
 def is_shown(config: StepConfig) -> bool:
-    """Return whether a snippet exists for a config. All searched configs have a snippet, but some named configs do not."""
+    """Return whether a snippet exists for a config. All searched configs have a snippet, but some named configs have none."""
     other_fields = [field.name for field in fields(config) if field.name not in _SHOWN]
     default = type(config)()
     precision, sharding = precision_named(config.precision), config.sharding

@@ -220,7 +220,7 @@ def _smallest_text(smallest: Trial | None) -> str:
 
 
 def composition_lines(recommended: Recommendation) -> list[str]:
-    """Return a config's peak as a table by category and module."""
+    """Return the composition of a config's peak as a table by category and module."""
     if recommended.explanation is None:
         return [recommended.why_not] if recommended.why_not else []
     return [

@@ -60,7 +60,7 @@ _NO_BLOCKS = (
 
 
 class TrialFailed(Exception):
-    """Error if the model's own code raised in the first trial or before. The message is a sentence."""
+    """Error if the model's own code raised in the first trial or before this trial. The message is a sentence."""
 
 
 class SubjectError(ValueError):
@@ -80,7 +80,7 @@ class AdviceSubject:
     task: Task = TRAINING
     """The model's task in the step."""
     title: str = ""
-    """The model's name and its batch, for people. Empty if a function made them."""
+    """The model's name and its batch, for people. Empty if a function made the model and the batch."""
     size: BatchSize | None = None
     """The batch size, if it can be changed."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
@@ -230,8 +230,8 @@ def _titled(title: str, facts: str) -> str:
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
     """Measure the step with ``config``, and return the figures or the reason for a failure, with the run's warnings.
 
-    A failure is a result unless the config is the first (`is_start`), because the earlier measurements are worth more than a
-    traceback.
+    A failure is a result unless the config is the first (`is_start`), because a traceback would discard the earlier
+    measurements.
 
     Raises:
         NotAStep: The subject cannot run this step.
@@ -310,7 +310,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         return f"{NOT_EXPLAINED}: {LEAST_TOKENS} or more tokens are not recorded; --generate {LEAST_TOKENS - 1} is explained"
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
-        # A model from before the recording would not be part of the step.
+        # A model that existed before the recording would not be part of the step.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
             return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:

@@ -1,9 +1,10 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
-A process takes the lock by creating the object with the next number; only one can. It holds the lock until it writes into
-the object that it is released, or until others have watched the object unchanged for `LOCK_SECONDS`: then the holder is
-dead. Time is only measured between two moments of one process, so no two clocks have to agree. The highest number is never
-removed. A process that listed the numbers long ago may create a removed number again, but it then finds a higher number.
+A process takes the lock by creating the object with the next number, which only one process can do. It holds the lock until it
+writes into the object that the lock is released. If other processes have seen the object unchanged for `LOCK_SECONDS`, they
+regard the holder as dead. Time is only measured between two moments of one process, so no two clocks have to agree. The
+highest number is never removed. A process that listed the numbers long ago may create a removed number again, but it then
+finds a higher number.
 
 For example, process A creates object 7 and renews it before a write if 15 s have passed. B sees the object change and waits.
 Then A is killed. B watches the same text for 60 s, creates object 8, and removes object 7.
@@ -49,13 +50,13 @@ class LockObjects:
         return [int(number) for number in numbers if number.isdecimal()]
 
     def create(self, number: int, text: str) -> bool:
-        """Create an object, and return whether it did not exist."""
+        """Create an object, and return True if the object did not exist before."""
         try:
             self._files.pipe_file(self._path(number), text.encode(), mode="create")
         except FileExistsError:
             return False
         except TypeError:
-            # An older fsspec cannot refuse to overwrite. `acquire` notices it by creating the same object again.
+            # An older fsspec cannot refuse to overwrite. `acquire` notices this by creating the same object again.
             self.replace(number, text)
         except OSError as error:
             # S3 raises this error if two processes create the object at once. Similar servers do not name the condition.
@@ -149,7 +150,7 @@ class DistributedLock:
         started, pause, watched, watched_since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
         while True:
             top = max(self._objects.numbers(), default=0)
-            # A time before the request, so `read_at - watched_since` never overstates how long the object was unchanged.
+            # Take the time before the request, so `read_at - watched_since` never overstates how long the object was unchanged.
             read_at = self._clock()
             state = self._objects.read(top) if top else None
             free = state is None or _released(state)

@@ -73,7 +73,7 @@ ENTRY_KEYS = {
     "commit": "The abbreviated hash of the commit that was checked out while recording: the commit before the change, "
     "if change and baseline are committed together. Absent without git.",
     "reason": "The reason for accepting the entry (`--gpumem-reason`). It belongs to the last change of bytes, "
-    "counts, workload or speed. A further change without a reason removes it. Another run of times keeps it. "
+    "counts, workload or speed. A further change without a reason removes this reason. Times from a further run keep it. "
     "It may be edited by hand.",
     "named_device": "The device that the test's marker names. Absent if the session's device measured the test. It tells "
     "sessions on other devices that the test is measured on this device.",
@@ -82,7 +82,7 @@ ENTRY_KEYS = {
     _STEP_PEAKS: "The peaks of the steps in order, in bytes, if steps differ. `peak_allocated` is the highest.",
     "step_times": "The median seconds of a step in each of the last accepted runs, the latest last. `step_time` is their "
     "median. They are compared if `machine` is equal, and absent if other work disturbed the runs too much.",
-    "step_cycles": "The same in cycles of the clock.",
+    "step_cycles": "The same medians in clock cycles.",
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
     "`block` means memory that was not seen as a tensor. Absent if nothing was recorded.",

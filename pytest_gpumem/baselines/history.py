@@ -55,7 +55,10 @@ class UnreadableFile:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change to a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
+    """A change to a baseline.
+
+    ``commit`` is ``None`` for an uncommitted change. ``before`` and ``after`` are ``None`` without a baseline.
+    """
 
     commit: Commit | None
     before: Baseline | UnreadableFile | None
@@ -70,7 +73,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
 
     Args:
         top: The checkout's folder.
-        path: The file's path from there.
+        path: The file's path from the checkout's folder.
 
     Raises:
         GitError: git failed.

@@ -64,8 +64,8 @@ def is_url(location: str) -> bool:
 def chooses_host(location: str) -> bool:
     r"""Return whether a location chooses the host for requests.
 
-    ``https://host/x`` and the Windows share ``\\host\share`` do. ``s3://bucket`` and paths do not. A nested URL such as
-    ``simplecache::s3://bucket`` also counts, because the outer part can write files.
+    The host is in ``https://host/x`` and in the Windows share ``\\host\share``. ``s3://bucket`` and paths name no host. A
+    nested URL such as ``simplecache::s3://bucket`` also counts, because the outer part can write files.
     """
     if is_url(location):
         return location.partition("://")[0].lower() not in _BUCKETS

@@ -183,7 +183,7 @@ def path_of(slug: str, file: str) -> str:
 
 def _inside(file: str) -> str:
     """Return the path for a test file's baselines in a device's folder. Raises `StoreError`."""
-    # A test file outside the root directory has a path that begins with "..". It must not lead outside the store.
+    # A test file outside the root directory has a path that begins with "..". This path must not lead outside the store.
     parts = [_UP if part == ".." else part for part in file.split("/")]
     # Stores are shared between systems, so a path that leaves its folder on Windows is refused everywhere.
     if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):

@@ -43,10 +43,10 @@ def entries_to_write(
     """Return the entries that an update changes in the store.
 
     ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
-    leaves the others. ``all`` accepts everything. An entry's times are always written together.
+    leaves all other metrics. ``all`` accepts everything. An entry's times are always written together.
 
-    An entry's reason belongs to its last accepted change. A further change without a reason removes it. Another run of times
-    does not count as a change.
+    An entry's reason belongs to its last accepted change. A further change without a reason removes it. Times from a
+    further run do not count as a change.
 
     Args:
         mode: The value for ``--gpumem-update``.
@@ -109,7 +109,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         composition=of_peak.composition,
         other_phases=of_peak.other_phases,
         workspaces=of_peak.workspaces,
-        # It limits by how much the reserved bytes may vary between identical runs.
+        # `unused_before` limits how much the reserved bytes may vary between identical runs.
         unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
         by_operator=_tallies_of(unchanged, earlier.by_operator) | _tallies_of(better, entry.by_operator),
         by_device=_lowered_by_device(earlier, entry, better),
@@ -172,7 +172,7 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
     # Outliers are stored, because without them runs would seem to vary less.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
     if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_changed_speed(verdict):
-        return "the clock that steps run by could not be read"
+        return "the clock rate during the steps could not be read"
     return slower
 
 
@@ -208,7 +208,7 @@ def _tallies_of(
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines there."""
+    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines in ``entry``."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()

@@ -88,7 +88,7 @@ def _userinfo_and_query(url: str) -> list[str]:
 
 _LOCK = ".lock"
 _READ_ONLY_SCHEMES = frozenset({"http", "https"})
-# Making a folder there would make the bucket.
+# With these schemes, making a folder would make the bucket.
 _SCHEMES_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
 # fsspec's memory file system creates a file in two steps and is not thread-safe.
 _THREAD_LOCK = threading.Lock()

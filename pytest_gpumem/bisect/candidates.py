@@ -56,7 +56,7 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
     Args:
         checkout: The checkout.
         good: The first commit in the row.
-        bad: The last commit in the row. If ``good`` comes from it, the row leads back in time, and a search finds
+        bad: The last commit in the row. If ``good`` descends from this commit, the row leads back in time, and a search finds
             the commit that mended the test.
         first_parent: True to skip commits from merged branches, so a merge stands for its branch. Otherwise the row
             has these commits, and each candidate names its parents.
@@ -79,8 +79,8 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    With branches, a commit before ``first`` from which a branch starts comes second, as a parent of ``first``, which
-    contains its code. If ``first`` is good, the search can then exclude that commit.
+    With branches, a branch may start at a commit before ``first``. This commit comes second in the list, as a parent of
+    ``first``, which contains its code. If ``first`` is good, the search can then exclude this commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
@@ -111,7 +111,7 @@ def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) 
 
 
 class _Commit(NamedTuple):
-    """A commit from ``git log``. With ``is_boundary``, it is outside the range, and a listed commit is its child."""
+    """A commit from ``git log``. With ``is_boundary``, the commit is outside the range, and a listed commit is its child."""
 
     is_boundary: bool
     hash: str
@@ -192,7 +192,7 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the names of differing packages, sorted, and a row in which each candidate changes another package.
+    """Return the names of differing packages, sorted, and a row in which each candidate changes one more package.
 
     Packages on a single side, and two builds from the same release, are left out.
 

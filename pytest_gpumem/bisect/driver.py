@@ -264,7 +264,7 @@ def _changes(report: ComparisonReport, metric: str) -> list[ComparedChange]:
 
 
 def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
-    """Return a metric's largest value on a side, among the tests that are worse, or among all if none is."""
+    """Return a metric's largest value on a side, among the tests that are worse, or among all tests if no test is worse."""
     changes = _changes(report, metric)
     worse = [change for change in changes if change.outcome is Outcome.REGRESSED]
     return max((value for change in worse or changes if (value := getattr(change, side)) is not None), default=None)

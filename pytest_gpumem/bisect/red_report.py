@@ -1,4 +1,4 @@
-"""The first regressed test in a red report, and the packages that differ from its good side. Pure."""
+"""The first regressed test in a report, and the packages whose releases differ between its good and bad side. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class RegressedTest:
 
 
 def regressed_test_of(text: str, name: str) -> RegressedTest:
-    """Return the first regressed test in a report. A test with a regressed byte or count metric goes before a time.
+    """Return the first regressed test in a report. Tests with regressed bytes or counts come before tests with only regressed
+    times.
 
     Args:
         text: The JSON report from a session or from ``gpumem ab``.

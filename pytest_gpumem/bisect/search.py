@@ -63,7 +63,7 @@ class Graph:
 class Bounds:
     """The last good variant, the first bad variant, and the skipped variants between them.
 
-    ``bad`` made the change, or a variant in ``between``. In a backwards search, ``good`` is the first good variant, and
+    Either ``bad`` or a variant in ``between`` made the change. In a backwards search, ``good`` is the first good variant, and
     ``bad`` the last bad variant.
 
     Example: in a row, 3 is good, 4 cannot be run, and 5 is bad: ``Bounds(good=3, bad=5, between=(4,))``.
@@ -114,9 +114,9 @@ def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
 def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
     """Return the positions to judge next, at most ``jobs``; an empty tuple if more answers cannot narrow the range.
 
-    The positions divide the suspects evenly. A position beside a skipped variant takes its place. When no suspect is left to
-    judge, the result can be a parent that only counts as good because a descendant is good: the first bad variant is compared
-    with it, so it has to run.
+    The positions divide the suspects evenly. If a variant was skipped, a position beside this variant is used. When no suspect
+    is left to judge, the last good variant may be a parent that only counts as good because a descendant is good. This parent
+    then has to run, because the first bad variant is compared with it.
 
     Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """

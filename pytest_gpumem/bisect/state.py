@@ -1,4 +1,4 @@
-"""A working tree's fingerprint, which tells whether stored runs still belong to its code."""
+"""A working tree's fingerprint, which shows whether stored runs still belong to the tree's code."""
 
 from __future__ import annotations
 

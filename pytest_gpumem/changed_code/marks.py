@@ -1,4 +1,4 @@
-"""Changed lines between two versions of the code, and verdicts that name them first."""
+"""Changed lines between two versions of the code, and verdicts that name the changed lines first."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _MOST_FILES = 20_000
 _PLAIN = "100"
-"""First digits in the mode of a plain file; links and submodules have others."""
+"""First digits in the mode of a plain file; links and submodules have other digits."""
 
 
 class Source(Protocol):

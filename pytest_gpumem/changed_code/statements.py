@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _With = (ast.With, ast.AsyncWith)
 _Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
-"""Statements that can replace a ``with`` without a change of the lines in its body."""
+"""Statements that can replace a ``with`` although the lines in the body of the ``with`` stay the same."""
 _TESTS_OWN = "pytest."
 """Prefix of decorators that select tests and do not change the code in them."""
 
@@ -88,7 +88,7 @@ class TwoVersions:
         The first match counts:
 
         1. The line's statement has changed: the line itself.
-        2. The statement's result lives longer, because the old function deleted it before other work: the line itself.
+        2. The statement's result lives longer, because the old function deleted this result before other work: the line itself.
         3. A ``with`` around the line has changed, or another block has replaced it: the first line of the new block.
         4. A decorator on the line's function has changed: the function's first line. For example, ``@torch.no_grad()`` decides
            whether the function's calls save tensors.
@@ -132,7 +132,7 @@ class TwoVersions:
     def _longer_lived(self) -> dict[str, dict[str, str]]:
         """Names whose first value lives longer in the new version, by the function's qualified name.
 
-        The values are the old statements that ended them: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        The mapping's values are the old statements that ended each value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {
@@ -167,7 +167,7 @@ class TwoVersions:
         return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
-        """Return whether a statement in a block was in a ``with`` in the old file."""
+        """Return whether the old file had a statement from this block inside a ``with``."""
         return not self._old_in_with.isdisjoint(self.common_lines.get(_first(statement)) for statement in body)
 
     @cached_property

@@ -97,7 +97,7 @@ class Window:
     """The same region on each of `Device.others`."""
 
     def see(self, peak: Peak) -> None:
-        """Count a peak in the last part."""
+        """Count a peak towards the part that is open now."""
         self.seen[-1] = highest(self.seen[-1], peak)
 
     @property
@@ -137,19 +137,19 @@ class Device(ABC):
     """
 
     name: str
-    """The word of ``--gpumem-device``."""
+    """The value for ``--gpumem-device`` that selects this device."""
     memory_title = "Memory"
-    """The name of the counted memory in failures: ``"GPU memory"`` regressed."""
+    """The name of the counted memory in failures, for example ``"GPU memory"`` in "GPU memory regressed"."""
     tells_time = False
     """True if seconds on this device are meaningful. `laps` waits for the device, by default with `synchronize`."""
     seconds_between_readings = 0.0
-    """Seconds between readings of pace and conditions, if a reading slows the next steps."""
+    """The least seconds between two readings of pace and conditions; more than 0 if a reading slows the next steps."""
     lock: DeviceLock | None = None
-    """Keeps other processes' measured tests away during timing; ``None`` keeps none away."""
+    """The lock that makes other processes' measured tests wait during timing; ``None`` if they never wait."""
     shared_memory: SharedMemory | None = None
     """The memory that this process shares with others under ``--gpumem-pack``; ``None`` if tests cannot share the device."""
     consensus: Alone = ALONE
-    """Decides how often a step runs: this process alone, or all ranks of its job. Set by the session."""
+    """Decides how often a step runs, for this process alone or together with all ranks in its job. The session sets it."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
@@ -158,7 +158,7 @@ class Device(ABC):
     _undo: ExitStack | None = None
     """Undoes `open`; ``None`` while the device is closed."""
     _kept: Peak | None = None
-    """The peak before the device's last reset, if something other than `pop_peak` reset it."""
+    """The peak before the device's last reset, if code other than `pop_peak` made this reset."""
     _windows: tuple[Window, ...] = ()
     """The windows that are open."""
 
@@ -292,7 +292,7 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context without allocations and frees. The device may serve all its readings from a single reading."""
+        """Return a context in which nothing is allocated or freed, so a device may take a single reading for all of it."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -328,7 +328,7 @@ class Device(ABC):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list. The block's end fills it with the workspace bytes in the peak on each of `everywhere`.
+        """Yield a list, which is filled at the end of the block: the workspace bytes in the peak on each of `everywhere`.
 
         Only workspaces that were dropped after their operation count.
         """
@@ -352,7 +352,7 @@ class Device(ABC):
         The call also counts the peak in every open window.
         """
         peak = highest(self._kept, self.peak())
-        # Reset before clearing, because `before_each_reset` reacts to this reset as well.
+        # Reset the peak before clearing `_kept`, because `before_each_reset` reacts to this reset as well.
         self.reset_peak()
         self._kept = None
         for window in self._windows:
@@ -366,7 +366,7 @@ class Device(ABC):
         """
         self._kept = highest(self._kept, self.peak())
         for other in self.others:
-            # `open` opens the others in turn, and each resets its peak then.
+            # `open` opens the other devices one after another, and each device then resets its peak.
             if other._undo is not None:  # noqa: SLF001 - of this class
                 other.keep_peak()
 

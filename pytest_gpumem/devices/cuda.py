@@ -55,8 +55,8 @@ class CudaDevice(Device):
     """Peaks of the tensors' memory on the current CUDA device.
 
     ``allocated`` is the allocator's ``requested_bytes``, the sizes before rounding. The allocator rounds a block according to
-    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the tests' order. The requested sum does
-    not. For an allocator backend without requested sizes, ``allocated`` is ``allocated_bytes``.
+    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the tests' order. The requested sum is
+    independent of the order. For an allocator backend without requested sizes, ``allocated`` is ``allocated_bytes``.
 
     For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
 
@@ -300,8 +300,8 @@ class CudaDevice(Device):
 class OtherGpu(CudaDevice):
     """Another GPU of a process, read together with the current GPU.
 
-    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Both would create a CUDA context
-    with hundreds of MB.
+    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Either action would create a
+    CUDA context with hundreds of MB.
     """
 
     def __init__(self, runtime: TorchCuda) -> None:

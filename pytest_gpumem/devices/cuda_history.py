@@ -146,7 +146,7 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
     """Return ``tokens`` with requested sizes, and with each free at the time when the block could be reused.
 
     Both arguments have the same allocations in the same order. Events that only the history has are inserted between common
-    events, as accurately as its clock allows. They are delayed frees because of another stream, events from unprofiled
+    events, as accurately as its clock allows. They are frees delayed by another stream, events from unprofiled
     threads, and failed allocations (0 bytes at `NOWHERE`).
 
     For example, the profiler has an allocation with 5,120 bytes at ``0x7f00``, and the history's allocation there has 5,000

@@ -1,9 +1,9 @@
 """cuBLAS's workspaces. Workspaces that torch keeps between matrix products are counted and then restored.
 
 Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that ran a
-product, without an interface to count them. This module counts the bytes that become free when workspaces are dropped. Then the
-workspaces are allocated again, because the program's next step would find them. Later torch releases allocate a workspace for
-each product and drop it right afterwards.
+product, without an interface to count the workspaces. This module counts the bytes that become free when workspaces are
+dropped. The workspaces are then allocated again, because the program's next step would find them. Later torch releases
+allocate a workspace for each product and drop it right afterwards.
 
 For example, on an H100 a workspace has 33,554,432 bytes. After a training step, the main thread and the backward thread have a
 workspace each, so 67,108,864 bytes are counted.

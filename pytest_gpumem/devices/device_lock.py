@@ -226,7 +226,7 @@ class _ProcessLock:
 
 
 _process_lock = functools.cache(_ProcessLock)
-"""Return the process's lock. There is only one, because closing a second file would free all locks of the process."""
+"""Return the process's lock. There is only one lock, because closing a second file would free all locks of the process."""
 
 
 class _Timeout:
@@ -262,8 +262,8 @@ class _ReadersWriterLock(LockFile):
     Every process passes the turnstile before it takes the lock. A writer holds the turnstile while it waits for the readers,
     so later readers cannot starve it. Raises ``OSError`` if the system has no record locks.
 
-    For example, A and B share the lock and B wants it alone. B takes the turnstile, C waits at the turnstile, A releases the
-    lock, and B takes it. Then B frees the turnstile.
+    For example, A and B share the lock, and B wants to hold the lock alone. B takes the turnstile, C waits at the turnstile, A
+    releases the lock, and B takes the lock. Finally B frees the turnstile.
     """
 
     _TURNSTILE, _LOCK = 0, 1

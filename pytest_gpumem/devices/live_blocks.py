@@ -136,7 +136,7 @@ class LiveBlocks:
                 self._peak = max(self._peak, self.live)
 
     def hold_known(self) -> None:
-        """Count the known blocks as live until their free is seen, because a missed free is in the past."""
+        """Count the known blocks as live until their free is seen, so frees missed before this call change no later reading."""
         self._held = self._count
 
     def register_existing(self, blocks: Blocks) -> None:

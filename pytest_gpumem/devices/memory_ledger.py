@@ -163,7 +163,7 @@ class MemoryLedger:
 class Reservation:
     """A running test's part of a device.
 
-    ``wanted`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
+    ``needed`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
     """
 
     def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
@@ -295,4 +295,4 @@ class _ProcessLedger:
 
 
 _process_ledger = functools.cache(_ProcessLedger)
-"""Return the process's ledger. There is only one, because closing a second file would free all locks of the process."""
+"""Return the process's ledger. There is only one ledger, because closing a second file would free all locks of the process."""

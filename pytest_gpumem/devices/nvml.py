@@ -84,7 +84,7 @@ class NvmlGpu:
         return GpuState(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
 
     def clock_events(self) -> frozenset[str] | None:
-        """Return the reasons for low clocks, with the names of `Conditions.clock_events`."""
+        """Return the reasons for low clocks, named as in `Conditions.clock_events`."""
         bits = self._query_physical("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             # Drivers before 535 only know the older name, which nvidia-ml-py still has.
@@ -203,7 +203,8 @@ def other_processes(
 
     Args:
         processes: All pids on the GPU; ``None`` if they are unknown.
-        working: The pids that recently used the GPU; ``None`` if they are unknown. All processes then count as working.
+        working: The pids that recently used the GPU; ``None`` if they are unknown. In this case, all processes count as
+            working.
         ours: This session's pids on the GPU.
         workers: How many processes in this session measure.
     """

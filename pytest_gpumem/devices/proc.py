@@ -130,7 +130,7 @@ def usable_cores() -> int:
 
 
 def waited_of(schedstat: str | None) -> float | None:
-    """Return the seconds of waiting in a ``schedstat``.
+    """Return how many seconds a thread has waited for a core, from its ``schedstat``.
 
     The file has the nanoseconds on a core, the nanoseconds waiting for a core, and the turns. For example,
     ``"5000000 2000000000 7"`` gives 2.0. All numbers are 0 if the kernel does not count, and the result is ``None``.

@@ -21,7 +21,7 @@ _CALLS = 100
 _PIECE = 2**18
 _PIECES = 3
 _RING = 2**22
-"""Bytes. Together with its copy, more than a core's own cache and less than the shared cache."""
+"""The size of a buffer ring in bytes. Two rings exceed a core's own cache and fit in the shared cache."""
 
 
 class ReferenceWorkload:
@@ -29,9 +29,9 @@ class ReferenceWorkload:
 
     Steps depend on all three. The amounts were chosen in an experiment on two cores of an AMD EPYC, with computing and with
     copying on the other core. The median seconds of small GPT-2 steps, training and inference, varied by 7 % to 9 %
-    (coefficient of variation). Seconds times this pace varied by 4 % to 5 %. Products alone do not follow the steps if the
-    clock is constant (9 % remains 9 %), and copies alone follow too strongly (14 %). The three parts do not react to another
-    process on the same core.
+    (coefficient of variation). Seconds times this pace varied by 4 % to 5 %. If the clock is constant, a pace from products
+    alone does not follow the steps (9 % remains 9 %), and a pace from copies alone follows too strongly (14 %). The three
+    parts do not react to another process on the same core.
 
     For example, a step takes 10 ms at a pace of 2,000 runs per second, which is 20 runs. If a neighbour slows both down by
     10 %, the step takes 11 ms at 1,818 runs per second, which is still 20 runs.
@@ -55,7 +55,10 @@ class ReferenceWorkload:
         self.pace()
 
     def pace(self) -> float:
-        """Return the runs per second. Each part counts with its fastest of three runs. Takes under 1 ms, allocates nothing."""
+        """Return the runs per second.
+
+        Each part counts with its fastest of three runs. This takes under 1 ms and allocates nothing.
+        """
         import torch
 
         with one_thread(), torch.no_grad():

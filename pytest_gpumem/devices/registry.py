@@ -1,4 +1,4 @@
-"""Devices by the words of ``--gpumem-device``."""
+"""Devices by the values of ``--gpumem-device``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[s
     """Return the available devices by name.
 
     Args:
-        word: The word of ``--gpumem-device``, which may name an emulated GPU.
+        word: The value of ``--gpumem-device``, which may name an emulated GPU.
         added: Devices that plugins add.
 
     Returns:

@@ -101,9 +101,9 @@ def record_if_told_to() -> None:
 def _wait_for_autograd() -> None:
     """Wait until autograd's threads have released the nodes that they ran.
 
-    ``backward`` returns earlier, and a thread may still release Python objects. On an emulated GPU no kernel takes time, so the
-    interpreter may already be ending. It then ends each thread that asks for the interpreter's lock. If the thread is in a C++
-    destructor at this moment, C++ aborts the process.
+    ``backward`` returns earlier, and a thread may still release Python objects. On an emulated GPU no kernel takes time, so
+    the interpreter may already be ending. The interpreter then ends each thread that asks for its lock. If such a thread is in
+    a C++ destructor at this moment, C++ aborts the process.
     """
     deadline = time.monotonic() + _MOST_SECONDS
     previous, current = None, _threads_of_autograd()

@@ -82,7 +82,8 @@ def serve(descriptors: Sequence[int]) -> None:
     In a forked process, this function runs the program and does not return.
 
     Args:
-        descriptors: File descriptors of connections. This process serves the first, and forks a server for each other one.
+        descriptors: File descriptors of connections. This process serves the first connection, and forks a server for each
+            other connection.
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     connection = connections[0]
@@ -104,7 +105,7 @@ def _import(modules: Sequence[str]) -> None:
     previous = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
     for name in modules:
-        # The import may need something that the program sets up first. Then the program imports the module itself.
+        # If this import fails, the program imports the module itself, because the program may set up something first.
         with suppress(Exception):
             importlib.import_module(name)
     if previous is None:
@@ -217,7 +218,10 @@ def _run(command: tuple[str, ...]) -> NoReturn:
 
 
 def _clear(module: ModuleType | None) -> None:
-    """Release a module's values one by one, as the interpreter does. If all were collected together, files could lose data."""
+    """Release a module's values one by one, as the interpreter does.
+
+    If all values were collected together, files could lose data.
+    """
     values = vars(module) if isinstance(module, ModuleType) else {}
     for name in [name for name in values if name != "__builtins__"]:
         values[name] = None

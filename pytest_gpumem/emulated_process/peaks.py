@@ -166,7 +166,7 @@ def _tell_with_lines(peaks: KeptPeaks) -> None:
         peak = at_peak(trace, torchs)
         if not peak.nbytes:
             continue
-        # Statistics round block sizes up, and the history does not.
+        # Statistics round block sizes up, but the history has the sizes before rounding.
         allocated = max(peak.nbytes, peaks.allocated[device])
         report = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))

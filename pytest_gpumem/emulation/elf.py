@@ -1,7 +1,7 @@
 """Read the libraries and symbols needed by an ELF file.
 
 Only 64-bit little-endian files are read, the format on Linux on x86-64 and arm64. ``readelf`` is not on every machine. Names
-and numbers come from the ELF specification in the System V ABI, and those for versions from the Linux Standard Base.
+and numbers come from the ELF specification in the System V ABI. For symbol versions, they come from the Linux Standard Base.
 
 Example: ``libtorch_cuda.so`` needs the library ``libcudart.so.13``, and from it the symbol ``cudaMalloc`` with the version node
 ``libcudart.so.13``.

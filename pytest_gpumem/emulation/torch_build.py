@@ -139,7 +139,7 @@ def missing_for_compiling(environment: Mapping[str, str]) -> str | None:
     """Return a sentence with a missing requirement of torch.compile and how to install it; ``None`` if none is missing."""
     if importlib.util.find_spec("triton") is None:
         return (
-            "torch.compile needs Triton on an emulated GPU, too, and there is none: "
+            "torch.compile also needs Triton on an emulated GPU, and Triton is not installed: "
             f"pip install --no-deps {requirement('triton') or 'triton'}"
         )
     compiler = environment.get(COMPILER, "")

@@ -56,7 +56,7 @@ class Artifacts:
             write_atomically(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
             self._device.keep_snapshot(snapshot)
         except OSError as error:
-            return f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
+            return f"{self._folder}: cannot write the recording (--gpumem-artifacts): {error}"
         return None
 
 

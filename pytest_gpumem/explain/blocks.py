@@ -38,9 +38,9 @@ class Lifetime:
     mark: Mark | None = None
     """The innermost mark around the allocation. In backward, the mark around the operator that created the node."""
     call_ended: int | None = None
-    """The end of the innermost torch function, node or operator around the allocation."""
+    """The moment when the innermost torch function, node or operator around the allocation ended."""
     module_ended: int | None = None
-    """The end of the innermost module around the allocation; ``None`` outside of modules."""
+    """The moment when the innermost module call around the allocation ended; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
     is_kept: bool | None = None
@@ -91,7 +91,7 @@ class Timeline:
     phases: Mapping[str, int] = field(default_factory=dict)
     """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
-    """The steps recorded right after this step. Their older blocks are all live blocks, from any owner."""
+    """The steps recorded right after this step. Their older blocks are all blocks live at their beginning, with any owner."""
 
     def at(self, moment: int) -> list[Lifetime]:
         """Return the blocks live right after a moment."""

@@ -72,11 +72,11 @@ class OperatorSites:
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
         line = site.user, site.library
         if number is None:
-            # For any layer, because recomputed code in backward does not show its layer.
+            # The folded path stands for any layer, because recomputed code in backward does not show its layer.
             self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
-            # Python code in a node: a recomputed part, or the backward of an autograd function.
+            # This is Python code in a node: a recomputed part, or the backward of an autograd function.
             if not module:
                 place = self._at_line.get(line, place)
             elif not site.user:
@@ -87,7 +87,7 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # If autograd creates a node for the operator, it does so before the operator runs.
+        # If autograd creates a node for the operator, autograd creates the node before the operator runs.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return

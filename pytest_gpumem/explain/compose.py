@@ -20,8 +20,10 @@ Example:
     2. ``workspace``: the block was freed before its call ended, or with the backend's workspaces.
     3. ``other``: an older block without a label.
     4. ``temporary``: an autograd node allocated the block.
-    5. The rest comes from Python code. In the optimizer, ``temporary`` if the block was freed. In a module, ``activation`` if
-       the block outlived the module's call, and otherwise ``temporary``.
+    5. All other blocks come from Python code. A block from an optimizer is ``temporary`` if it was freed, and otherwise
+       ``other``. A block from a module is ``activation`` if it outlived the module's call, and otherwise ``temporary``. A
+       block from outside all modules is ``activation`` if it was live when backward began to run nodes. If not, it is
+       ``temporary`` if it was freed by the end of the step, and otherwise ``other``.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def composition_of_peak(timeline: Timeline, own: int) -> Composition:
 
 
 def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Composition]:
-    """Return the composition at each phase's peak, without the phase that has the step's peak."""
+    """Return the composition at the peak of each phase, except the phase with the step's peak."""
     return {
         phase: composition_at(timeline, moment, own)
         for phase, moment in timeline.phases.items()
@@ -236,7 +238,7 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "temporary" if block.freed is not None else "other"
     if block.module_ended is not None:
         return "temporary" if _freed_by(block, block.module_ended) else "activation"
-    # Outside of all modules: an activation lives until backward begins to run nodes.
+    # Outside of all modules, an activation is a block that lives until backward begins to run nodes.
     after = bisect_right(timeline.nodes, block.allocated)
     if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"

@@ -39,7 +39,7 @@ def collect_cycles() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """Return the types in each reference cycle among ``objects`` that leads to a tensor among ``objects``.
+    """Return the types in each reference cycle among ``objects`` from which a tensor among ``objects`` can be reached.
 
     Each cycle begins with its most specific type.
     """
@@ -52,7 +52,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
     ]
     counts: dict[str, int] = {}
     holding: set[int] = set()
-    # A component comes after all components that it leads to.
+    # A component comes after all components that can be reached from it.
     for component in _strongly_connected(edges):
         if not any(
             is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component
@@ -102,7 +102,7 @@ def _type_name(node: object) -> str:
         return f"function {node.__qualname__}"
     if is_a(node, types.FrameType):
         return f"frame of {node.f_code.co_qualname if hasattr(node.f_code, 'co_qualname') else node.f_code.co_name}"
-    # Without the function in which the class is defined.
+    # The text leaves out the function in which the class is defined.
     return class_name(type(node))
 
 
@@ -111,7 +111,7 @@ def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     components: list[list[int]] = []
     path: list[int] = []
     starts: list[int] = []
-    # Each node's position in the path. When its component is complete, a position behind all others.
+    # Each node's position in the path. Nodes in a complete component get a position behind all other positions.
     position: dict[int, int] = {}
     for root in range(len(edges)):
         work = [(-1, iter((root,)))] if root not in position else []

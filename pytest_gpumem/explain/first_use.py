@@ -1,6 +1,6 @@
 """Tensors left by a measured run, and their holders.
 
-A cache fills at its first use, in the measured run. The recorded run comes later and does not show this.
+A cache fills at its first use, in the measured run. The recorded run comes later, so it does not show how the cache fills.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class RetainedBlocks:
 
         Args:
             besides: Paths to leave out, because these holders also got tensors from the next run.
-            is_once: True if there was no next run. Then a cache looks like a leak.
+            is_once: True if there was no next run, so no holder can be shown to be a cache.
         """
         rows: dict[tuple[str, bool], list[Row]] = defaultdict(list)
         for address, path in self.paths.items():
             if path not in besides:
                 block = self.blocks[address]
-                # If the next run has replaced the block, the holder is no cache, although it keeps no more than before.
+                # If the next run has replaced the block, the holder is no cache, even if its bytes do not grow.
                 rows[path, not is_once and block.is_alive(address)].append(block.row)
         return sort_holders(
             Holder(path, Composition(sum(row.nbytes for row in held_rows), merge_rows(held_rows)), first_use=is_alive)
@@ -113,8 +113,9 @@ class RetainedBlocks:
     def extend_explanation(self, explanation: Explanation) -> Explanation:
         """Return the recorded run's explanation, with the bytes left only by the measured run.
 
-        Other bytes retained by the recorded run may be the same leak, with a different or unknown path. So only bytes beyond
-        those are added. A holder is certainly a cache only if all holders in the recorded run are known.
+        Other bytes retained by the recorded run may be the same leak, with a different or unknown path. So bytes are added
+        only as far as they exceed these other bytes. A holder is certainly a cache only if all holders in the recorded run are
+        known.
 
         Example:
             The measured run left 100 kB in ``Cache.tables`` and 40 kB in ``Net.seen``. The recorded run retained 40 kB in

@@ -93,7 +93,7 @@ def function_text(function: types.FunctionType, *, outer: bool = False, prefix: 
 
 
 def code_name(code: types.CodeType, name: str | None = None) -> str:
-    """Return a code object's qualified name. Python 3.10 has no such attribute: there, ``name`` or the plain name."""
+    """Return a code object's qualified name. In Python 3.10, which lacks the attribute, return ``name`` or the plain name."""
     return str(getattr(code, "co_qualname", name or code.co_name))
 
 

@@ -1,4 +1,4 @@
-"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes in between."""
+"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes on the way."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
 MOST_TENSORS = 200
-"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, of a single
-object 0.06 s."""
-NO_OBJECT = "no object of Python's (C++ code keeps it, say)"
+"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, and for a
+single object 0.06 s."""
+NO_OBJECT = "no Python object (perhaps C++ code keeps it)"
 """The holder's text for a block without a referrer among the objects known to Python's collector."""
 GRAPH = "autograd graph"
 GRADIENT = "gradient"
@@ -250,7 +250,7 @@ class _Path:
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key. The shortest path comes first, and the order of objects in memory does not matter."""
         is_lost = self.kind >= _Kind.VARIABLE
-        # An object's class says something even without a path. A container's class does not.
+        # An object's class says something even without a path. A container's class says nothing.
         is_silent = not is_object and not (self.parts or self.before or self.names)
         length = self.kind if is_lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
         return (
@@ -370,7 +370,7 @@ class _Search:
         """Return pairs of places: an object, and an object that refers to it."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # A tuple is passed on as it is. From a list, Python makes a new tuple, which is among the referrers from 3.14 on.
+        # gc.get_referrers() gets this tuple itself. From a list, Python would make a new tuple, a further referrer since 3.14.
         objects = tuple(self._objects[place] for place in places)
         place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}
@@ -448,7 +448,7 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 
 
 def _is_passed_over(holder: object, value: object) -> bool:
-    """Return whether the search ignores a holder, so nobody asks for the holder's holders.
+    """Return whether the search ignores a holder, and so does not search for the holder's own holders.
 
     This is true for a running frame, for objects that end a path, and for pytest's objects. It is also true for the
     attributes of this package's functions, because `functools.wraps` copies these from the replaced function.

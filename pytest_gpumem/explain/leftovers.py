@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PLACES = 4
-"""The most leaks without an owner beside a leak in reach of the step's function. Otherwise, this leak counts as an input."""
+"""The most blocks without an owner for each input of the same size. With more, the inputs are no leftovers."""
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
@@ -27,7 +27,7 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 
     Example:
         Each step appends 40 bytes to a list. The recorded step finds 3 older blocks with 40 bytes, and ``own_bytes`` are 80.
-        Then 2 of the 3 are the step's own, with the line that appends. A later step has kept the third.
+        So 2 of the 3 blocks are the step's own, with the line that appends. A later step left the third block.
     """
     matches = _Matches(timeline)
     lifetimes = timeline.lifetimes
@@ -50,8 +50,8 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 class _Matches:
     """Blocks from the recorded step, by size, for older blocks made by an earlier step in the same way.
 
-    If all following steps keep a block, it matches an older block that they keep. If a following step frees a block, it matches
-    an older block freed by the step.
+    If all following steps keep a block, the block matches an older block that these steps keep. If a following step frees a
+    block, the block matches an older block freed by the recorded step.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -76,9 +76,11 @@ class _Matches:
     def is_leftover(self, block: Lifetime) -> bool:
         """Return whether an earlier step may have left a block.
 
-        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is not if the older
-        blocks with its size are few inputs and many blocks without an owner, because a leak is many blocks. Example: a batch
-        beside 30 tensors in a module. If a step keeps tensors in a closure and in a module, both are many.
+        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is no leftover if
+        the older blocks with its size are few inputs and many blocks without an owner, because a leak consists of many blocks.
+        Example: a batch as the input, beside 30 leaked tensors in a module. If a step keeps tensors in a closure and in a
+            module,
+        the inputs and the blocks without an owner are both many.
         """
         has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
         return block.is_older and not has_owner and bool(self._matching(block))

@@ -51,9 +51,9 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
     Args:
         trace: The recording.
-        own_bytes: The step's own bytes at its beginning. If they are more than the blocks found on the step's objects, the rest
-            was left by earlier steps, for example in a list or a graph. A repeated step does the same each time, so these
-            leftovers are matched with blocks from this step.
+        own_bytes: The step's own bytes at its beginning. If they are more than the blocks in ``trace.own``, the rest was left
+            by earlier steps, for example in a list or a graph. A repeated step does the same each time, so these leftovers are
+            matched with blocks from this step.
     """
     timeline = _with_following(_Reader(trace).read(), trace)
     if own_bytes is None:
@@ -66,11 +66,12 @@ def tensors_of_allocations(source: Timeline, target: Timeline) -> tuple[tuple[st
 
     Args:
         source: The timeline with dtypes and shapes.
-        target: The timeline without.
+        target: The timeline without dtypes and shapes.
 
     Returns:
-        The texts in order for each step: the recorded step and the following steps. They come from a step in ``source`` with
-        the same allocation sizes in the same order. Without such a step, there are no texts.
+        The texts for each step, in the order of its allocations. The recorded step comes first, then the following steps. A
+        step's texts come from a step in ``source`` with the same allocation sizes in the same order. If there is no such step,
+        the step has no texts.
     """
     texts = {_sizes(step): tuple(block.tensor for block in _allocated(step)) for step in (source, *source.following)}
     return tuple(texts.get(_sizes(step), ()) for step in (target, *target.following))
@@ -85,7 +86,7 @@ def _allocated(step: Timeline) -> list[Lifetime]:
 
 
 def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
-    """Return the timeline with a timeline for each following step, and mark the blocks that outlive all following steps."""
+    """Add a timeline for each following step, and set `Lifetime.is_kept` for the blocks that outlive their own step."""
     steps = [timeline]
     for number, tokens in enumerate(trace.following, 1):
         live_blocks = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
@@ -112,7 +113,11 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks. Older blocks freed with the backend's workspaces become own blocks, because earlier runs made them."""
+    """Yield the blocks, some of them as the step's own.
+
+    Blocks from before the step that are freed with the backend's workspaces (cuBLAS) count as own, because earlier runs of the
+    step made them.
+    """
     for block in lifetimes:
         is_older_without_label = block.allocated < 0 and block.label is None
         if (
@@ -131,7 +136,8 @@ def _is_more_specific(label: Label, block: Lifetime) -> bool:
     if label.category == "input" and block.allocated >= 0:
         # The step made this block and put it into an input, for example a list. So the block is not an input.
         return False
-    # Other labels replace "input", because a fixture's tensors may turn out to be parameters. A later label may add the line.
+    # Other labels replace "input", because a fixture's tensors may turn out to be parameters. A later label for the same
+    # category replaces the current label if only the later label has a line.
     if current_label is None or current_label.category == "input":
         return True
     return current_label.category == label.category and bool(label.site) and not current_label.site
@@ -150,7 +156,7 @@ def _phase(around: SpanStack) -> str:
 
 
 class _Reader:
-    """Reader for the tokens in a trace, from the first to the last. It tracks open spans and live blocks."""
+    """Reader that goes through the tokens in a trace in order, and tracks open spans and live blocks."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -158,9 +164,9 @@ class _Reader:
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
-        """The first moments of the innermost call and module around each allocation, by its moment; -1 for none."""
+        """For each allocation, by its moment: when the innermost call and module around it opened; -1 for none."""
         self._ends: dict[int, int] = {}
-        """The last moment of each span, by its first moment."""
+        """When each span closed, by the moment at which it opened."""
         self._mark_by_node: dict[int, Mark | None] = {}
         """The innermost mark around the operator that created each node, by autograd's number."""
         self._recomputed: dict[str, int] = {}
@@ -182,6 +188,7 @@ class _Reader:
         for address, nbytes in trace.before.items():
             self._live[address] = Lifetime(address, nbytes, -1, own=address in trace.own)
         live, lines, peak, peak_bytes = 0, [], -1, 0
+        # The first highest moment in each phase, as (live, -moment).
         phases: dict[str, tuple[int, int]] = {}
         for moment, token in enumerate(trace.tokens):
             if isinstance(token, AllocationEvent):
@@ -264,14 +271,14 @@ class _Reader:
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: SpanBegin, own: Mark | None) -> Mark | None:
-        """Return the mark around the operator that created a node, or the node's own mark if the node runs Python code."""
+        """Return the mark around the operator that created a node, or if the node runs Python code, the mark of this code."""
         creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
             return creating_mark
         return replace(own, path=own.path or (creating_mark.path if creating_mark is not None else ""))
 
     def _recomputed_mark(self, mark: Mark) -> Mark:
-        """Return a backward mark with forward's module or line, because the callers in backward are torch's."""
+        """Return a backward mark with the module or line from forward, because in backward only torch's code is the caller."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:

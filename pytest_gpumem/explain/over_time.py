@@ -26,7 +26,7 @@ def over_time_of(recorded: Recording) -> OverTime:
     events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
     index = {moment: number for number, (moment, _) in enumerate(events)}
     began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | SpanBegin | SpanEnd)), 0)
-    # One more point in front, for the bytes before the first event.
+    # The first point shows the bytes before the first event.
     changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
     for block in timeline.lifetimes:
         if block.own:

@@ -45,7 +45,7 @@ class TensorOwners:
     def __init__(self, device: torch.device, creation_sites: Mapping[int, Site]) -> None:
         self._device = device
         self._creation_sites = creation_sites
-        # By id, because a module or optimizer may be unhashable, or equal to another module.
+        # The keys are ids, because a module or optimizer may be unhashable, or equal to another module.
         self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         """Outermost models, each with a prefix for its modules' paths."""
@@ -174,7 +174,10 @@ class TensorOwners:
                 yield Label(address, category, module, text, self._line(category, address, maker))
 
     def _line(self, category: str, address: int, maker: str) -> str:
-        """Return the line that made a block. Creation sites are valid only for early categories: addresses are reused."""
+        """Return the line that made a block.
+
+        Creation sites are used only for early categories, because addresses are reused.
+        """
         if category in _EARLY and address in self._creation_sites:
             return self._creation_sites[address].user
         return self._zeroed.get(address, "") if category == "gradient" else maker

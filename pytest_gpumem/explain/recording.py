@@ -1,7 +1,7 @@
 """Recording of a step in a separate run, and the explanation of its peak.
 
-Marks and a profiler may change a step's memory. So the measured runs have neither, and the recorded run is compared with the
-measured figures: peak and total allocations must be equal. Otherwise the step is recorded again, with fewer marks.
+Marks and a profiler may change a step's memory, so the measured runs use neither. The recorded run is compared with the
+measured figures: peak and total allocations must be equal. If they differ, the step is recorded again with fewer marks.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.events import Token
 
 DIFFERING_STEPS = 6
-"""The fewest steps to record if steps differ: enough to see work done only every second to sixth time.
+"""The fewest steps to record if steps differ. They are enough to see work that is done in every second to every sixth step.
 
 If steps keep bytes, 6 more steps follow each recorded step. So recordings begin 7 steps apart. 7 is a prime number, so
 recordings do not always meet the same step in a period of 2 to 6 steps.
 """
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
+"""The levels of detail, from most marks to fewest."""
 FOLLOWING_STEPS = 4
-"""The following steps in a recording, if steps keep bytes and do not differ.
+"""The number of following steps in a recording, if steps keep bytes and do not differ.
 
 4 steps distinguish a leak from a list with the latest four entries, and from two buffers in turn. Random batch sizes rarely
 rise in each of these steps.
@@ -83,17 +84,20 @@ class ExpectedFigures:
     turnover: int | None
     """The sum of all allocations. ``None`` if code need not allocate the same again, such as a call that fills a cache."""
     own: int | None = None
-    """The step's own bytes at its beginning, if each step keeps more. Bytes from later steps do not belong to this peak."""
+    """The measured step's own bytes at its beginning; ``None`` if steps keep nothing.
+
+    The recording runs later, after more bytes were kept, and these bytes do not belong to the measured peak.
+    """
     growth: int = 0
     """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. Following
     steps are recorded too, because they free the tensors that each step replaces."""
     steps: int = 1
-    """The most steps to record until a step matches: more than 1 if steps differ."""
+    """The most steps to record until a step matches. This is more than 1 if steps differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierBlocks:
-    """Blocks left by an earlier run: a cache, which belongs to the step, or a leak, which does not."""
+    """Blocks left by an earlier run. A cache belongs to the step, and a leak does not belong to it."""
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
@@ -137,7 +141,7 @@ class Recording:
     """The exception that ended the step."""
     level: Level
     failed_in: int = -1
-    """The mark of the innermost call that failed; -1 for none."""
+    """The index of the mark for the innermost call that failed; -1 for none."""
     earlier_blocks: EarlierBlocks = field(default_factory=EarlierBlocks)
     holders: Mapping[int, str] = field(default_factory=dict)
     """The path to the holder of each block that the step left or replaced, by address (`holders_of`)."""
@@ -177,7 +181,11 @@ class Recording:
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
     def adjusted_to(self, expected: ExpectedFigures) -> Recording:
-        """Return the same recording with the measured step's own bytes at the beginning."""
+        """Return the recording as if it began with the measured step's own bytes.
+
+        Blocks left by an earlier run count as the step's own only if the recording matches with them and not without them,
+        because they are then a cache.
+        """
         recording = self
         if self.earlier_blocks.nbytes and not self.matches(expected):
             with_left = self.with_left_blocks()
@@ -225,14 +233,15 @@ def _operators(tokens: Iterable[Token]) -> int:
 def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFigures) -> tuple[Explanation, Recording]:
     """Record a subject, and explain its peak.
 
-    Marks can change a step: some modules take another path under a `TorchFunctionMode`, and torch compiles compiled code again.
-    Then the step is recorded with fewer marks, until its peak and its allocations are as measured. If this never happens, the
-    most detailed recording with the same peak is used, or the recording with the closest peak and a note.
+    Marks can change a step: some modules take another path under a `TorchFunctionMode`, and torch compiles compiled code
+    again. After a mismatch, the step is recorded with fewer marks. If no recording has the measured peak and allocations, the
+    recording with the closest peak is used. If this peak differs from the measured peak, a note says so. Among equally close
+    recordings, the most detailed recording is used.
 
-    If steps differ, recordings continue until the highest peak comes again: at least `DIFFERING_STEPS` steps, and at most as
-    many as were measured. Among several recordings with this peak, the recording with the most operators is used. Module
-    calls come from all kinds of steps. For example, a validation in every fifth step shows which modules it calls with grad
-    mode off. If steps keep bytes, a recording also contains the following steps.
+    If steps differ, all attempts use the most marks first. Recordings continue until the highest peak comes again: at least
+    `DIFFERING_STEPS` steps, and at most as many as were measured. Among several recordings with this peak, the recording with
+    the most operators is used. Module calls come from all kinds of steps. For example, a validation in every fifth step shows
+    which modules it calls with grad mode off. If steps keep bytes, a recording also contains the following steps.
 
     All ranks record equally often, because they decide together (`Device.consensus`).
 
@@ -259,7 +268,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         recorded = recorder.at(level)
         if device.consensus.any(recorded.error is not None):
             if recordings.matching is not None:
-                break  # the loop has ended
+                break  # the user's loop has no further step, and a recording matches
             if level == levels[-1] and recorded.error is not None and recordings.closest is None:
                 raise recorded.error
             continue
@@ -268,7 +277,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         recordings.add(recorded, matches=matches)
         if recordings.matching is not None and device.consensus.all(recordings.suffice):
             break
-        # A cache that becomes larger in each step never has an earlier size again.
+        # A cache that grows in each step never has its measured size again, so further recordings cannot match.
         becomes_larger = bool(recorded.survivors.replacements) and recorded.peak > expected.peak
         if recordings.matching is None and device.consensus.all(becomes_larger):
             recordings.closest = unadjusted
@@ -321,7 +330,7 @@ class _Recordings:
         return self._number >= self._wanted or self.matching.operators == self._most_operators
 
     def explained(self) -> tuple[Explanation, Recording]:
-        """Return the best recording's explanation, and this recording."""
+        """Return the explanation of the best recording, and this recording."""
         best = self.matching or self.closest
         assert best is not None, "an error of the last level is raised"
         best = best.with_calls_of(self._kinds[best.level])
@@ -369,8 +378,8 @@ class SubjectRecorder:
     """Records a subject at several levels, without memory kept alive by the profiler.
 
     Operands, the tensors that operators take, show dtypes and shapes. But recording operands may keep memory alive
-    (`profiled`). Then the subject is recorded once more without operands, and all later levels too. Dtypes and shapes come
-    from the first recording.
+    (`profiled`). If it does, the subject is recorded again without operands, also at all later levels. Dtypes and
+    shapes then come from the first recording.
     """
 
     def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
@@ -410,9 +419,9 @@ def record(
         subject: The step or call.
         level: The level of detail.
         growth: The bytes kept by each step on average.
-        following: The number of following steps to record. They show which blocks the first step keeps. All other figures come
-            from the first step.
-        operands: The argument for `Device.recorded`.
+        following: The number of following steps to record. They show which blocks the recorded step keeps. All other figures
+            come from the recorded step.
+        operands: Whether to record the tensors that operators take (`Device.recorded`).
 
     Returns:
         The recording. Its ``error`` is the subject's exception. Other exceptions, such as ``KeyboardInterrupt``, are raised.
@@ -524,7 +533,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
 
 
 def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
-    """Return the blocks whose holders are searched, as size by address, without blocks ``freed`` since then."""
+    """Return the blocks whose holders are searched, as size by address, without the ``freed`` addresses."""
     survivors = survivors_of(timeline, growth)
     blocks = [
         *survivors.blocks,
@@ -536,7 +545,7 @@ def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that memory ran out. The CPU's allocator raises a plain ``RuntimeError`` then."""
+    """Return whether an exception means that memory ran out. The CPU's allocator raises a plain ``RuntimeError``."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -610,8 +619,9 @@ def _notes_on_growth(recorded: Recording) -> Iterator[str]:
 def _moment_of_failure(recorded: Recording) -> int:
     """Return the moment when memory ran out.
 
-    CUDA's allocator records this moment. On the CPU, the failed allocation is not among the events. After it, the call only
-    frees memory. So the result is the moment with the most live bytes within the innermost call that failed.
+    CUDA's allocator records this moment. On the CPU, the failed allocation is not among the events. After the failed
+    allocation, the call only frees memory. So the result is the moment with the most live bytes within the innermost call that
+    failed.
     """
     tokens = recorded.trace.tokens
     reported = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent) and token.address == NOWHERE]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
 _OVERRIDING = "handle_torch_function"
-"""The torch function between an overridable Python function and its override."""
+"""The torch function by which an overridable Python function calls its override."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
 """Functions at which a search for callers ends, because they call a backward pass or a test."""
 
 
 MOST_CALLERS = 16
-"""The most callers in a site between the allocating line and the user's line, and also above the user's line."""
+"""The most callers that a site stores between the allocating line and the user's line, and the most above the user's line."""
 
 
 class Site(NamedTuple):
@@ -120,7 +120,7 @@ class Sites:
             depth: The number of frames up to its caller.
             outermost: The ``id`` of the frame that calls the current module.
         """
-        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
         name = ""
         is_within = True
         while frame is not None and (name or id(frame) != outermost):
@@ -143,7 +143,7 @@ class Sites:
 
         ``outermost`` is a frame's ``id``. The name is empty if the function is this frame or outside it.
         """
-        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
         while frame is not None and id(frame) != outermost:
             code = frame.f_code
             if code.co_filename not in self._files:

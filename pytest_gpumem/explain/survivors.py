@@ -1,4 +1,4 @@
-"""Survivors of a recorded step: blocks from this step, not freed by the following steps. Pure."""
+"""Survivors of a recorded step: blocks that the step allocated and no following step freed. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AmbiguousBlocks(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """A block in the place of a smaller block, as the result of ``torch.cat`` replaces a cache."""
+    """A block that replaces a smaller block, for example a longer cache from ``torch.cat``."""
 
     block: Lifetime
     nbytes: int
@@ -81,7 +81,7 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
     numbers = range(max(1, len(steps) - 1)) if growth else (0,)
     by_step = [_survivors_of_step(replace(steps[n], following=steps[n + 1 :]), growth, n) for n in numbers]
     keeping = [survivors for survivors in by_step if survivors.nbytes] or [Survivors()]
-    # A step that replaces a target network every fifth time is ambiguous, and the steps in between are not.
+    # A step that replaces a target network every fifth time is ambiguous, but the steps in between are certain.
     certain = (survivors for survivors in keeping if not survivors.ambiguous and survivors.nbytes >= growth)
     return next(certain, keeping[0])
 
@@ -129,13 +129,16 @@ def place_of(block: Lifetime) -> Place:
 
 
 class _ReplacedBlocks:
-    """Older blocks freed by the step. Blocks in ``passing``, freed by a following step, replace some and are subtracted."""
+    """Older blocks freed by the step, which the step's survivors may replace.
+
+    The blocks in ``passing``, which a following step frees, replace some of them, so this many are subtracted.
+    """
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
         older = [
             block
             for block in timeline.lifetimes
-            # If code runs once, the blocks from its first run are older, too. They are not its own.
+            # If code runs once, older blocks include the blocks from its first run, which are not the step's own.
             if block.is_older
             and block.freed is not None
             and (block.own or timeline.following)
@@ -189,8 +192,8 @@ def _owner_and_size(block: Lifetime) -> tuple[int, str, str]:
 def _replacements(timeline: Timeline) -> Iterator[Replacement]:
     """Yield the places in which each step replaces its blocks with larger blocks.
 
-    The sizes must rise in each step: batches with different sizes also fall. The last step does not count, because no
-    following step shows which of its blocks are freed.
+    The sizes must rise in each step, because sizes that depend on random batches also fall. The last step does not count,
+    because no following step shows which of its blocks are freed.
     """
     steps = [timeline, *timeline.following]
     passing = [_by_place(block for block in step.lifetimes if _passes(block, step)) for step in steps[:-1]]

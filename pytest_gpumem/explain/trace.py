@@ -30,7 +30,10 @@ _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contigu
 
 _CAST = "aten::_to_copy"
 AUTOCAST = "autocast's cached cast"
-"""The operator name for a weight's copy in lower precision. The profiler shows the copy within the weight's first user."""
+"""The operator name for a weight's copy in lower precision.
+
+The profiler shows the copy within the first operator that uses the weight.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class Trace:
     results: Mapping[int, tuple[TensorRecord, ...]] = field(default_factory=dict)
     """The tensors returned by each call, by its mark's index. Operator tokens show only the tensors that an operator takes."""
     tensors: tuple[tuple[str, ...], ...] = ()
-    """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them. Otherwise empty.
+    """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them; otherwise
+    empty.
 
     First come the allocations in the recorded step, then the allocations in each ``following`` step.
     """
@@ -296,7 +300,7 @@ class SpanStack:
                 self.in_optimizer = False
             else:
                 self.call = opened
-            # Other code in a node is torch's, or an autograd function's own backward, and belongs to the node.
+            # Other code in a node belongs to the node: it is torch's code, or an autograd function's own backward.
             is_line_of_forward = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
             if self.within_node and (mark.kind == "module" or is_line_of_forward):
                 self.recomputed, self.node = True, None

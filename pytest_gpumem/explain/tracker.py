@@ -31,7 +31,8 @@ Level = Literal["calls", "modules", "phases"]
 """The level of detail: each torch function call, each module call, or only phases."""
 
 _ZERO = ("zero_", "_foreach_zero_")
-# Functions that read a tensor's properties and allocate nothing; a step calls them thousands of times.
+# Functions that read a tensor's properties and allocate nothing. They get no marks, because a step calls them thousands of
+# times.
 _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_floating_point", "untyped_storage"})
 
 
@@ -43,7 +44,7 @@ class Tracker:
         sites: Finds the lines of calls.
         level: The level of detail.
         creation_sites: As in `TensorOwners`.
-        snapshots: False to read no tensors. Then only `module` and the marks are available.
+        snapshots: If false, no tensors are read, and only `module` and the marks are available.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Tracker:
         self.results: dict[int, tuple[TensorRecord, ...]] = {}
         """The tensors returned by each call, by its mark's index."""
         self.failed_in = -1
-        """The mark of the innermost call that raised first; -1 for none."""
+        """The index of the mark for the innermost call that raised first; -1 for none."""
         self._device = device
         self._sites = sites
         self._level = level
@@ -209,7 +210,7 @@ class Tracker:
         mark = Mark(
             "module", path, *self._sites.caller_site(2), grad=_autograd_records(), caller_function=caller_function
         )
-        calling_frame = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
+        calling_frame = sys._getframe(1)  # noqa: SLF001 - as in `Sites.caller_site`
         self._modules.append((id(module), path, self._begin(mark), id(calling_frame)))
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:

@@ -62,7 +62,7 @@ class ExportedFigures:
 
     figures: tuple[Figure, ...]
     tests_without_figure: int = 0
-    """Tests without a figure: not measured, not finished, or held by relations only."""
+    """Tests without a figure, because they were not measured, did not finish, or only assert relations."""
     disturbed: tuple[str, ...] = ()
     """A clause for each measurement without valid times, with the reason."""
     not_finite: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class ExportedFigures:
 
     @property
     def summary(self) -> str:
-        """Return a line with the numbers of exported tests and figures, and of omitted ones with a reason."""
+        """Return a line with the numbers of exported tests and figures, and of omitted tests and figures with a reason."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.tests_without_figure:
@@ -169,7 +169,7 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes before a spelled surrogate, which a reader would mistake for its part."""
+"""Backslashes before a spelled surrogate. A reader would mistake them for a part of the surrogate's spelling."""
 
 
 def benchmark_name(figure: Figure) -> str:

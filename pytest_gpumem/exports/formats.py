@@ -38,7 +38,7 @@ def bencher(figures: Sequence[Figure]) -> str:
     for figure in figures:
         name, metric = benchmark_name(figure), figure.metric
         if len(name.encode()) > _LONGEST_NAME:
-            # The digest keeps benchmarks apart whose names begin alike.
+            # The digest distinguishes benchmarks whose names begin with the same text.
             digest = f"... {hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]}"
             name = name.encode()[: _LONGEST_NAME - len(digest)].decode(errors="ignore") + digest
         scale = _NANOSECONDS if METRICS[metric].unit == "seconds" else 1
@@ -69,9 +69,9 @@ def github_action_benchmark(figures: Sequence[Figure]) -> str:
     """Return the figures for the tools ``customSmallerIsBetter`` and ``customBiggerIsBetter`` of
     [github-action-benchmark](https://github.com/benchmark-action/github-action-benchmark).
 
-    It is an array of objects with ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``, ``range``
-    (for times and throughputs, the reach of the 95 % interval) and ``extra`` (device, config, commit and environment). A file
-    has metrics of one direction.
+    The result is an array of objects with ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``,
+    ``range`` (for times and throughputs, the distance from the value to the far end of the 95 % interval) and ``extra``
+    (device, config, commit and environment). A file has metrics of one direction.
     """
     return json.dumps([_benchmark(figure) for figure in figures], indent=1) + "\n"
 
@@ -93,7 +93,7 @@ def _benchmark(figure: Figure) -> dict[str, Any]:
 def openmetrics(figures: Sequence[Figure]) -> str:
     """Return the figures as [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8.
 
-    It has a family of gauges for each metric: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
+    The text has a family of gauges for each metric: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
     ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device``,
     ``config``, and ``of`` for a throughput (``samples``). There are no timestamps, because a node exporter's text files must
     not have any.

@@ -1,7 +1,7 @@
-"""Run a program on several emulated GPUs: first in its own process, and then in forks if these behave alike.
+"""Run a program on several emulated GPUs: first in its own process, and then in forks if forks behave the same.
 
-Imports, above all torch, take most of a run's time. The first run reports what the program imports. Then a server process
-imports the same modules, and each further run is a fork of the server: the program starts anew, on another GPU.
+Imports, above all torch, take most of a run's time. The first run reports the program's imports. A server process then
+imports the same modules, and each further run is a fork of the server, in which the program starts anew on another GPU.
 
 For example, let a program import for 8 s and run for 2 s. Five GPUs take 50 s with a process each. With forks they take 10 s
 for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork, and 2 s for each other GPU: 28 s.
@@ -123,7 +123,8 @@ class ProgramRuns:
         # torch counts GPUs only once, so forks have the first run's count.
         server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
-        # torch reads these settings when CUDA is first used. If a release read them at import, the fork would ignore them.
+        # torch reads these settings when CUDA is first used. If a torch release read these settings at import, the fork would
+        # ignore them.
         if forked is None or (more and any(process.devices and not process.expandable for process in forked.processes)):
             return self._in_process(gpu, more)
         return forked
@@ -167,7 +168,7 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """A process with the program's imports. Its forks run the program. It lives until `close`.
+    """A process with the program's imports, which lives until `close`. Its forks run the program.
 
     Args:
         gpu: The GPU that packages see during their imports.

@@ -70,7 +70,7 @@ class RunResult:
     together: int = 1
     """The most processes on a device at the same time. Their peaks are added up."""
     retries: int = 0
-    """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
+    """How many allocations succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
     ran_out: OutOfMemory | None = None
     message: str = ""
@@ -82,7 +82,7 @@ class RunResult:
     unknown: str | None = None
     """The uncomputed value on which the program depended, as a clause."""
     without_statistics: bool = False
-    """True if the program has its own allocator, which keeps no statistics. Then the memory is unknown."""
+    """True if the program has its own allocator, which keeps no statistics, so the memory is unknown."""
     lacking: str | None = None
     """A clause that says why peaks may be too low, if cuDNN's memory is not included."""
     cannot_run: str | None = None
@@ -168,7 +168,7 @@ def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
     """Return the reason why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
     no_kernels = next((process.no_kernels for process in run.processes if process.no_kernels), None)
     if no_kernels and _NO_KERNEL_IMAGE in run.output:
-        return f"{no_kernels}, as on a real one; a build for another CUDA may have them"
+        return f"{no_kernels}, as on a real GPU; a build for another CUDA may have them"
     return lacking_in(run.output, gpu.capability)
 
 
@@ -208,7 +208,7 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
 def ends_it(first: RunResult, *, every: bool) -> bool:
     """Return whether no further GPU needs to be tried after the first.
 
-    This is so if the program used no GPU memory or failed by itself. A failed program may still run on other GPUs if the user
-    named them (``every``).
+    No further GPU is needed if the program used no GPU memory or failed by itself. But with ``every``, a failed program is
+    still tried on the other GPUs, because the user named them.
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)

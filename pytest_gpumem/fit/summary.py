@@ -78,7 +78,7 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
 
     Args:
         fits: The outcomes by GPU.
-        cwd: The current folder. Paths below it are shown relative to it.
+        cwd: The current folder. Paths below this folder are shown relative to the folder.
     """
     lines: list[str] = []
     for fit in _by_memory(fits):

@@ -27,7 +27,7 @@ _VERSION = "2022-11-28"
 
 
 class GitHubError(Exception):
-    """Raised if GitHub refused a request; the message says which request."""
+    """GitHub refused a request. The message names the request."""
 
 
 class NotAllowedError(GitHubError):
@@ -228,7 +228,7 @@ def put_comment(
         pull_request: The pull request to comment on.
         name: The comment's name, which a hidden first line stores.
         body: The comment's Markdown, in at most as many characters as `room_in_comment` returns.
-        sleep: Waits for so many seconds.
+        sleep: Waits for the given number of seconds.
 
     Returns:
         True if the comment is new, and its address.
@@ -314,7 +314,7 @@ def _address(answer: Any) -> str:
 
 
 def _find(api: Api, pull_request: PullRequest, first_line: str) -> int | None:
-    """Return the id of the token owner's oldest comment with the marker. Others may quote the marker."""
+    """Return the id of the token owner's oldest comment with the marker. Other users may quote the marker."""
     comment = _first_own_post(api, f"{pull_request.comments}?per_page=100", first_line)
     return None if comment is None else int(comment["id"])
 

@@ -52,7 +52,8 @@ def _head(plain: Any) -> Head | None:
 
 
 def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
-    """Return the number of the open pull request whose newest commit was run; ``None`` if there is not exactly one.
+    """Return the number of the open pull request whose newest commit was run; ``None`` if there is not exactly one such pull
+    request.
 
     GitHub lists a run's pull requests only if their branches are in the same repository, so this function searches by branch.
     Raises `GitHubError`.

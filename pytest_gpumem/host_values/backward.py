@@ -75,7 +75,7 @@ def _in_mode(
     Args:
         mode: The mode.
         call: The original function.
-        take: A function for the floating-point results, because autograd may add to them without the mode.
+        take: Called with the floating-point results of ``call``, because autograd may add to them without the mode.
     """
 
     @wraps(call)

@@ -1,7 +1,7 @@
 """Complete collectives between emulated ranks: a rank receives its own values.
 
-The NCCL stand-in computes sums, broadcasts and all-gathers. It sends nothing from a single rank to another rank. Example: if a
-rank sends ``[1, 2]`` by ``all_to_all``, it receives ``[1, 2]``.
+The NCCL stand-in computes sums, broadcasts and all-gathers. It does not implement sending from one rank to another rank.
+Example: if a rank sends ``[1, 2]`` by ``all_to_all``, it receives ``[1, 2]``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) 
         sent: Tensors read by the operator. All are known.
 
     Returns:
-        True if ``received`` now has true values.
+        True if ``received`` now has the correct values.
     """
     if name not in _SENT_ONE_BY_ONE:
         return True

@@ -2,7 +2,7 @@
 
 Two assumptions make such tensors. Uncomputed floats are finite. Uncomputed token ids are not among the ids that `torch.isin`
 searches for, so a text is generated up to its maximum length. Neither assumption is certain. The host may read the result as
-a single truth value, and the read is recorded as an assumption. How many elements are true is unknown.
+a single truth value, and this read is recorded as an assumption. The number of true elements remains unknown.
 
 Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` is `Constant(False, "branch")`. Reading
 ``torch.isin(ids, end).any().item()`` returns False, and the line is recorded as a branch decided by an uncomputed value. For
@@ -34,7 +34,7 @@ _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
 """Operators that check whether values are finite."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
-"""Operators that keep the input's constant. Operators in `_EXTREMES` keep it if they have a single argument."""
+"""Operators whose result has the same constant as their input. This also holds for `_EXTREMES` with a single argument."""
 _VALID = frozenset({"all", "_is_all_true"})
 """Operators used by `torch.distributions` to refuse invalid values."""
 _ASKING = _OF_FINITE | _VALID | {"isin"}
@@ -43,7 +43,7 @@ _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that inference mode does not decompose, and their names outside it."""
+"""Operators that inference mode does not decompose, each with the operator that torch dispatches outside this mode."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
 """Operators that fill a tensor with a value. The value is known even if the tensor is too large to compute."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})

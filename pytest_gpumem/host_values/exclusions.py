@@ -47,7 +47,8 @@ class Scores:
     left: torch.Tensor
     """A boolean for each index: true if the score is masked in no row."""
     layout: _Layout | None = None
-    """Sizes and strides of the tensor. Views on the same memory may have another last dimension."""
+    """Sizes and strides of the tensor. The note holds only for views with this layout, because others may have another last
+    dimension."""
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:

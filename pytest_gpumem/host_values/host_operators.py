@@ -19,21 +19,25 @@ if TYPE_CHECKING:
 MOST_EXACT = 1 << 20
 """Limit for operators on integers and booleans: elements in all tensors together."""
 MOST_FLOATS = 1 << 16
-"""Limit for operators on floats: elements in all tensors together. It bounds the time for a matrix product on the host."""
+"""Limit for operators on floats: elements in all tensors together.
+
+This limit bounds the time for a matrix product on the host.
+"""
 _MOST_ROUTED = 1 << 26, 1 << 24
 """Limits for integers and for floats if values depend on an assumed routing.
 
-A one-hot choice of experts for each token needs as many. Example: 65,536 tokens x 8 choices x 128 experts are 1 << 26.
+A one-hot choice of experts for each token needs this many elements. Example: 65,536 tokens x 8 choices x 128 experts are 1 <<
+26.
 """
 BIGGEST_COPY = 1 << 20
-"""The limit for copies in bytes in ``native/memory.c``. A larger copy leaves zeros."""
+"""The largest copy in bytes that ``native/memory.c`` makes. After a larger copy, the target contains zeros."""
 
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that ask for the true positions in a boolean index. `NativeReads.positions` records these reads."""
 _READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
 """Operators whose reads `watched_methods` records when they are called."""
 _OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"})
-"""Operators used by encoders to remove padding."""
+"""Operators by which torch's TransformerEncoder removes padding from its input."""
 _READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
     | {"linalg_matrix_exp"}  # chooses a formula by the norm
@@ -65,7 +69,7 @@ _MADE_OF_NOTHING = frozenset(
 """Operators that use only the shape of their first argument, and not its values."""
 
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments written by normalisations. Most schemas do not declare it."""
+"""Arguments written by normalisations. Most schemas do not declare that the operator writes to them."""
 _WRITES_NO_STATISTICS = ("backward", "functional", "no_training", "no_update")
 _TRAINS = frozenset({"training", "train", "use_input_stats"})
 """Arguments that must be true for a normalisation to write its statistics."""
@@ -91,7 +95,7 @@ class Operator:
     collective: bool = False
     """True for operators in torch.distributed. Their schemas do not declare the written arguments."""
     overwrites: bool = False
-    """True if the values of the first argument do not matter."""
+    """True if the result does not depend on the values in the first argument, because the operator overwrites them."""
     reads: bool = False
     """True if the host reads values that decide the result or its size."""
     calls_readers: bool = False
@@ -266,7 +270,10 @@ def drawing_as(named: dict[str, Any], device: torch.device) -> Iterator[dict[str
 
 
 def _truth(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Run an operator on host tensors. The host's ``histc`` refuses integers, which are exact as doubles as well."""
+    """Run an operator on host tensors.
+
+    For ``histc``, convert integers to doubles, because the host's kernel refuses integers.
+    """
     if func is torch.ops.aten.histc.default and is_exact(args[0]):
         return func(args[0].double(), *args[1:], **named).to(args[0].dtype)
     return func(*args, **named)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_NOTED = 4096
-"""Notes to collect before the notes about freed storages are dropped."""
+"""The number of notes after which the notes about freed storages are dropped."""
 
 
 class LentMemory:
@@ -25,14 +25,15 @@ class LentMemory:
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Each storage and its arrays. ``None`` instead of arrays means for the storage's whole life."""
+        """Each lent storage with the arrays on its memory, by address; ``None`` if the storage is lent for its whole life."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
         """Note that another library shares a tensor's memory.
 
         Args:
             tensor: The tensor. GPU tensors are ignored.
-            array: The other library's object. The memory is shared until it is freed; ``None`` means for the storage's life.
+            array: The other library's object. The memory is shared until this object is freed; if ``None``, for the storage's
+                life.
         """
         tensor = unwrapped(tensor)
         if tensor.device.type != "cpu" or not has_storage(tensor):

@@ -1,9 +1,9 @@
 """Compute small tensors on an emulated GPU, and record reads of all other values.
 
 An emulated GPU's kernels do nothing, but its memory is host memory. If all operands of an operator are known and small,
-the mode runs the operator a second time, on the host and on the same memory. All other values are *unknown*: the bytes are
-meaningless, and floats are assumed to be finite. Their copies and results are unknown as well. `HostValues.reads`
-records each read by the host.
+the mode runs the operator a second time, on the host and on the same memory. All other values are *unknown*. Unknown floats
+are assumed to be finite, and their bytes mean nothing. Small unknown integers are 0, and operators on them are computed. Copies
+of unknown values, and results computed from them, are unknown as well. `HostValues.reads` records each read by the host.
 
 Example: what a program sees on an emulated H100, line by line. ::
 
@@ -81,7 +81,7 @@ _NO_VALUES = frozenset(
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
 """Random operators computed on the host, because their integers are used as indices."""
 _SIZED = frozenset({"arange", "range"})
-"""Operators whose result size depends on a number's value. Operators with a prefix from `_RESIZED` do the same."""
+"""Operators whose result size depends on a number's value, like all operators with a prefix from `_RESIZED`."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
     "equal": "tensors are compared",
@@ -94,18 +94,18 @@ _READ = {
     "unique_dim": "unique reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
-"""Clauses for reading operators. The clause for any other operator contains the operator's name."""
+"""The clause about a read, by the operator that reads. The clause for any other operator contains the operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
-"""Operators run on the GPU's memory, after the mode has answered how many elements the result has."""
+"""Operators that run their kernel. The kernel reads the size of its result, and the mode answers this read."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
 """Operators that read a single number."""
 _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
 """Operators with a flag for infinite or NaN gradients as the second argument. The mode leaves the flag unchanged."""
 
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
-"""The error for a call to this operator. It is raised before the operator asks the stand-in library."""
+"""The error for a call to ``torch.linalg.eig``, raised before the call reaches the stand-in for libcusolver."""
 _MOST_NOTED = 4096
-"""Notes to collect before the mode drops the notes about freed storages."""
+"""The number of notes after which the mode drops the notes about freed storages."""
 
 
 class _KnownStorage(NamedTuple):
@@ -122,7 +122,7 @@ class _UnknownStorage(NamedTuple):
 
     storage: StorageWeakRef
     of_floats: bool
-    """True if all unknown values were computed from single floats in Python."""
+    """True if all unknown values passed through Python floats (``loss.item()``), whose uses `UnknownFloat` records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,10 @@ class _Call:
         return {parameter.name: parameter.default_value for parameter in parameters} | by_place | self.named
 
     def has_numbers_for_tensors(self) -> bool:
-        """Return whether an argument is a number instead of a tensor, for example 2 in ``x * 2``. A kernel refuses it."""
+        """Return whether an argument is a number instead of a tensor, for example 2 in ``x * 2``.
+
+        Kernels refuse such numbers.
+        """
         arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         return any(
             isinstance(value, (int, float, complex)) and str(argument.type) == "Tensor"
@@ -168,7 +171,7 @@ class _Call:
 
 
 class _Answer(local):
-    """The number that C++ reads in this thread while a kernel asks for its result's size."""
+    """The answer, in this thread, when a kernel reads the size of its result."""
 
     number: int | None = None
 
@@ -212,7 +215,7 @@ class HostValues(TorchDispatchMode):
         """True while a watched method reads a tensor, because the method records the read itself."""
         self.answer = _Answer()
         self._kernel: Operator | None = None
-        """The operator with the running kernel, if the mode also sees the operators that the kernel calls."""
+        """The operator whose kernel is running, if the mode also sees the operators that this kernel calls."""
         self._made_of_unknown = False
         """True while `torch.tensor` makes a tensor from other tensors and some of them are unknown."""
 
@@ -221,12 +224,12 @@ class HostValues(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: torch.compile runs compiled code beneath this mode."""
+        """Return True, so torch.compile runs compiled code beneath this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to exclude torch.compile, torch would add a wrapper that loads the compiler into every process."""
+        """Return False. If this returned True, torch would add a wrapper that loads the compiler into every process."""
         return False
 
     @never_compiled
@@ -239,7 +242,7 @@ class HostValues(TorchDispatchMode):
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
-                # A fake tensor has no memory to compute. Parts within any other subclass are dispatched to this mode again.
+                # A fake tensor has no memory to compute. For any other subclass, the inner tensors come to this mode again.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         if is_higher_order(func):
             return self._run_functions(func, args, named)
@@ -247,11 +250,11 @@ class HostValues(TorchDispatchMode):
         if operator is None:
             operator = self._operators[func] = operator_of(func)
         if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
-            # A constant in a script: torch dispatches the number from which the tensor was made.
+            # For a constant tensor in a script, torch dispatches the number from which the tensor was made.
             args = tuple(torch.as_tensor(arg) if at in operator.only_tensors else arg for at, arg in enumerate(args))
         is_undecomposed = torch.is_inference_mode_enabled() and (operator.view or operator.reads)
         if is_undecomposed or self._kernel is not None or operator.name == "to":
-            # In these cases torch dispatches a composite operator as a single call, which would hide reads by its parts.
+            # In these cases torch dispatches a composite operator as a single call, which would hide reads by inner operators.
             self._read_by(operator, args, named)
             with self:
                 result = func.decompose(*args, **named)
@@ -264,6 +267,7 @@ class HostValues(TorchDispatchMode):
         call = _Call(func, operator, args, named, tensors_among((*args, *named.values())))
         device = named.get("device")
         is_hosts = not call.on_gpu and (device is None or torch.device(device).type != "cuda")
+        # Until an uncomputed value is on the host, no host tensor can be unknown.
         if is_hosts and not self._has_left:
             return call.run()
         has_known_inputs = self._determines(call)
@@ -333,7 +337,7 @@ class HostValues(TorchDispatchMode):
         return read
 
     def _repeatable(self, argument: Any) -> Any:
-        """Return arguments with zeros instead of unknown values, because their memory contains bytes from earlier tensors."""
+        """Return arguments with zeros in place of unknown values, whose memory contains bytes from earlier tensors."""
         if isinstance(argument, torch.Tensor):
             if not argument.is_cuda or not self.is_unknown(argument) or (is_exact(argument) and is_small((argument,))):
                 return argument
@@ -364,9 +368,13 @@ class HostValues(TorchDispatchMode):
         return is_determined
 
     def _run(self, call: _Call, has_known_inputs: bool) -> Any:
-        """Run an operator on the GPU, and again on the host if all inputs are known and small."""
+        """Run an operator on the GPU, and again on the host if all inputs are known and small.
+
+        Weaker facts about an unknown result are noted too: equal elements (`constants`), excluded indices (`exclusions`), and
+        indices or masks from an assumed routing (`choosing`).
+        """
         operator, args = call.operator, call.args
-        if operator.name == "linalg_eig":  # the operator would read the input and report infinite values
+        if operator.name == "linalg_eig":  # this operator would read its input, and report infinite values
             raise RuntimeError(NO_EIGENVALUES)
         nbytes = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = self._run_kernel(call, "CUDA")
@@ -376,12 +384,13 @@ class HostValues(TorchDispatchMode):
         if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in results):
             return result
         if not results and not operator.written and not operator.written_names:
-            # For an unknown mask, return False: the encoder then takes the path with more memory.
+            # If a padding mask is unknown, its check answers False. torch's TransformerEncoder then skips its nested-tensor
+            # path, and needs more memory.
             return result and has_known_inputs if operator.calls_readers else result
         changed = call.changed()
         outcome = [tensor for tensor in (*results, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         self._clear_unwritten(results if len(outcome) < len(results) + len(changed) else ())
-        # `isin` answers from the excluded tokens and not from the chosen tokens, so its result depends on no routing.
+        # The mode answers `isin` from the excluded tokens and not from the chosen tokens, so no routing affects its result.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         is_filled = has_known_inputs and self._is_filled(operator, outcome)
         constant = None if is_filled else self._constant_of(call, results, has_known_inputs)
@@ -443,11 +452,11 @@ class HostValues(TorchDispatchMode):
         return indices if self.choosing.choose(arguments, on_the_same_memory(indices), excluded) else None
 
     def _is_filled(self, operator: Operator, outcome: list[torch.Tensor]) -> bool:
-        """Return whether an operator made zeros to which an assumed routing may be written."""
+        """Return whether an operator made zeros, in which a program may then mark the experts chosen by an assumed routing."""
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator. If its kernel may call reading operators, dispatch these to the mode as well."""
+        """Run an operator. If its kernel may call reading operators, the mode also sees these inner operators."""
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
             if tensor.layout is not torch.strided:
@@ -469,9 +478,10 @@ class HostValues(TorchDispatchMode):
                     self._note(part, False)
 
     def _coalesce(self, call: _Call) -> Any:
-        """Run ``coalesce`` with the number of distinct indices, or with the total number if they are unknown.
+        """Run ``coalesce`` with the number of distinct indices, or with the number of all indices if their values are unknown.
 
-        Example: the indices 0, 2, 2 are known. The kernel reads that two are distinct, and the result contains 0 and 2.
+        Example: the indices 0, 2, 2 are known. The kernel reads the number of distinct indices, 2, and returns the indices 0
+        and 2.
         """
         sparse = call.args[0]
         indices, values = parts_of(sparse)
@@ -498,7 +508,8 @@ class HostValues(TorchDispatchMode):
         operator, results = call.operator, tensors_among((result,))
         if operator.reads or operator.name in _NO_VALUES or (operator.random and operator.name not in _DRAWN):
             return False
-        # Unknown integers are computed as well: a counter must still advance, so loops waiting for it end.
+        # Operators on unknown integers are computed as well, because a counter must advance, or loops that wait for it never
+        # end.
         if not has_known_inputs and not all(map(is_exact, (*call.tensors, *outcome))):
             return False
         on_gpu = (*call.on_gpu, *(tensor for tensor in outcome if tensor.is_cuda))
@@ -537,9 +548,10 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run an operator that returns existing memory, whose notes stay valid."""
+        """Run an operator that returns existing memory. The notes about this memory stay valid."""
         if operator.name == "lift_fresh" and has_storage(args[0]):
-            # `torch.tensor` made this tensor from another tensor, which the mode noted, or from host values without a note.
+            # `torch.tensor` made this tensor from another tensor, about which the mode has a note, or from values without a
+            # note.
             storage = args[0].untyped_storage()
             is_known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
             if not args[0].is_cuda:
@@ -563,7 +575,7 @@ class HostValues(TorchDispatchMode):
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in addresses]
         is_complete = self._knows(sent or on_gpu) and complete(name, written_on_gpu, sent)
         for tensor in written_on_gpu:
-            # The stand-in does not compute sums in half precision.
+            # The NCCL stand-in does not compute sums in half precision.
             self._note(tensor, is_complete and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
@@ -578,8 +590,8 @@ class HostValues(TorchDispatchMode):
     ) -> None:
         """Note whether the values in a GPU tensor's storage are known.
 
-        Unknown integers become 0, so they are equal in every process. If an operator was computed from such integers
-        (``has_values``), its result stays.
+        Unknown integers become 0, so they are equal in every process. If the host computed an operator from these zeros
+        (``has_values``), the result stays.
 
         Args:
             tensor: A tensor on the GPU.
@@ -612,7 +624,7 @@ class HostValues(TorchDispatchMode):
                     on_the_same_memory(tensor).zero_()
 
     def _note_copy(self, tensor: torch.Tensor, is_known: bool, *, has_values: bool) -> None:
-        """Note whether a copy on the host is known. Unknown values become `UNKNOWN` or 0, to be equal in every process."""
+        """Note whether a copy on the host is known. Unknown floats become `UNKNOWN` and integers 0, so all processes agree."""
         self._has_left = self._has_left or not is_known
         self.values_read += not is_known
         if not is_known and not has_values and tensor.nbytes <= BIGGEST_COPY:
@@ -627,8 +639,8 @@ class HostValues(TorchDispatchMode):
         Args:
             tensor: A tensor. Tensors on other devices are ignored.
             is_known: Whether all written values are known.
-            is_overwritten: Whether the whole storage was written. Otherwise unknown values in the rest remain.
-            of_floats: Whether all unknown values were computed from single floats in Python.
+            is_overwritten: Whether the whole storage was written. If not, unknown values may remain in the rest.
+            of_floats: Whether all unknown values passed through Python floats (`_Unknown.of_floats`).
         """
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
@@ -695,12 +707,12 @@ class HostValues(TorchDispatchMode):
         return next(filter(None, map(self._routing_of, tensors)), None) if self.choosing.made else None
 
     def _note_routing(self, routing: Routing | None) -> None:
-        """Record a read by the host, if the values depend on an assumed routing."""
+        """Record that the host reads values that depend on an assumed routing, unless ``routing`` is ``None``."""
         if routing is not None:
             self.reads.of_routing(routing)
 
     def _is_of_floats(self, tensor: torch.Tensor) -> bool:
-        """Return whether all unknown values in a tensor, if any, were computed from single floats in Python."""
+        """Return whether all unknown values in a tensor, if any, passed through Python floats (`_Unknown.of_floats`)."""
         if not self.is_unknown(tensor):
             return True
         return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats
@@ -729,11 +741,11 @@ class HostValues(TorchDispatchMode):
             self.constants.forget(start)
 
     def has_left(self) -> None:
-        """Note an uncomputed value on the host. Any host tensor may contain it from now on."""
+        """Note that an uncomputed value has reached the host. From now on, any host tensor may contain this value."""
         self._has_left = True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark tensors as unknown, because the mode does not see the writes to them."""
+        """Mark tensors as unknown after writes to them that the mode did not see."""
         for tensor in tensors:
             if not is_ordinary(type(tensor)):
                 parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)

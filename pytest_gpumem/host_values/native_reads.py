@@ -111,7 +111,7 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the answer for any operands; ``None`` if it depends on the operands."""
+        """Return the answer for any operands; ``None`` if the answer depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:

@@ -3,7 +3,8 @@
 A single pass runs nothing. It visits each loop body once, and each branch on both sides. The code needs no column positions,
 because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
 
-Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another one, and then ``BINARY_OP``
+Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another cell, and then
+    ``BINARY_OP``
 with both cells in ``taken`` and the result's cell in ``put``.
 """
 
@@ -31,7 +32,7 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""How many cells an instruction takes and puts, if `dis` reports other numbers. In 3.14 a return also puts its value."""
+"""The cells that an instruction takes and puts, for instructions that `_effect` would misread by the numbers from `dis`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +71,8 @@ class Step:
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Yield each instruction with its cells, in order.
 
-    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take it see the kind.
+    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take this cell then see the
+    kind.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}

@@ -41,7 +41,7 @@ _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_lo
 
 _MENDS = {
     "a value is read": (
-        " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside of what is measured)"
+        " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside the measured code)"
     )
 }
 """Advice about a read, by its clause."""

@@ -56,7 +56,7 @@ class AssumedRouting:
             self.routing = outer
 
     def mask(self, name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return a boolean for each score in an operator's result: true if a known mask removes it.
+        """Return a boolean for each score in an operator's result: true if a known mask removes the score.
 
         A score is removed if the operator fills it with 0 or a negative number. Routers fill logits with -inf, and
         probabilities with 0.

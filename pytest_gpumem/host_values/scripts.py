@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Record a script's lists if it copies unknown tensors to the host or takes unknown host tensors."""
+    """Record a read for each list in a script that copies unknown tensors to the host or takes unknown host tensors."""
 
     @contextmanager
     def noting(script: Any, args: tuple[Any, ...]) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Keep tensors known or unknown when they are pickled, saved, sent to another process or moved to shared memory.
+"""Keep the notes about known and unknown tensors when tensors are pickled, saved, sent to another process or moved to shared
+memory.
 
 A pickled tensor may have attributes, which torch sets when it loads the tensor. The attribute `MARK` says whether the tensor's
 values are unknown. It passes through `torch.save`, `pickle`, queues and `DataLoader` workers, including other processes.

@@ -27,7 +27,7 @@ _INITIAL = re.compile(r"(%[\w$.-]+) = (%[\w$.#-]+)")
 _WRITES = re.compile(r"^tt\.(\w*store|atomic_\w+|descriptor_(reduce|scatter)|call|elementwise_inline_asm)\b")
 _COMPILED_BY = ("triton.", "torch._inductor.")
 _OF_INDUCTOR = "out_ptr"
-"""Part in the argument names to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
+"""A part in the names of all arguments to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
 
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
@@ -78,7 +78,7 @@ def _written_of_inductor(kernel: Any) -> tuple[int, ...]:
 
 
 def written_arguments(ttir: str) -> tuple[int, ...]:
-    """Return the positions of the pointer arguments to which, or at an offset from which, a kernel writes.
+    """Return the positions of the pointer arguments to which a kernel writes, directly or at an offset.
 
     Args:
         ttir: The kernel's intermediate representation in Triton, as text.
@@ -95,7 +95,7 @@ def written_arguments(ttir: str) -> tuple[int, ...]:
 
 
 def _stored_to(lines: list[str]) -> set[str]:
-    """Return the names of the pointers in stores, and the names of the values that they are computed from, except loads."""
+    """Return the names of the stored-to pointers, and of all values from which they are computed, except loaded values."""
     made_of: dict[str, set[str]] = {}
     stored: list[str] = []
     loops: list[tuple[str, list[str]]] = []

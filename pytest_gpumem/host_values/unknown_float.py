@@ -1,6 +1,6 @@
 """Floats that represent the uncomputed values on an emulated GPU.
 
-Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another one, ``f"{loss.item():.1e}"`` is
+Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another `UnknownFloat`, ``f"{loss.item():.1e}"`` is
 ``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.
 """
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 UNKNOWN = 2.0**-120
 """The number that represents every uncomputed float.
 
-Programs do not use this number. If it returns to a tensor, the mode recognises it, and float32 represents it exactly.
+Programs do not use this number by themselves, so the mode recognises it if it returns to a tensor. float32 represents it
+exactly.
 """
 
 
 class UnknownFloat(float):
-    """An uncomputed float. Programs can store and format it and compute with it, and it records uses in `reads`."""
+    """An uncomputed float. Programs can store it, format it and compute with it. It records its uses in `reads`."""
 
     __slots__ = ()
     reads: ClassVar[Reads]

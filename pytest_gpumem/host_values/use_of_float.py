@@ -43,8 +43,8 @@ _MOST_CALLERS = 4
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
 """Kinds of stack cells.
 
-``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is its text.
-``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
+``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is the number
+as text. ``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
 """
 
 
@@ -52,7 +52,8 @@ def use_of_comparison(frame: FrameType | None) -> Use:
     """Return how a frame uses its current comparison.
 
     Returns:
-        ``"order"`` in a call such as ``sorted``. Otherwise ``"branch"``, also for ``min`` and ``max`` without a key.
+        ``"order"`` in a call such as ``sorted``, and ``"branch"`` in all other cases, including ``min`` and ``max`` without a
+        key.
     """
     return "branch" if frame is None else _of_comparison(frame.f_code, frame.f_lasti)
 

@@ -1,4 +1,4 @@
-"""Watch methods and functions for reading or copying a tensor on the host without a visible operator.
+"""Watch the methods and functions that read or copy a tensor on the host without an operator that the mode sees.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """
@@ -167,7 +167,7 @@ _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
     "numpy": _as_array,  # also for GPU tensors, because `numpy(force=True)` copies them
     "__dlpack__": _as_memory,
 }
-"""Methods that read a tensor. If it is unknown, the function records the read and returns the value for the program."""
+"""Methods that read a tensor, each with a function for unknown tensors: it records the read and returns the program's value."""
 
 
 def _read(
@@ -185,7 +185,7 @@ def _read(
         value = original(tensor, *args, **named)
     finally:
         mode.is_watched = outer
-    # A tensor around other tensors has no values, so the call reads the wrapped tensors.
+    # A wrapper around other tensors has no values of its own, so the call reads the wrapped tensors.
     is_unknown = _is_unknown(mode, tensor) or (mode.values_read > earlier_reads and not outer)
     with outside_torch_function():
         return on_unknown(mode, unwrapped(tensor), value) if is_unknown else value

@@ -82,8 +82,8 @@ class Sources:
 def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
     """Yield requirement lines to install a project and its test dependencies beside a torch release.
 
-    pip cannot install an extra if it requires another torch release. Then the extra's lines replace it, without torch,
-    torchvision and torchaudio.
+    pip cannot install an extra that requires another torch release. The extra's own lines then replace the extra, without
+    torch, torchvision and torchaudio.
 
     Args:
         sources: The project's files.

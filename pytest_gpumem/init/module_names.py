@@ -50,7 +50,7 @@ _NO_MODELS = (
     "logging",
     "set_seed",
 )
-"""Endings of names in a library of models that are not models."""
+"""Endings of names in a library of models for objects that are not models."""
 _BASES = {"LightningModule", "PreTrainedModel", "ModelMixin"}
 _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
 _AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}

@@ -111,7 +111,7 @@ def _beginnings(nodeid: str) -> list[str]:
 def _with_beginning(
     beginning: str, tests: Sequence[ProjectTest], excluded: Sequence[str]
 ) -> tuple[str, list[ProjectTest]]:
-    """Return the tests whose node ids begin this way, or no tests if an excluded node id does."""
+    """Return the tests whose node ids begin this way, or no tests if an excluded node id also begins this way."""
     if any(nodeid.startswith(beginning) for nodeid in excluded):
         return beginning, []
     return beginning, [test for test in tests if test.nodeid.startswith(beginning)]

@@ -1,4 +1,4 @@
-"""Find the tests in a project's source: their node ids, which run a model, and which are measured already."""
+"""Find the tests in a project's source: their node ids, whether they run a model, and whether they are measured already."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def _is_fixture(function: Function) -> bool:
 def _all_fixtures(
     fixture_names: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
 ) -> Iterator[list[ast.expr]]:
-    """Yield the decorators of each named fixture and of all fixtures below."""
+    """Yield the decorators of each named fixture, and of all fixtures that these fixtures request."""
     seen: set[str] = set()
     waiting = list(fixture_names)
     while waiting:

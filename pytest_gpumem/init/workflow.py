@@ -146,7 +146,7 @@ def scalar(text: str, *, is_evaluated: bool = False) -> str:
 
     Args:
         text: Any text, such as a folder's name.
-        is_evaluated: Whether GitHub evaluates expressions in the scalar. Then ``${{`` is escaped.
+        is_evaluated: Whether GitHub evaluates expressions in the scalar. If so, ``${{`` is escaped.
     """
     if is_evaluated:
         text = text.replace("${{", "${{ '${{' }}")

@@ -76,7 +76,7 @@ class MeasuringContext:
             yield by_address
 
     def device_named(self, name: str | None) -> Device:
-        """Return the device named ``name`` from `Device.everywhere`, or the context's device if there is no such name."""
+        """Return the device named ``name`` from `Device.everywhere`, or the context's device if no device has this name."""
         return next((device for device in self.device.everywhere if str(device.torch_device) == name), self.device)
 
     def explain(self, subject: Subject, expected: ExpectedFigures, device: Device) -> Explanation | str:
@@ -116,9 +116,10 @@ class MeasuringContext:
         return None if explained is None else self._with_artifacts(*explained, device)
 
     def _with_artifacts(self, explanation: Explanation, recorded: Recording, device: Device) -> Explanation:
-        """Write the recording's artifacts, and return the explanation, with a note if that failed.
+        """Write the recording's artifacts, and return the explanation, with a note if writing failed.
 
-        The explanation also gets the memory over time if ``over_time``, and the GPU's name if the process uses several GPUs.
+        The explanation also gets the memory over time if ``over_time`` is true, and the GPU's name if the process uses several
+        GPUs.
         """
         if self.device.others:
             explanation = replace(explanation, gpu=str(device.torch_device))

@@ -58,8 +58,8 @@ class Counts:
     """Counts for a single step. ``None`` means not counted.
 
     ``flops``: floating-point operations in matrix products, convolutions and attention, as ``torch.utils.flop_counter`` counts
-    them. A multiply-add counts as 2. Every attention kernel counts alike: 2 products in forward and 5 in backward, which
-    computes the scores again. Causal attention counts in full.
+    them. A multiply-add counts as 2. Every attention kernel counts the same: 2 products in forward and 5 in backward, which
+    recomputes the scores. Causal attention counts in full.
 
     ``operators``: calls to ATen and custom operators that compute or copy, below autograd and with composite operators
     decomposed. Views and plain allocations do not count, because their number differs between torch releases. A call on a
@@ -109,7 +109,7 @@ NO_COUNTS = CountResult(Counts())
 
 
 FURTHER_COUNTED_STEPS = 5
-"""Further steps that are counted if steps differ: enough to see work done only every second to sixth time."""
+"""Further steps that are counted if steps differ. They are enough to see work done in every second to every sixth step."""
 
 
 def count_step(
@@ -150,7 +150,7 @@ def count_step(
         first_line = str(error).strip().partition("\n")[0]
         return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
     if not repeats:
-        # All operator counts first, then all kernel counts. In turn, each count would see every second step only.
+        # Take all operator counts first, then all kernel counts. Alternating counts would each see only every second step.
         for count in (operators, launches):
             try:
                 counted += [count() for _ in range(FURTHER_COUNTED_STEPS)]
@@ -175,7 +175,7 @@ def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
 def with_lines(step: Callable[[], object], device: Device, counted: CountResult, places: OperatorSites) -> CountResult:
     """Run ``step`` once more, and return ``counted`` with lines in its tallies.
 
-    If a count differs in this run, its tallies stay without lines. If the step raises, all tallies do.
+    If a count differs in this run, its tallies stay without lines. If the step raises, all tallies stay without lines.
     """
     try:
         located_tallies = _count_operators(step, device.torch_device, places)
@@ -273,10 +273,10 @@ def _count_operators(
 def _uncompiled() -> AbstractContextManager[object]:
     """Run functions compiled by the step itself without their compiled code.
 
-    Within a mode, torch runs them so anyway. But then torch also marks their code as never to be compiled, for the rest of the
-    process.
+    Within a mode, torch runs these functions uncompiled anyway. But torch then also marks their code as never to be compiled,
+    for the rest of the process.
     """
-    if "torch._dynamo" not in sys.modules:  # so nothing was compiled; an import takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes seconds
         return nullcontext()
     import torch
 

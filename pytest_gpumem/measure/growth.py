@@ -1,6 +1,6 @@
 """Growth: the bytes kept by every further step.
 
-Live bytes also change with a filling cache, or with batches in different sizes. These functions tell both from a leak.
+Live bytes also change with a filling cache, or with batches in different sizes. These functions distinguish both from a leak.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def grows(live: Sequence[int]) -> bool:
     higher in the later half than in the earlier half.
 
     Example:
-        100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not.
+        100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not grow.
     """
     since_lowest = live[live.index(min(live)) :]
     if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
@@ -53,7 +53,8 @@ def growth_per_step(live: Sequence[int]) -> int:
     """Return the bytes kept by each step, or 0 if memory does not grow.
 
     Memory grows if both the minimum and the maximum of ``live`` are higher in the later half than in the earlier half. The
-    first and last values alone prove nothing, because a buffer that is emptied from time to time may be at any fill level.
+    first and the last value prove nothing by themselves, because a buffer that is emptied from time to time may be at any fill
+    level.
 
     Args:
         live: The live bytes before the first step and after each step, after garbage collection.
@@ -74,9 +75,9 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills.
 
-    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not grow
-    with this garbage, it does not grow without. If memory grows and there was garbage, the steps run again, with a collection
-    after each step.
+    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not
+    grow with this garbage, it does not grow without this garbage. If memory grows and there was garbage, the steps run again,
+    with a collection after each step.
 
     Args:
         run_step: Runs the step.
@@ -105,7 +106,7 @@ def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, 
 
 
 def keeps_bytes_rarely(window: Sequence[ByDevice]) -> bool:
-    """Return whether consecutive steps kept bytes on a device, but too rarely to tell a leak from a cache.
+    """Return whether consecutive steps kept bytes on a device, but too rarely to distinguish a leak from a cache.
 
     For example, a leak in every tenth step keeps bytes once or twice in `WINDOW` steps. Another `WINDOW` steps then decide.
     """
@@ -120,8 +121,9 @@ def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
 def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
-    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
-    stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the earlier half.
+    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. In this case,
+    growth needs stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the
+    earlier half.
     """
     live = _live(window)
     growth = growth_per_step(live)
@@ -149,7 +151,7 @@ def _has_only_risen(window: Sequence[Figures]) -> bool:
             continue
         if step.live_after < window[previous].live_after:
             return False
-        # Rises that overlap may all come from a single tensor, so they count once.
+        # Overlapping rises may all come from a single tensor, so they count once.
         if previous >= rose_until:
             rises, rose_until = rises + 1, number
     return rises > 1

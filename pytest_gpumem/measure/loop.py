@@ -66,10 +66,10 @@ class Loop:
         return self._measuring is not None and self._measuring.dead
 
     def boundary(self) -> None:
-        """Resume the measuring code after a step. Return when it wants another step, or has finished."""
+        """Resume the measuring code after a step. Return when the measuring code wants another step, or has finished."""
         if self.is_measured or self._ended:
             return
-        # The parent is where control goes when measuring returns.
+        # Control goes to the parent when the measuring code returns.
         if self._measuring is None:
             self._measuring = greenlet(self._run)
         else:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 STEPS = 20
 """The steps used for memory figures: the first step, which builds state, and enough further steps to detect growth."""
 FEWEST_STEPS = 4
-"""The first step, a step that may create the optimizer's state, and two steps that can be equal."""
+"""The fewest steps to measure: the first, a step that may create the optimizer's state, and two steps that can be equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class PreparedLoop(PreparedStep):
     first_figures: ByDevice
     """Figures from the first step, in which the loop also builds its state."""
     run_counted: Callable[[], object]
-    """Runs the loop until the next boundary under the counters. They may run out of memory although the loop does not."""
+    """Runs the loop until the next boundary under the counters. The counters may run out of memory although the loop
+    does not."""
     optimizers: Sequence[torch.optim.Optimizer]
     """All optimizers stepped so far."""
     other_blocks: frozenset[int]
@@ -136,7 +137,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the loop's possible storages: from all live tensors except tensors from before the loop."""
+        """Yield the storages that may belong to the loop: of all live tensors except the tensors from before the loop."""
         import torch
 
         with everything_in_sight():
@@ -167,7 +168,7 @@ def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> S
 def _growth_window(seen: Sequence[ByDevice]) -> Sequence[ByDevice]:
     """Return the steps used for growth: at most `WINDOW` steps, without the first steps, which may fill a cache.
 
-    A short loop leaves out a third of its steps. A longer loop leaves out `SETTLING_STEPS`.
+    In a short loop, the first third of its steps is left out. In a longer loop, `SETTLING_STEPS` are left out.
     """
     further = seen[1:]
     return further[min(SETTLING_STEPS, len(further) // 3) :][-WINDOW:]

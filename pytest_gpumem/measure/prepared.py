@@ -78,7 +78,7 @@ class MeasuredStep:
 class PreparedStep:
     """A step that is ready to run.
 
-    ``model`` is ``None`` if the test passed a function. If a step changes ``state()``, the next step may differ from it.
+    ``model`` is ``None`` if the test passed a function. If a step changes ``state()``, the next step may differ from this step.
     """
 
     context: MeasuringContext

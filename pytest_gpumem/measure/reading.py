@@ -41,7 +41,7 @@ class Figures:
     turnover: int = 0
     """The sum of all allocations, including freed blocks."""
     held_change: int = 0
-    """The growth in bytes held by the test's fixtures on purpose, which do not count as retained."""
+    """How much the bytes held by the test's fixtures on purpose grew. These bytes do not count as retained."""
     workspaces: int = 0
     """The workspaces in the peak, held by libraries during an operation or between operations."""
     workspaces_before: int = 0
@@ -71,7 +71,7 @@ class Figures:
         """The peak of reserved bytes; ``None`` if the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
-        # Tensors may also fill free room in older segments, which the difference does not count.
+        # Tensors may also fill free room in older segments. The difference between reserved bytes does not count these tensors.
         return max(self.peak.reserved - self.reserved_before + self.own, self.own_peak)
 
     @property
@@ -121,7 +121,7 @@ def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
 
 
 class Phase(NamedTuple):
-    """A named part of a step. Phases run in order, and each has its own peak. Parts with equal names count as a single phase.
+    """A named part of a step. Phases run in order, and each has its own peak. Phases with equal names count as a single phase.
 
     For example, with two micro-batches a training step has the parts forward, backward, forward, backward and optimizer, but
     only three phases.
@@ -261,7 +261,8 @@ def read(
         with device.one_moment():
             within.close()
             reading.read_end()
-        # Outside of the moment: a collection may free memory even if it finds no garbage, for example in a callback.
+        # Read this outside of `one_moment`, because a collection may free memory even without garbage, for example in a
+        # callback.
         reading.read_settled()
 
 

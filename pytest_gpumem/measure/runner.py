@@ -33,9 +33,9 @@ FURTHER_STEPS = 4
 """Extra steps measured after two consecutive equal ones (or after giving up waiting for them)."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
-"""The rounds in a sample if a test may fail by this sample, no matter how long a step takes."""
+"""The fewest rounds in a sample by which a test may fail, no matter how long a step takes."""
 MOST_UNSTABLE_WARM_UPS = 16
-"""`MOST_WARM_UPS` for steps that may compile again, or overflow, before they repeat."""
+"""The same limit as `MOST_WARM_UPS`, for steps that may compile again, or overflow, before they repeat."""
 
 
 def measure_step(
@@ -49,9 +49,10 @@ def measure_step(
 ) -> StepFigures:
     """Measure a step.
 
-    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. Lazy optimizer
-    state and autotuning are finished by then. `FURTHER_STEPS` more runs show work done only every second to sixth time.
-    All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an example.
+    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. By then, the
+    optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs show work done only every
+    second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an
+    example.
 
     Args:
         phases: The step's parts, in order.
@@ -129,7 +130,7 @@ def unrecorded_steps(
     - Other blocks from the last recorded step, because each step creates its own, for example the buckets in
       `DistributedDataParallel`.
 
-    This also happens if a step raises, because the test may continue and measure another step.
+    The blocks are also corrected if a step raises, because the test may continue and measure another step.
 
     Args:
         device: The steps' device.
@@ -156,7 +157,7 @@ def sample_again(
 ) -> Sample:
     """Return another time sample for a measured step, with a recorded step before and after, as in `first_times`.
 
-    A pause of `SECONDS_BETWEEN_SAMPLES` comes first. So a burst in another process does not affect both samples.
+    A pause of `SECONDS_BETWEEN_SAMPLES` comes first, so a short burst of work in another process does not affect both samples.
 
     Args:
         phases: The step's parts, in order.
@@ -171,7 +172,7 @@ def sample_again(
         earlier = device.known()
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), exclusive_use(device) as refused:
-            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling them.
+            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling the caches.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalidate_if_refused(refused, sample, device)

@@ -173,9 +173,9 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
     Args:
         seen: Figures for each run, in order.
         settled_at: The index of the first run in the first equal pair, from 0, or ``None`` without an equal pair. If all runs
-            from this index have the same peak, the runs before it build state. Otherwise only run 0 does.
+            from this index have the same peak, the runs before it build state. Otherwise only run 0 builds state.
     """
-    # If the peaks differ later, the pair was equal by chance. Then the warm-up does not end there.
+    # If the peaks differ later, the pair was equal by chance. In this case, the warm-up does not end at the pair.
     settled = (
         settled_at is not None
         and len({tuple(figures.own_peak for figures in run.values()) for run in seen[settled_at:]}) == 1

@@ -46,7 +46,7 @@ class StepBoundaries:
         """Find boundaries while the block runs."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        # A recording may end at a boundary, which must not be within a span. Optimizers open a span around their steps.
+        # Optimizers open a span around their steps, but a recording may end at a boundary, and must not end within a span.
         with self._stack, without_record_functions():
             self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
@@ -54,8 +54,8 @@ class StepBoundaries:
     def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not any(earlier is optimizer for earlier in self.optimizers):
             self.optimizers.append(optimizer)
-            # A hook on this optimizer, not a global hook: torch iterates over the global hooks while it calls them, and the
-            # measuring code adds and removes some.
+            # Use a hook on this optimizer and no global hook, because torch iterates over the global hooks while it calls them,
+            # and the measuring code adds and removes global hooks.
             self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -94,8 +94,8 @@ class StepBoundaries:
 def without_record_functions() -> Iterator[None]:
     """Disable ``record_function`` within the context.
 
-    A span writes its end into the recording in which it began. This recording's memory is freed if another recording has
-    begun in between.
+    A span writes its end into the recording in which it began. If another recording begins before the span ends, the
+    first recording's memory is already freed.
     """
     from torch.autograd.profiler import record_function
 
@@ -105,7 +105,7 @@ def without_record_functions() -> Iterator[None]:
         return self
 
     def exit_span(self: Any, *error: Any) -> Any:
-        # A span from before the context has a record to end.
+        # A span that began before this context has a record, which must end.
         return None if self.record is None else original_exit(self, *error)
 
     with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):

@@ -25,7 +25,8 @@ _COUNTERS = ("step", "mu_product")
 class HostTensors:
     """A set with all tensors in the host's memory.
 
-    On a GPU, the tensor's device decides. If the CPU stands in for a GPU, all tensors count as GPU tensors except:
+    On a GPU, the tensor's device decides whether the tensor is in the set. If the CPU stands in for a GPU, all tensors count
+    as GPU tensors except:
 
     - an optimizer's counters,
     - tensors created by the step without a device, or copied to the host (`mark`),
@@ -33,7 +34,7 @@ class HostTensors:
 
     Example:
         On the CPU, ``loss.item()`` counts as a sync, because ``loss`` was computed from the model's parameters.
-        ``torch.zeros(3).sum().item()`` does not, because the step made ``zeros`` without a device.
+        ``torch.zeros(3).sum().item()`` does not count, because the step made ``zeros`` without a device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,8 +190,8 @@ def title_of(func: Any) -> str:
 def _watching_functions(syncs: Syncs, host: HostTensors) -> AbstractContextManager[object]:
     """Return a mode to detect syncs that no operator shows.
 
-    They occur if a tensor becomes text, or if Python values become a tensor, because torch hides the copy to the
-    device. If the CPU stands in for a GPU, copies between host and GPU are detected here too.
+    Such syncs occur if a tensor becomes text, or if Python values become a tensor, because torch hides the copy to the
+    device. If the CPU stands in for a GPU, this mode also detects copies between host and GPU.
     """
     import torch
 
@@ -241,7 +242,7 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
 def _moved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
 ) -> torch.Tensor:
-    """Report a tensor's copy to another device, and return the copy. A CPU that stands in makes a separate copy."""
+    """Report a tensor's copy to another device, and return the copy. If the CPU stands in for a GPU, the copy is separate."""
     source, target = args[0], _target(func, args, kwargs, host)
     if not host.is_stand_in or target is None or (source in host) == (target == "host"):
         return result

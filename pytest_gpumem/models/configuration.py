@@ -15,20 +15,29 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import ModelName
 
 _IMPLEMENTATION = "implementation"
-"""Part in the keys for attention and experts: ``attn_implementation``, ``_experts_implementation_internal``, ..."""
+"""A part of the keys that choose an implementation for attention or experts:
+
+``attn_implementation``, ``_experts_implementation_internal``, ...
+"""
 _IN_THE_LIBRARY = re.compile(r"\w*")
 """An implementation in transformers itself, such as ``sdpa``. ``ORG/NAME``, ``ORG/NAME:function`` and ``paged|ORG/NAME`` are
 kernels on the hub."""
 _FETCHED = ("backbone", "architecture", "backbone_kwargs", "model_args")
-"""Keys whose values timm or ``AutoConfig`` fetch if they contain a repository, a path or a URL. Otherwise they name a class."""
+"""Keys whose values timm or ``AutoConfig`` fetch if they contain a repository, a path or a URL.
+
+All other values name a class.
+"""
 _ELSEWHERE = re.compile(r"[/\\:]")
 _CODE = ("trust_remote_code", "use_kernels", "kernel_config", "checkpoint_path")
 """Keys that allow code from the hub, or that load a pickled file. LightGlue up to transformers 5.0 obeys the first."""
 _REPLACED = ("attribute_map",)
-"""Attributes in a configuration's class. In its place a table could rename any key to one that is refused here."""
+"""Keys that replace an attribute of the configuration's class. ``attribute_map`` could rename any key to a refused key."""
 AUTO_MAP = "auto_map"
 LINKS = (AUTO_MAP, "_name_or_path", "name_or_path", "configuration_files", "custom_pipelines")
-"""Keys that lead to other files or repositories. Published configurations often have one. No model in the library needs it."""
+"""Keys that lead to other files or repositories.
+
+Published configurations often have such a key, and no model in the library needs it.
+"""
 _WEIGHTS = "use_pretrained_backbone"
 
 

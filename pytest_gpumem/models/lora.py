@@ -31,7 +31,7 @@ class Lora:
     """Names of the modules that get adapters. If empty, PEFT chooses modules by the model's kind."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for ``LoraConfig`` that differ from its defaults."""
+        """Return the arguments for ``LoraConfig`` that differ from PEFT's defaults."""
         arguments: dict[str, Any] = {"r": self.rank}
         if self.alpha is not None:
             arguments["lora_alpha"] = self.alpha

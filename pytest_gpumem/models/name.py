@@ -20,7 +20,7 @@ class ModelName:
 
     @property
     def path(self) -> Path:
-        """The name as a path. If nothing exists there, the name is one on the hub."""
+        """The name as a path. If nothing exists at this path, the name belongs to the hub."""
         return self.base / Path(self.name).expanduser()
 
     @property

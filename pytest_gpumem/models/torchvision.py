@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.task import Task
 
 _FRAMES = 16
-"""Frames in a clip, for models that accept any number from their minimum."""
+"""The number of frames in a clip, for models that accept any number from a minimum on."""
 _OBJECTS = 7
-"""Objects in an image, the mean in COCO."""
+"""The number of objects in an image, which is the mean in COCO."""
 _SIZED: dict[str, Callable[[int], object]] = {
     "image_size": int,
     "input_size": lambda side: (side, side),

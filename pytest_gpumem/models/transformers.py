@@ -27,7 +27,10 @@ CONFIG = "config.json"
 _OF_TIMM = "pretrained_cfg"
 """The key by which transformers recognises a configuration in timm's form, which has no ``model_type``."""
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
-"""Model kinds in transformers. If a configuration names no class, the first kind with a class for it is used."""
+"""Model kinds in transformers.
+
+If a configuration names no class, the first kind that has a class for this configuration is used.
+"""
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _FEWEST = 2
 _DENSE_FIRST = "first_k_dense_replace"
@@ -35,7 +38,7 @@ _DENSE_FIRST = "first_k_dense_replace"
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a transformers model. For training, it has no key-value cache, as is usual.
+    """Return a transformers model. A model for training has no key-value cache, as in most programs.
 
     Args:
         name: ``hf:ORG/NAME``, ``hf-tiny:ORG/NAME``, or either word with a path.
@@ -128,7 +131,7 @@ def _fetched(transformers: Any, name: ModelName) -> Path:
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
-    """Return the model class. A configuration can only name model classes in transformers, and for example no pipeline."""
+    """Return the model class. A configuration can only name transformers' model classes, and not, for example, a pipeline."""
     names = [each for each in config.architectures or () if isinstance(each, str)]
     for each in names:
         model_class = getattr(transformers, each, None)

@@ -95,7 +95,7 @@ def _function(frame: FrameType | None) -> str:
 
 
 def is_stuck(beats: Sequence[Beat | None]) -> bool:
-    """Return whether a lack of progress is an error: a rank waits, is missing, or runs a measured test."""
+    """Return whether a lack of progress is an error, because a rank waits, is missing, or runs a measured test."""
     return any(beat is None or beat.measures or beat.point.waits for beat in beats)
 
 
@@ -106,7 +106,7 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
         beats: The latest sign of life from each rank; ``None`` if the rank gave none.
         silent: For each rank, the seconds since its latest sign of life.
         seconds: The time without progress on any rank, in seconds.
-        failed: The failure text for each rank with a failed test. Other ranks wait for these ranks in vain.
+        failed: The failure text for each rank with a failed test. The other ranks wait in vain for these ranks.
     """
     world = len(beats)
     stuck = sorted(failed) or _stuck(beats, silent)
@@ -131,7 +131,7 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
 
 
 def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
-    """Return the ranks for which the others wait; an empty list if the signs of life do not show them.
+    """Return the ranks for which the other ranks wait; an empty list if the signs of life do not show such ranks.
 
     For example, ranks 0 and 2 wait in exchange 4 of a test and rank 1 computes. Rank 1 is stuck. If no rank waits in an
     exchange, and three of four ranks are at the same line, the fourth rank is stuck.

@@ -32,7 +32,7 @@ _SHARE_BETWEEN_LOOKS = 0.1
 For example, after a wait of 10 ms a rank polls again within 1 ms.
 """
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
-"""The shortest and the longest poll interval, because polling must neither delay a step nor load a core."""
+"""The shortest and the longest poll interval. Longer intervals would delay a step, and shorter intervals load a core."""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
 _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
 """Threads are at rest if they sleep in three looks in a row, 3 ms apart. The wait for rest ends after 1 s."""
@@ -64,7 +64,10 @@ class Alone:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run the block on each rank in turn, so ranks cannot wait for each other's locks."""
+        """Run the block on each rank in turn, so ranks cannot wait for each other's locks.
+
+        This is no barrier: a rank goes on after its own turn.
+        """
         yield
 
     def rest(self) -> None:
@@ -73,8 +76,8 @@ class Alone:
     def release(self) -> None:
         """Have the process group release the tensors of its collectives, before and after a measurement.
 
-        ProcessGroupNCCL releases tensors in its next collective. Without this call, a deleted model would be freed during
-        the next test's step.
+        ProcessGroupNCCL releases the tensors of a collective only in its next collective. Without this call, a deleted model
+        would be freed during the next test's step.
         """
 
 
@@ -82,12 +85,12 @@ ALONE = Alone()
 
 
 def failure_key(test: int, rank: int) -> str:
-    """Return the store's key for a failure text. The failure started on this rank."""
+    """Return the store's key for the failure text of ``rank``, on which the failure started."""
     return f"test/{test}/failed/{rank}"
 
 
 def _others_sleep() -> bool:
-    """Return whether all other threads in the process sleep. Return true if the system has no ``/proc``."""
+    """Return whether all other threads in the process sleep. Return True if the system has no ``/proc``."""
     own_thread = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         # A thread that has ended in the meantime has no file.
@@ -109,7 +112,7 @@ def _has_nccl() -> bool:
 def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
     """Wait until all other threads sleep in several looks in a row, or for at most `_MOST_SECONDS_OF_REST`.
 
-    A free by a gloo thread is missed if the main thread has already continued.
+    A gloo thread may free tensors late. If the main thread went on first, such a free would count in the next step.
 
     Args:
         looks: The number of looks in a row in which all threads have to sleep.
@@ -122,10 +125,11 @@ def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
 
 
 class Point(NamedTuple):
-    """The progress of a rank. ``test`` and ``step`` count from 1.
+    """The progress of a rank.
 
-    ``waits`` is true while the rank waits for the others. For example, ``Point(2, 5, True)`` waits in the fifth exchange of
-    the second measured test.
+    ``test`` counts measured tests, and ``step`` counts the exchanges in a test (not training steps). Both count from 1, and 0
+    is before the first. ``waits`` is true while the rank waits for the other ranks. For example, ``Point(2, 5, True)`` waits
+    in the fifth exchange of the second measured test.
     """
 
     test: int = 0
@@ -134,7 +138,7 @@ class Point(NamedTuple):
 
 
 class Consensus(Alone):
-    """A rank that decides together with the others. Every rank has to make the same calls in the same order."""
+    """A rank that decides together with the other ranks. Every rank has to make the same calls in the same order."""
 
     several = True
 
@@ -144,10 +148,13 @@ class Consensus(Alone):
         self._board = board
         self._scope = "session"
         self._all_reduced: torch.Tensor | None = None
-        """The tensor for `release`'s collective. Made only once, because the process group keeps the tensor alive."""
+        """The tensor for `release`'s collective. It is made only once, because the process group keeps the tensor alive."""
 
     def comes_to(self, where: str) -> None:
-        """Report this rank's current work before its next sign of life, because the rank may crash during the work."""
+        """Write this rank's current work to the store at once.
+
+        If the rank crashes before its next sign of life, rank 0 reports this work.
+        """
         self._board.put(f"where/{self.rank.number}", where)
 
     def first(self, clause: str | None) -> str | None:
@@ -204,7 +211,8 @@ class Consensus(Alone):
 
         Args:
             outcome: This rank's outcome, a value for JSON.
-            failure: The failure text, if the test failed by itself on this rank. Others may wait for the rank in a collective.
+            failure: The failure text, if the test failed by itself on this rank. Other ranks may wait for this rank in a
+                collective.
 
         Returns:
             The outcomes of all ranks on rank 0; ``None`` on other ranks.
@@ -232,11 +240,11 @@ class Consensus(Alone):
         return self._board.get(keys[0])
 
     def end_session(self, report: Any) -> None:
-        """Tell the others that this rank runs no more tests, and send its report."""
+        """Tell the other ranks that this rank runs no more tests, and send its report."""
         self._board.put(f"ended/{self.rank.number}", report)
 
     def ends_of_sessions(self) -> list[Any]:
-        """Return the ranks' reports from the end of their tests."""
+        """Return the report that each rank sent by `end_session`."""
         return self._board.get_all(self._wait_for_all_ranks("ended"))
 
     def leave(self) -> None:
@@ -257,8 +265,9 @@ class Consensus(Alone):
 
         Args:
             keys: One entry for each rank, or a single entry.
-            ending: Whether the other ranks may have ended their test already.
-            ranks: The ranks that write the entries; all by default. Ranks in this list must not have ended their session.
+            ending: True if the entries come at or after the end of a test, so a rank that ended its test is not lost.
+            ranks: The ranks that write the entries (default: all). A rank that ended its session without its entry is lost. If
+                the list is empty, no rank is checked.
 
         Raises:
             RankLost: A rank has ended its test or its session, and will not write its entry.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """An environment variable prevents the ranks from finding each other. The message gives its value and the expected one."""
+    """An environment variable prevents the ranks from finding each other. The message has its value and the expected value."""
 
 
 class BoardError(RuntimeError):

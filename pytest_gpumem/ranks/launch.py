@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words before pytest's arguments to launch as many ranks."""
+        """The command that launches the same number of ranks, up to pytest's own arguments."""
         nodes = self.rank.world // self.ranks_here
         nodes_option = [f"--nnodes={nodes}"] if nodes > 1 else []
         return ("torchrun", *nodes_option, f"--nproc-per-node={self.ranks_here}", "-m", "pytest")

@@ -33,11 +33,11 @@ _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0
 """After a test has failed on a rank, ranks may make no progress for at most this long, in seconds."""
 _SECONDS_FOR_LAST_WORDS = 2.0
-"""Rank 0 waits this many seconds at the job's end for the last words from other ranks."""
+"""When the launcher ends the job, rank 0 waits this many seconds until each other rank has reported that it ends."""
 _SECONDS_FOR_THE_FIRST = 15.0
-"""The time that other ranks wait longer than rank 0, in seconds. Rank 0 has to write a report."""
+"""The other ranks wait this many seconds longer than rank 0, because rank 0 has to write a report."""
 _SECONDS_TO_WRITE = 20.0
-"""The time in which rank 0 may finish its report when the job ends, in seconds. torchrun kills its ranks after 30 s."""
+"""When the job ends, rank 0 may take this many seconds to finish its report. torchrun kills its ranks after 30 s."""
 
 
 class Watch(threading.Thread):
@@ -51,7 +51,7 @@ class Watch(threading.Thread):
         Args:
             launch: The launch of this rank.
             consensus: This rank's consensus, which knows its progress.
-            seconds: The longest time without progress while ranks wait for others.
+            seconds: The longest time without progress while ranks wait for other ranks.
             root: The project's folder.
             lost: Called on rank 0, in this thread, before the process ends. Its argument is a clause that names the lost rank.
         """
@@ -174,7 +174,10 @@ class Watch(threading.Thread):
         os._exit(1)
 
     def _end_with_the_job(self) -> None:
-        """End this rank at the launcher's request. Rank 0 waits for the last words of the others and reports missing ranks."""
+        """End this rank at the launcher's request.
+
+        Rank 0 first waits for the other ranks, and reports the ranks that are missing.
+        """
         if not self._rank.is_first:
             self._board.put(f"terminated/{self._rank.number}", True)
             os._exit(128 + signal.SIGTERM)
@@ -199,7 +202,7 @@ class Watch(threading.Thread):
             try:
                 self._lost(reason)
             except BaseException as error:  # noqa: BLE001 - the process must end, whatever happens
-                sys.stderr.write(f"gpumem: {reason}\ngpumem: and it could not be reported: {error!r}\n")
+                sys.stderr.write(f"gpumem: {reason}\ngpumem: this reason could not be reported: {error!r}\n")
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -221,7 +224,8 @@ class Watch(threading.Thread):
 def _missing_text(
     missing: list[int], seen: Sequence[tuple[Beat | None, float]], works: Mapping[int, str | None]
 ) -> str:
-    """Return a text about the missing ranks. A rank's last work comes from its sign of life or a later report.
+    """Return a text about the missing ranks. A rank's last work comes from its latest sign of life, or from
+    `Consensus.comes_to` if that is later.
 
     For example, ``rank 1 of 2 ended without a word: ...`` and ``rank 1: last in tests/test_gpt.py::test_step (call), at
     test_gpt.py:18 in step``.

@@ -1,4 +1,4 @@
-"""Comparison between the gradients under two step configs, because a config that saves memory must not change them."""
+"""Comparison between the gradients under two step configs, because a config that saves memory must not change gradients."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
 }
 """``rtol`` by precision, relative to the root mean square of a parameter's gradient.
 
-Errors add up over the layers, so each tolerance is some tens of the precision's unit roundoff: 5e-4 for TF32 and float16, 4e-3
-for bfloat16. For float32 (6e-8) it is some thousands, because kernels sum in different orders. A wrong gradient's error
-is about as large as the gradient.
+Errors add up over the layers, so each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32 and
+float16 and 4e-3 for bfloat16. For float32 (6e-8) it is thousands of times, because kernels sum in different orders. A wrong
+gradient's error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
@@ -57,7 +57,7 @@ class Gradients:
     config: str
     by_name: Mapping[str, torch.Tensor | None]
     precisions: tuple[str, ...] = ("fp32",)
-    """The words for the precision that computed them."""
+    """The words for the precisions in which the gradients were computed."""
 
 
 def assert_same_gradients(
@@ -191,7 +191,10 @@ def _gradients(
     loss: Loss | None,
     weights: dict[str, Any],
 ) -> Gradients:
-    """Run forward and backward, and return the gradients. ``weights`` is filled by the first call and loaded by the second."""
+    """Run forward and backward, and return the gradients.
+
+    The first call stores the model's weights in ``weights``. The second call loads them, so both models are equal.
+    """
     import torch
 
     torch_device = device.torch_device
@@ -205,7 +208,7 @@ def _gradients(
     with ExitStack() as stack:
         # The comparison must not change the test's random numbers.
         stack.enter_context(restored_random_numbers(device))
-        # The same seed makes buffers equal that are not in the state dict.
+        # With the same seed, buffers outside the state dict are equal in both models.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
         initialise(model, batch, StepConfig(), device, training=True)

@@ -108,7 +108,7 @@ def growth_text(total: int, steps: int, tensors: list[torch.Tensor], holders: Se
     """Return the message about growing memory: bytes for each step, the kept tensors by kind, and their holders.
 
     Args:
-        total: Bytes that the steps kept together.
+        total: The bytes kept by all steps in total.
         steps: The number of steps.
         tensors: The kept tensors. The three kinds with the most bytes are shown.
         holders: Paths to the tensors' holders.

@@ -1,6 +1,6 @@
 """Virtual environments for sets of requirements, in the user's cache.
 
-The folder name is a hash over the set and the packages below it, so the same set is installed once.
+The folder name is a hash over the set and the packages in the current environment, so the same set is installed only once.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ _in_use: list[FileLock] = []
 def _lock(folder: Path) -> FileLock:
     from filelock import FileLock
 
-    # Not bound to the thread, because a thread that makes an environment ends before the process.
+    # The lock is not bound to the thread, because the thread that makes an environment ends before the process.
     return FileLock(folder.with_suffix(".lock"), thread_local=False)
 
 
@@ -242,7 +242,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
-    """Return an environment's folder name: a hash over its requirements and the packages below it."""
+    """Return an environment's folder name: a hash over its requirements and the current environment's packages."""
     beneath = packages_here()
     # With another Python, only this plugin comes from the current environment.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]

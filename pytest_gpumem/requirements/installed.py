@@ -48,7 +48,7 @@ class InstalledFile(NamedTuple):
 
 
 def installed_file(path: PurePath) -> InstalledFile | None:
-    """Return a path as a file in an installed package; ``None`` for a path outside ``site-packages``."""
+    """Return the `InstalledFile` for a path; ``None`` for a path outside ``site-packages``."""
     parts = path.parts
     for folder in _FOLDERS:
         if folder in parts:

@@ -1,9 +1,10 @@
 """Installation with uv or pip into an environment above the current environment.
 
-The current environment does not change. A named package gets the newest release that fits. Its dependencies are used from the
-current environment if they satisfy it, so two environments differ only in the requested packages.
+The current environment does not change. A named package gets the newest release that satisfies the requirement. Its
+dependencies come from the current environment if the releases there satisfy it, so two environments differ only in the
+requested packages.
 
-pip sees both environments. uv sees only the upper one. So uv first resolves all packages, with the current releases as
+pip sees both environments. uv sees only the new environment. So uv first resolves all packages, with the current releases as
 preferences, and then installs the releases that differ. For example, ``transformers==4.38.2`` above an environment with
 transformers 4.45.0 and numpy 1.26.4 installs transformers, and the tokenizers release that it requires, but not numpy.
 """
@@ -85,7 +86,7 @@ class Installer:
         limits.write_text("".join(f"{line}\n" for line in requirements.constraints), encoding="utf-8")
         limited = ["--constraint", str(limits)] if requirements.constraints else []
         uv = find_uv()
-        # --upgrade installs the newest release that fits, even if the current environment has an older one that fits.
+        # --upgrade installs the newest release that fits, even if the current environment has an older release that fits.
         if emulated and torch is not None:
             if lines:
                 self._run([*self._pip_install, "--upgrade", *limited, "--requirement", str(requested)])
@@ -105,7 +106,8 @@ class Installer:
 
     @cached_property
     def _pip_install(self) -> list[str]:
-        # pip's search for conflicts reads every package's requirements below, and takes longer than the installation.
+        # pip's search for conflicts reads the requirements of all packages in both environments. This takes longer than
+        # installing.
         return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch(self, specifier: str) -> None:
@@ -155,7 +157,8 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in current or current[name].version != version
         ]
-        # A package from an address is always installed, because its code may differ from the same release here.
+        # A package from an address is always installed, because its code may differ from the same release in the current
+        # environment.
         differing += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if differing:
             # The options among the requirements are kept, because they may name the index with these releases.

@@ -31,7 +31,7 @@ def is_path(line: str) -> bool:
 
 
 def named_path(line: str) -> str:
-    """Return a path in a requirement as a name with an address. Other requirements are returned unchanged.
+    """Replace a path in a requirement by the package's name and address. Other requirements are returned unchanged.
 
     Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. A project
     folder's package name is unknown, so ``./models`` becomes ``/home/ada/models``.
@@ -67,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the package name from a wheel's or source distribution's file name; ``None`` if it contains no name."""
+    """Return the package name in the file name of a wheel or source distribution; ``None`` if there is no such name."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]

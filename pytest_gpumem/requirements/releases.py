@@ -45,7 +45,7 @@ def releases_between(releases: Iterable[str], good: str, bad: str) -> list[str]:
     """Return the releases from ``good`` to ``bad``, both included. Other pre-releases are left out.
 
     Example: ``releases_between(["1.0", "1.1rc1", "1.1", "1.2"], "1.2", "1.0")`` returns ``["1.2", "1.1", "1.0"]``.
-    If ``bad`` is the earlier release, as here, a search finds the release that mended a test.
+    If ``bad`` is the earlier release, as in this example, a search finds the release that mended a test.
     """
     ends = {Version(good), Version(bad)}
     low, high = min(ends), max(ends)

@@ -29,7 +29,7 @@ class RequirementSet:
     """Packages to install above the current environment.
 
     ``lines`` are requirements, with pip's options from requirements files. ``constraints`` are lines from constraints files.
-    ``python`` is the interpreter; ``None`` for the current one.
+    ``python`` is the interpreter; ``None`` for the current interpreter.
 
     Example: ``requirement_set(["transformers==4.38.2"])`` has the single line ``transformers==4.38.2`` and is exact.
     ``transformers>=4.38`` is not exact.
@@ -86,7 +86,7 @@ def requirement_set(
     Args:
         texts: Requirements, or ``-r`` with the path to a requirements file.
         constraints: Constraints files.
-        python: The interpreter; ``None`` for the current one.
+        python: The interpreter; ``None`` for the current interpreter.
 
     Raises:
         RequirementError: A text is not valid, or a file cannot be read.

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 COMPOSITION = frozenset({"composition", "explanation"})
 """The `Measurement` attributes for which a step has to be explained.
 
-A step is explained if the test function reads one of them. If another module reads them, the test passes ``explain=True``.
+A step is explained if the test function reads such an attribute. If another module reads it, the test has to pass
+``explain=True``.
 """
 
 
@@ -51,7 +52,7 @@ class ExplainPolicy:
     def should_show_whole_step(self, judged: JudgedMeasurement) -> bool:
         """Return whether the explanation includes the step's bytes over time.
 
-        A report that `gpumem accept` may read later does not need them, because no baseline stores them. They are three
+        A report for a later `gpumem accept` does not need these bytes, because no baseline stores them, and they take three
         quarters of a step's data in a report.
         """
         only_later = self.settings.may_be_accepted_later and self.settings.update is None
@@ -71,16 +72,16 @@ class ExplainPolicy:
         return next(failed_on, judged.measurement.largest_device)
 
     def should_find_holders(self, judged: JudgedMeasurement) -> bool:
-        """Return whether to search for holders: `retained` fails the test."""
+        """Return whether to search for holders, because `retained` fails the test."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         return "retained" in failing_metrics(judged.verdict, failing)
 
     def should_locate_counts(self, judged: JudgedMeasurement) -> bool:
-        """Return whether to find the counts' lines: they fail the test, or may become a baseline."""
+        """Return whether to find the counts' lines, because the counts fail the test or may become a baseline."""
         return self._is_needed(judged, "work")
 
     def _is_shown(self, judged: JudgedMeasurement, kind: Kind) -> bool:
-        """Return whether this session prints the explanation: the metrics of a kind fail, or every step is explained."""
+        """Return whether this session prints the explanation, because metrics of a kind fail or every step is explained."""
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
         failing = self.judging.failing(self.judging.verdict([judged]))
@@ -102,7 +103,7 @@ class ExplainPolicy:
             if lacks_explanation:
                 return True
         key = self.judging.measured.key(judged.measurement.name)
-        # A new time alone needs no explanation, because the bytes are the same.
+        # If only the time is new, no explanation is needed, because the bytes are the same.
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
         return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: baseline}))
 

@@ -1,7 +1,7 @@
 """Watch the set-up of fixtures: record each fixture's bytes, and whether readings were lost.
 
 A test has no figures if readings were lost in one of its fixtures. For example, a fixture on an emulated GPU may turn an
-uncomputed value into an integer and allocate so many bytes. Then the memory is unknown in all its tests.
+uncomputed value into an integer and allocate so many bytes. The memory in all tests with this fixture is then unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ_BY_IMPORT = pytest.StashKey[UnknownReads]()
 
 
 def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -> None:
-    """Store with a collector that readings were lost, or uncomputed values were read, while its file was imported.
+    """Store in a collector's stash that readings were lost, or uncomputed values were read, while its file was imported.
 
     The tests below ``node`` have no figures if readings were lost.
 
@@ -57,7 +57,7 @@ class SharedFixtures:
     _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     """The reason for lost readings, by fixture."""
     _reason_stack: list[str | None] = field(default_factory=lambda: [None])
-    """Reasons for lost readings so far: the test's, then those of shared fixtures in their set-up, the innermost last."""
+    """Reasons for lost readings so far: first the test's, then one for each shared fixture in its set-up, innermost last."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
     """The uncomputed values read, by fixture."""
     _reads_stack: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
@@ -83,7 +83,7 @@ class SharedFixtures:
             finally:
                 lost = self._reason_stack.pop() or device.lost()
                 reason = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
-                # A requested fixture that existed already was not set up within this one.
+                # A requested fixture that existed already was not set up within this fixture.
                 reason = reason or next((self._reasons[used] for used in requested() if used in self._reasons), None)
                 if reason is not None:
                     self._reasons[fixturedef] = reason
@@ -137,7 +137,7 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures from a test's request up to now, by name. pytest has no public name for them."""
+    """Return the fixtures from a test's request up to now, by name. pytest has no public name for this mapping."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 
@@ -216,7 +216,10 @@ class FixtureSetup:
     def _recorded_set_up(
         self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
     ) -> Generator[None, object, object]:
-        """Set up the fixture and record its bytes. If it cuts a recording short, the test has no figures and does not fail."""
+        """Set up the fixture and record its bytes.
+
+        If the fixture cuts a recording short, the test has no figures and does not fail.
+        """
         run = self.run
         was_set_up = False
         try:

@@ -22,7 +22,10 @@ _RESERVED = ("slug", "device")
 
 
 class HookError(ValueError):
-    """Error for a wrong result of a hook. The message names the hook, the plugins with it, and the expected result."""
+    """Error for a wrong result of a hook.
+
+    The message names the hook, the plugins that implement the hook, and the expected result.
+    """
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:
@@ -70,7 +73,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the names of a hook and all plugins with it, because pluggy does not say which plugin returned a result.
+    """Return the names of a hook and all plugins that implement it, because pluggy does not say which plugin returned a result.
 
     For example, ``pytest_gpumem_tolerance (/project/conftest.py or my_plugin)``.
     """

@@ -176,7 +176,7 @@ class Measuring:
         item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
-        """Write a line while a test runs, past pytest's capturing of its output. Workers of pytest-xdist can do so as well."""
+        """Write a line while a test runs, past pytest's capturing of its output. This also works in pytest-xdist's workers."""
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")
@@ -284,7 +284,7 @@ class Measuring:
         measured = self.measured.get(item)
         run = item.stash.get(_RUN, None)
         if run is not None and run.is_called:
-            # A subtest's report. The run does not keep its error, because the test goes on and may measure.
+            # This is a subtest's report. The run does not keep its error, because the test goes on and may measure.
             run.has_failed_subtest |= report.failed
         elif measured is not None:
             complete_report(item, measured, call, report)

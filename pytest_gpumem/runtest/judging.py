@@ -186,7 +186,7 @@ class Judging:
     measured: MeasuredTest
     ranks: OneProcess
     unused: UnusedBaselines | None = None
-    """The baselines of deleted tests. The test may be a deleted test under a new name."""
+    """The baselines of deleted tests, because the test may be a deleted test under a new name."""
 
     def judge(self, measurement: Measurement) -> JudgedMeasurement:
         """Return the verdict on a measurement."""
@@ -290,7 +290,7 @@ class Judging:
 
         A gate does not need times if the baselines have none, unless a budget limits times, the test or a hook reads them,
         or strict mode fails tests without a comparison. The project's functions are searched for such reads. A baseline
-        has no times if its test was recorded without times, or on a machine that was too busy. Ranks always time, because
+        has no times if it was recorded without times, or on a machine that was too busy. Ranks always time, because
         all ranks have to time the same steps although their baselines differ.
         """
         settings, budget = self.settings, self.measured.budget

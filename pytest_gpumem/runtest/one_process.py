@@ -1,4 +1,4 @@
-"""The default for a session without ranks: one process, which decides alone."""
+"""The default for a session without ranks: a single process, which decides by itself."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class OwnBytes:
     blocks: Blocks
     """The blocks reachable from its fixtures."""
     hidden: int
-    """Bytes of its fixtures in other places (`FixtureNote.hidden`)."""
+    """The bytes of the test's fixtures in other places (`FixtureNote.hidden`)."""
 
     @property
     def total(self) -> int:
@@ -52,7 +52,7 @@ class OwnBytes:
 
 @dataclass
 class Ownership:
-    """The current fixtures on one device, and the test's own bytes through them."""
+    """The current fixtures on one device, and the bytes that a test owns through these fixtures."""
 
     device: Device
     others: tuple[Ownership, ...] = ()
@@ -67,7 +67,7 @@ class Ownership:
     ) -> Iterator[Callable[[object], None]]:
         """Record the bytes of a fixture while it is set up for ``node``. Yield a function that takes the fixture's value.
 
-        Bytes from fixtures requested meanwhile (``getfixturevalue``) belong to these fixtures.
+        If the set-up requests other fixtures (``getfixturevalue``), their bytes belong to these other fixtures.
 
         Example:
             A fixture ``model`` allocates 6 MB: 5 MB in its value, a module, and 1 MB in a local variable of its
@@ -202,8 +202,8 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
     """Return pytest's fixtures for the test's arguments; ``None`` for an item without fixtures.
 
-    pytest has no public name for them. If a name has several definitions, the last is the closest to the test. An earlier
-    definition is used only if the next closer definition requests a fixture of its own name.
+    pytest has no public name for this mapping. If a name has several definitions, the last is the closest to the test. An
+    earlier definition is used only if the next closer definition requests a fixture of its own name.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:

@@ -69,7 +69,7 @@ class TestRun:
     relations: int = 0
     """The number of successful relations, such as ``gpumem.assert_no_growth``."""
     lost: str | None = None
-    """The reason why its figures are not valid, as a clause."""
+    """The reason why the test's figures are not valid, as a clause."""
     is_called: bool = False
     """True while pytest calls the test."""
     has_failed_subtest: bool = False
@@ -86,7 +86,10 @@ class TestRun:
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
-    """The current measurement, as the text of its call: ``"gpumem.measure('forward')"``. Only nested regions add more."""
+    """The current measurement, as the text of its call:
+
+    ``"gpumem.measure('forward')"``. Only nested regions add further texts.
+    """
     _nested: MeasuringError | None = None
     """The error from a measurement within the current measurement."""
 
@@ -407,7 +410,7 @@ class TestRun:
         return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` if the store would use a name for another measurement's part on a GPU as well.
+        """Raise ``ValueError`` if the store would also use a name for another measurement's part on a GPU.
 
         For example, ``"step on cuda:1"`` is the part of ``"step"`` on the second GPU.
         """
@@ -418,7 +421,7 @@ class TestRun:
             )
 
     def explain_call(self) -> None:
-        """Explain the call of a test without the fixture, if the policy asks for it, by a second, recorded call."""
+        """Call a test without the fixture a second time with a recording, and explain the call, if the policy asks for this."""
         if not self.measures_itself:
             self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
 
@@ -430,7 +433,7 @@ class TestRun:
         explain: bool | None = None,
         new_tensors: NewTensors | None = None,
     ) -> JudgedMeasurement:
-        """Explain code that ran once, if the policy asks for it, by a second, recorded run.
+        """Run code a second time with a recording, and explain its peak, if the policy asks for this.
 
         Args:
             judged: The measurement, with its verdict.

@@ -28,7 +28,7 @@ class SinceBaselines:
 
     Example:
         A commit ``4f2c1a9`` wrote ``peak_allocated = 280000`` into the store, and the checked-out code needs 380,000 bytes.
-        Then `marked` compares the files with those in ``4f2c1a9``, and the failure marks the changed lines among its rows.
+        `marked` compares the current files with the files in ``4f2c1a9``, and the failure marks the changed lines in its rows.
     """
 
     root: Path

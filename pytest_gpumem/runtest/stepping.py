@@ -52,7 +52,7 @@ class MeasuredLoop:
         self._loop = Loop(self._measure)
         self._boundaries = StepBoundaries(self._optimizer_stepped)
         self._ends_steps_itself = False
-        """True if the loop, or a callback, calls `step_ended`. Then optimizers end no step."""
+        """True if the loop, or a callback, calls `step_ended`. In this case, optimizers end no step."""
         self._judged: JudgedMeasurement | None = None
         self._measurement: Measurement | None = None
         self._other_blocks: frozenset[int] = frozenset()
@@ -78,7 +78,8 @@ class MeasuredLoop:
         return self._loop.is_measured
 
     def callback(self) -> Any:
-        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when it has been measured.
+        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when the loop has been
+        measured.
 
         Without a callback, `Gpumem.loop` ends training by an exception.
 
@@ -220,7 +221,7 @@ def _class_for(loaded: tuple[str, ...]) -> Any:
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             """End a step after a batch, in Lightning, if the optimizer has stepped.
 
-            With ``accumulate_grad_batches=4``, for example, it steps after every fourth batch.
+            With ``accumulate_grad_batches=4``, for example, the optimizer steps after every fourth batch.
             """
             if trainer.global_step != self._optimizer_steps:
                 self._optimizer_steps = trainer.global_step

@@ -3,7 +3,7 @@
 A row's functions raise ``ValueError`` with a message for the test's author. Only these functions import torch.
 
 For example, a model has a list with four blocks. ``blocks`` recomputes each block. ``every:2`` recomputes the second and the
-fourth. ``sequential:2`` and ``sqrt`` recompute the first two as a group and the last two as another.
+fourth. ``sequential:2`` and ``sqrt`` recompute the first two as a group, and the last two as another group.
 """
 
 from __future__ import annotations

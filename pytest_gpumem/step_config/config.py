@@ -24,7 +24,7 @@ PRECISIONS = {
     "tf32": "float32 weights. Float32 products and convolutions run in TF32, on CUDA with compute capability 8.0 or higher.",
     "amp-fp16": "float32 weights, autocast to float16, and `torch.amp.GradScaler`.",
     "amp-bf16": "float32 weights and autocast to bfloat16. GPUs before Ampere (a T4) compute bfloat16 in float32, which is "
-    "slow and may take more memory, because flash attention and cuDNN have no kernels for it there. A note says so.",
+    "slow and may take more memory, because flash attention and cuDNN have no bfloat16 kernels for these GPUs. A note says so.",
     "bf16": "bfloat16 weights, without autocast. The limits of `amp-bf16` apply.",
     "fp16": "float16 weights, without autocast and without a gradient scaler.",
     "mp-bf16": "float32 weights. `fully_shard` gathers parameters in bfloat16 (`MixedPrecisionPolicy`), so it needs `shard=`. "
@@ -154,10 +154,10 @@ class StepConfig:
     ``pp:N`` cannot be combined with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as one
     and cannot be combined with ``fully_shard``. A gradient scaler cannot be combined with ``pp:N``.
 
-    The process group is the test's own, or consists of ``torchrun``'s ranks. Otherwise a single rank runs:
-    torch's ``fake`` backend returns the rank's own parts in place of the others', so sizes are right and values are wrong. A
-    single rank does not show NCCL's memory, memory that asynchronous collectives hold a little longer,
-    differences between ranks (experts, sequence lengths), and time.
+    The process group is the test's own, or consists of ``torchrun``'s ranks. Otherwise a single rank runs: torch's ``fake``
+    backend returns the rank's own parts in place of the other ranks' parts, so sizes are right and values wrong. A single rank
+    does not show NCCL's memory, memory that asynchronous collectives hold a little longer, differences between ranks (experts,
+    sequence lengths), and time.
 
     Under data parallelism the batch belongs to the rank. ``fully_shard``, ``tp:N`` and ``pp:N`` replace parameters, so a
     function builds the model (``lambda: copy.deepcopy(model)``). Parameters get memory only when they are sharded, so a model
@@ -169,7 +169,7 @@ class StepConfig:
     world: int | None = None
     """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``."""
     rank: int = 0
-    """The rank to run if this process is the only one, a whole number below ``world``."""
+    """The rank to run if this process is the only rank, a whole number below ``world``."""
     reduce: str | None = None
     """The dtype in which ``fully_shard`` reduces gradients (``reduce_dtype``). By default it is the parameters' dtype."""
     routing: Routing | None = None
@@ -324,7 +324,7 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
         yield is_set and sharding is None, f"{name} does nothing without sharding; add shard="
     yield (
         config.blocks is not None and not (kind.on_blocks or fully or staged),
-        f"blocks={config.blocks} does nothing with checkpoint={checkpoint}, because it does not act on blocks",
+        f"blocks={config.blocks} does nothing with checkpoint={checkpoint}, because this kind does not act on blocks",
     )
     yield (
         staged and precision in ("amp-fp16", "mp-fp16"),

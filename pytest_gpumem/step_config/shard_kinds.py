@@ -44,7 +44,7 @@ class ShardKind:
     fully: bool = False
     """True if ``fully_shard`` shards the parameters, block by block."""
     reshard_after_forward: bool | None = None
-    """Whether ``fully_shard`` shards parameters again after forward; ``None`` does so for all parameters except the root's."""
+    """Whether ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
     replicas: bool = False
     """True if the number after the colon is the number of model copies."""
     degree: bool = False
@@ -106,8 +106,8 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "cp",
-            "`context_parallel`: the rank has a part of the batch's second dimension. It gets the size and place of the "
-            "first part, and attention runs in a ring. It needs CUDA, and a model that calls "
+            "`context_parallel`: the rank takes the first part of the batch's second dimension, because all parts "
+            "have the same size, and attention runs in a ring. It needs CUDA, and a model that calls "
             "`scaled_dot_product_attention`.",
             degree=True,
         ),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with ``change`` applied to each tensor. Everything else in the batch stays the same.
 
-    A mapping becomes a dict. Lists and tuples keep their class, but code in this class does not run. If a part refers back to a
-    container around it, the reference stays unchanged.
+    A mapping becomes a dict. Lists and tuples keep their class, but no code of this class runs. If a part refers back to a
+    container around the part, this reference stays unchanged.
 
     Example:
         ``map_tensors({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
@@ -65,7 +65,7 @@ def _like(container: object, members: dict[Any, Any]) -> Any:
         else:
             new_container = list.__new__(kind)
             list.extend(new_container, members.values())
-    except TypeError:  # it has a constructor in C (torch.Size)
+    except TypeError:  # the class has a constructor in C (torch.Size)
         return kind(members.values())
     new_attributes, attributes = instance_dict(new_container), instance_dict(container)
     if new_attributes is not None and attributes is not None:
@@ -77,7 +77,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on ``device``. Tensors already there are not copied.
 
     If ``batch`` is a function, it is called first, outside of ``torch.device(device)``, because a function that draws from a
-    CPU generator would fail within.
+    CPU generator would fail inside this context.
     """
     import torch
 
@@ -133,7 +133,7 @@ def samples_in(batch: object) -> int | None:
 
 
 def work_in(batch: object, items: float | str | None) -> dict[str, float]:
-    """Return the samples, tokens and items in a step, by name. Throughput counts the first name.
+    """Return the numbers of samples, tokens and items in a step, by name. Throughput counts the first name.
 
     Args:
         batch: The step's batch. Its tokens are the elements of its first integer tensor.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BlockRuns:
-    """Counts calls and runs of each part to recompute. A recomputed part has more runs than calls.
+    """Counts calls and runs for each part that backward should recompute. A recomputed part has more runs than calls.
 
     Example:
         A block that is called once in forward and recomputed in backward has 1 call and 2 runs.
@@ -38,7 +38,7 @@ class BlockRuns:
         """The ids of all called modules, in any model."""
 
     def again(self) -> int:
-        """Return the number of recomputed calls so far."""
+        """Return how many calls were recomputed so far."""
         return self.runs.total() - self.calls.total()
 
     @contextmanager
@@ -65,7 +65,7 @@ class BlockRuns:
         if not any(self.runs[path] > self.calls[path] for path in saved):
             raise ConfigError(
                 f"checkpoint={config.checkpoint}: {_some(saved)} ran, but nothing was computed again in backward "
-                "(no gradient flows through, or it is frozen)"
+                "(no gradient flows through these parts, or they are frozen)"
             )
 
 
@@ -73,7 +73,8 @@ class BlockRuns:
 def activation_checkpointing(
     model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None
 ) -> Iterator[None]:
-    """Apply ``config.checkpoint`` within the context: forward saves the config's tensors, and backward recomputes the others.
+    """Apply ``config.checkpoint`` within the context: forward saves the tensors that the config selects, and backward
+    recomputes all others.
 
     Modules, parameters and their names do not change. Only ``forward`` methods are replaced, and restored at the end.
     Forward and recomputation draw the same random numbers.
@@ -152,7 +153,7 @@ def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
 
 
 def _recompute(path: str, runs: BlockRuns | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``recompute(function, *args)``. It runs ``function``, and again in backward if gradients are enabled."""
+    """Return ``recompute(function, *args)``, which runs ``function`` now, and again in backward if gradients are enabled."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -207,7 +208,7 @@ def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[Non
 
 
 def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
-    """Return a message for a step in which no part to recompute ran. For blocks, suggest a pattern for modules that did run."""
+    """Return a message for a step in which no checkpointed part ran. For blocks, suggest a pattern for modules that did run."""
     if not config.checkpointing.kind.on_blocks:
         return f"{_some(idle)} did not run in this step"
     lists = repeated_blocks(model, config.blocks)

@@ -29,7 +29,7 @@ def compiled_model(model: torch.nn.Module, word: str) -> Iterator[Callable[..., 
     """Compile the model with the mode or backend from ``compile=``, and yield the compiled module.
 
     torch's caches of compiled code are emptied before and after, because code compiled by an earlier test changes the result.
-    For example, it decides whether a shape is compiled as dynamic.
+    For example, earlier code decides whether a shape is compiled as dynamic.
 
     Raises:
         ConfigError: The emulated GPU lacks a part needed to compile.

@@ -108,7 +108,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
     cast.check()
     attention.check()
     notes += routes.check()
-    # Checkpointing runs a part again without calling its module, so module hooks do not see this run. `runs` does.
+    # Checkpointing runs a part again without calling its module. Module hooks do not see this run, so `runs` counts it.
     return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
 
 
@@ -182,7 +182,7 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
 
 
 class AttentionDetector:
-    """Detector for scaled dot product attention, the only operation shared by ranks with ``cp:N``."""
+    """Detector for scaled dot product attention, the only operation in which ranks with ``cp:N`` work together."""
 
     def __init__(self, config: StepConfig) -> None:
         self._config = config

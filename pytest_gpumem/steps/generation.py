@@ -48,7 +48,8 @@ def generation_work(batch: Any, items: float | str | None, new_tokens: int) -> d
 
 
 def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfig, device: torch.device) -> list[Phase]:
-    """Return a phase with a call to the model's ``generate`` under ``torch.inference_mode``. The text lives until the end.
+    """Return a phase with a call to the model's ``generate`` under ``torch.inference_mode``. The generated
+    text lives until the phase ends.
 
     The text may end earlier, for example at an end token, if the model's ``generation_config`` says so.
 

@@ -1,4 +1,4 @@
-"""Global settings for a step, independent of the settings outside: mode, matrix precision, key/value cache and autocast."""
+"""A step's own global settings in place of the outer ones: mode, matrix precision, key/value cache and autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An inference step: a forward pass, a prompt and the next token with a key/value cache, or generation. Also int8 weights."""
+"""An inference step: a forward pass, a prompt and the next token with a key/value cache, or generation.
+
+This module also converts weights to int8.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""The cache argument's name in transformers: since 5.24, and in earlier releases."""
+"""The cache argument's names in transformers: the first since 5.24, the second in earlier releases."""
 
 
 def infer_phases(
@@ -47,7 +50,7 @@ def infer_phases(
     """Return the phases of an inference step under ``torch.inference_mode``.
 
     Without a cache, a single phase runs forward. The output lives until the end of the phase. With ``cache=on``, ``prefill``
-    runs all tokens except the last and keeps their keys and values. ``decode`` runs the last token with these.
+    runs all tokens except the last and keeps their keys and values. ``decode`` runs the last token with these keys and values.
 
     Args:
         model: The model.
@@ -206,7 +209,7 @@ def prepared_infer_step(
                 return generation_phases(model, batch, tokens, config, device)
             return infer_phases(model, run, batch, config, device)
 
-        # All tokens after the second do the same, so a dry run with 2 tokens is enough.
+        # All tokens after the second run the same operators, so a dry run with 2 tokens is enough.
         few_tokens = None if new_tokens is None else min(new_tokens, 2)
         notes = dry_run_inference(phases_of(model, few_tokens), config, context.device)
         compiles = config.compile != "none"

@@ -74,7 +74,7 @@ def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torc
     if not is_changed:
         return in_precision(build_model(factory, device), config.precision, is_given)
     with everything_in_sight():
-        # Kept alive until the model is built, so Python does not reuse their ids.
+        # The existing modules are kept alive until the model is built, so Python does not reuse their ids.
         modules_before = alive(torch.nn.Module)
     model = _built_on_meta(factory, device) or build_model(factory, device)
     _refuse_existing(model, {id(module) for module in modules_before}, config)
@@ -95,13 +95,13 @@ def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: 
 def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:
     """Return the model with its parameters on meta, or ``None`` if the model needs real parameters while it is built.
 
-    This is the case if the model creates parameters only when it is called, or if the building code reads parameters.
+    A model needs real parameters if it creates parameters only when it is called, or if the building code reads parameters.
     """
     import torch
 
     if not callable(factory):
         return None
-    # If the factory itself is wrong, it raises again when the model is built with real parameters.
+    # A factory that is wrong in any case raises again when the model is built with real parameters.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):

@@ -39,7 +39,7 @@ _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """Return the model on ``device``, as passed by the test or built there.
+    """Return the model on ``device``, either passed by the test or built on this device.
 
     Args:
         model_or_factory: The model, or a class or function that builds it.
@@ -75,7 +75,7 @@ def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
     """Return the result of ``factory``, which creates tensors on ``device`` by default.
 
     Some factories fail with a default device, for example if they draw from a CPU generator or read a NumPy array. Such a
-    factory is called again without a default device and with the same random numbers. Then the result may be on another device.
+    factory is called again without a default device and with the same random numbers. Its result may be on another device.
 
     Args:
         device: The default device for new tensors.

@@ -26,10 +26,9 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
     """Yield the layout of ranks for a sharded step, within a process group.
 
     - An existing process group is used.
-    - If ``torchrun`` started this process, a group with its ranks is created and stays. If ranks leave a group and meet
-    again at
-      the same address, they may miss each other.
-    - Otherwise the config's rank is alone. Its collectives return the rank's own parts instead of the other ranks' parts.
+    - If ``torchrun`` started this process, a group with torchrun's ranks is created and stays. Ranks that leave a group and
+      create another group at the same address may miss each other.
+    - Otherwise the config's rank is alone. Its collectives return this rank's own parts in place of the other ranks' parts.
 
     Raises:
         ConfigError: The config's ``world`` or ``rank`` differs from the process group.

@@ -50,7 +50,7 @@ class Segment:
         return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
 
     def check_ended(self) -> None:
-        """Raise `ConfigError` if the model's loop has run the first block but not all blocks."""
+        """Raise `ConfigError` if the model's loop has run the first block but not all others."""
         if self._call is not None:
             raise self._wrong(self._ran, f"it did not run after {self._paths[self._ran - 1]}")
 

@@ -60,8 +60,8 @@ def prepared_train_step(
 ) -> Iterator[PreparedTrainStep]:
     """Prepare a training step: forward, backward and optimizer.
 
-    The model is built on the device. With a config, there is a dry run, and checkpointing is applied. Without a config, the
-    step uses the model's own precision and AdamW.
+    The model is built on the device. If there is a config, the step first makes a dry run, and checkpointing is applied.
+    Without a config, the step uses the model's own precision and AdamW.
 
     Args:
         context: The context in which the step is measured.
@@ -91,7 +91,7 @@ def prepared_train_step(
     batch = batch_in_precision(on_device(batch, device), config.precision)
     existing_model = existing_model_in(model_or_factory)
     if existing_model is not None:
-        # Otherwise the first step would include old gradients, and the other steps would not.
+        # Old gradients would otherwise be live in the first step only.
         existing_model.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
@@ -131,7 +131,7 @@ def prepared_train_step(
         phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
-        # If the scale falls in every step, it says nothing about whether the next step repeats this step.
+        # A scale that falls in every step does not show whether the next step repeats this step.
         scales = training.scaler is not None and not dry.overflows
         yield PreparedTrainStep(
             context=context,

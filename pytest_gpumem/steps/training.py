@@ -40,7 +40,7 @@ class Training:
     before_optimizer: Callable[[], object] | None = None
     """Called before the optimizer when all gradients exist. Used only by the dry run."""
     pipeline: Pipeline | None = None
-    """The stage with a schedule for forward and backward of all micro-batches."""
+    """The pipeline stage, whose schedule runs forward and backward for all micro-batches; ``None`` without a pipeline."""
     buckets: Mapping[int, torch.Tensor] | None = None
     """The same as `BuiltModel.buckets`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -99,7 +99,7 @@ class Training:
     def _forward(self, batch: Any, parts: int, *, last: bool) -> None:
         with nullcontext() if last else self.unreduced(), self._around_forward():
             loss = loss_of(call_model(self.run, batch), batch, self.loss)
-            # As in a loop over micro-batches, each loss replaces the previous loss.
+            # Each loss replaces the previous loss, as in a loop over micro-batches.
             self._losses[:] = [loss / parts if parts > 1 else loss]
 
     def _backward(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_YOUNGER = 20_000
 """The most unfrozen objects before the heap is frozen again. A collection visits all unfrozen objects in 5 to 10 ms."""
 _OF_PYTHON = 1000
-"""More objects than Python freezes at its start (375 in 3.12). A program that freezes its heap has many thousands."""
+"""A number between the objects that Python freezes at its start (375 in 3.12) and a program's heap (many thousands)."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
@@ -108,7 +108,10 @@ class FrozenHeap:
         self._younger.add(fixture)
 
     def fixture_is_gone(self, fixture: Hashable) -> None:
-        """Record that a shared fixture was torn down. Frozen objects may now be garbage, unless the fixture is young."""
+        """Record that a shared fixture was torn down.
+
+        Frozen objects may now be garbage, unless the fixture was set up after the heap was frozen.
+        """
         if fixture in self._younger:
             self._younger.remove(fixture)
         else:
@@ -244,7 +247,7 @@ def _finders_behind(finder: object) -> list[Any]:
 def _clear_frames(besides: list[FrameType]) -> None:
     """Clear the frames of ended functions, except the frames in ``besides``. Empty this list at the end.
 
-    The list contains the caller's own frame.
+    The list has to be emptied because it contains the caller's own frame, which would be a cycle.
     """
     kept_ids = set(map(id, besides))
     for frame in _frames():

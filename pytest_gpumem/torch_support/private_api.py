@@ -55,7 +55,8 @@ def peak_resets(device_type: str) -> list[tuple[str, str]]:
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
     """Return the allocations, in order, from a stopped profiler with ``profile_memory=True``.
 
-    A profile's public views sum up allocations by operator and lose their addresses. The event tree keeps both.
+    A profile's public views sum up allocations by operator and lose their addresses. The event tree keeps each allocation with
+    its address.
     """
     # sorted() is stable and the tree is walked in order, so events at the same nanosecond keep their order.
     return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
@@ -112,8 +113,8 @@ def clear_cublas_workspaces() -> None:
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
     """Call ``call`` in autograd's backward thread for ``device``, on the current stream, without allocations.
 
-    Afterwards, the thread has released everything from earlier backward passes. The thread wakes its waiters first and only
-    then drops a pass's last gradients, but always before the next pass.
+    Afterwards, the thread has released everything from earlier backward passes. At the end of a pass, the thread first wakes
+    the waiting threads and then drops the last gradients, always before the next pass.
 
     For example, ``run_in_backward(lambda: None, device)`` waits until the gradients of the previous pass are released.
 
@@ -223,7 +224,10 @@ def load_compiler() -> None:
 
 
 def compiles_within_modes() -> bool:
-    """Return whether torch.compile compiles within a dispatch mode that allows it. Older releases (2.6) then run eagerly."""
+    """Return whether torch.compile compiles within a dispatch mode that allows it.
+
+    Within such a mode, older releases (2.6) run eagerly.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
@@ -299,7 +303,7 @@ def watched_operators(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # the code that keeps the compiler out would load it
+            return False  # the code that keeps the compiler out would load the compiler
 
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -632,7 +636,7 @@ def recording_no_operators() -> Iterator[None]:
     profiler: Any = torch.autograd.profiler
     enable = profiler._enable_profiler
     scopes: Any = RecordScope
-    # An empty set would mean all scopes. This scope only has operators from the Static Runtime, which no step uses.
+    # An empty set would mean all scopes. This scope only has the Static Runtime's operators, and no step uses this runtime.
     with replaced(profiler, "_enable_profiler", partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})):
         yield
 
@@ -777,7 +781,7 @@ def expandable_segments_are_on() -> bool:
 def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
     """Print GPU tensors from a copy on the host, until the process ends.
 
-    Printing switches dispatch modes off and selects elements on the GPU, and an emulated GPU would miss these operators.
+    Printing switches dispatch modes off and selects elements on the GPU. An emulated GPU would not see these operators.
 
     Args:
         within: Returns a context for all printing.
@@ -843,8 +847,8 @@ def around_collectives(
 ) -> Iterator[None]:
     """Observe collectives within the context.
 
-    `DistributedDataParallel` broadcasts many tensors at once and joins them for this purpose. Its waits for other ranks are in
-    C++, and this function cannot observe them.
+    `DistributedDataParallel` joins many tensors and broadcasts them at once. It waits for other ranks in C++, and this function
+    cannot observe these waits.
 
     Args:
         waited: Called after Python has waited for a collective.
@@ -890,7 +894,8 @@ FAKE = "fake"
 def store_of_nobody() -> Any:
     """Return the store for a process group with the backend `FAKE`, whose collectives return at once.
 
-    Depending on the release, a collective returns this rank's own parts in place of the others', or leaves its output alone.
+    Depending on the release, a collective returns this rank's own parts in place of the other ranks' parts, or leaves its
+    output unchanged.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -929,7 +934,7 @@ def gpu_unseen() -> Iterator[None]:
     """
     import torch
 
-    # The compiler only knows as many GPUs as are counted when it is loaded, so the count is 1.
+    # The compiler counts the GPUs when it is loaded and knows no others later, so the count is 1.
     with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
         try:
             yield

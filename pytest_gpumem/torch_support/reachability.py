@@ -39,7 +39,8 @@ NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "loggi
 
 def alive(kind: type[T]) -> list[T]:
     """Return the live instances of a class from Python's collector, without frozen objects."""
-    # Check types, because a proxy's ``__class__`` belongs to another object. Each type is checked once, for speed.
+    # Check types, because a proxy's ``__class__`` belongs to another object. Each type is checked only once, because this is
+    # faster.
     objects = gc.get_objects()
     types_by_id = {id(type(value)): type(value) for value in objects}
     matching_ids = {number for number, candidate in types_by_id.items() if issubclass(candidate, kind)}
@@ -169,7 +170,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         with outside_torch_function():
             return torch.Tensor.untyped_storage(tensor)
-    except RuntimeError:  # NotImplementedError is one
+    except RuntimeError:  # also catches NotImplementedError
         return None
 
 

@@ -3,7 +3,7 @@
 ``isinstance`` reads an object's ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`). An attribute
 may be a property, a container's methods may be overridden, and a metaclass may answer for a class. These functions therefore
 identify an object by its type, and use the methods of the built-in base type. A model may also override
-``named_modules`` and ``named_parameters``, and both hash modules, which a model may forbid.
+``named_modules`` and ``named_parameters``. Both methods hash modules, and a module may forbid this.
 
 For example, ``is_a(weakref.proxy(tensor), torch.Tensor)`` is false, but ``isinstance(weakref.proxy(tensor), torch.Tensor)`` is
 true.
@@ -110,7 +110,7 @@ def contents_of(value: object) -> Iterable[object]:
 
 @dataclass(frozen=True, slots=True)
 class AttributeLayout:
-    """The places in which objects of a class store their attributes and contents.
+    """Descriptors and functions that read the attributes and contents of a class's objects.
 
     For example, a class with ``__slots__ = ("weight",)`` and no ``__dict__`` has a single member and no dictionary.
     """
@@ -177,7 +177,10 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`. More mean a stored ``locals()``."""
+"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`.
+
+If there are more, some code has stored ``locals()``.
+"""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:

@@ -9,7 +9,7 @@ import pytest
 from pytest_gpumem.torch_support.static_access import instance_dict
 
 RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""Exceptions that a repeated run for counts or an explanation swallows, because the step was already measured or failed."""
+"""Exceptions ignored in a further run of a step, for counts or an explanation, because the first run was measured or failed."""
 
 
 def clear_frames(error: BaseException) -> None:

@@ -395,7 +395,7 @@ def test_a_slower_clock_is_no_measure_for_later_runs():
 def test_a_run_without_cycles_takes_none_from_the_others():
     stored = replace(timed_entry(1.0, 1.0), runs=Runs((1.0, 1.0), (1e9, 1e9)))
     assert written_times("all", stored, 1.01) is None
-    assert left_out("all", stored, 1.01) == ["the clock that steps run by could not be read"]
+    assert left_out("all", stored, 1.01) == ["the clock rate during the steps could not be read"]
 
 
 def test_a_slower_sample_that_the_gate_did_not_believe_is_none_of_the_runs():

@@ -211,7 +211,7 @@ def test_missing_torch_kernels_for_a_gpu_are_no_failure_of_the_program(fit):
     if "V100 16GB: cannot run on it: RuntimeError: No available kernel" in done.stdout:
         pytest.skip("this torch has kernels for a V100")
     assert lines[1].split()[-4:] == ["cannot", "run", "on", "it"]
-    why = "and none for 7.0, as on a real one"
+    why = "and none for 7.0, as on a real GPU"
     assert any(line.startswith("V100 16GB: cannot run on it: torch ") and why in line for line in lines)
     assert lines[-1].endswith("fits H100 80GB; cannot run on T4, V100 16GB")
 

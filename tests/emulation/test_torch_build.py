@@ -97,7 +97,7 @@ def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, requir
     complete.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy", required])
     complete.setattr(importlib.util, "find_spec", lambda name: None)
     assert torch_build.missing_for_compiling({}) == (
-        f"torch.compile needs Triton on an emulated GPU, too, and there is none: pip install --no-deps triton{release}"
+        f"torch.compile also needs Triton on an emulated GPU, and Triton is not installed: pip install --no-deps triton{release}"
     )
 
 

@@ -303,7 +303,7 @@ def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
         ("clip=one", "clip=one: expected a number"),
         (
             "blocks=h,checkpoint=offload",
-            "blocks=h does nothing with checkpoint=offload, because it does not act on blocks",
+            "blocks=h does nothing with checkpoint=offload, because this kind does not act on blocks",
         ),
         ("amp-bf16,weights=int8", "weights=int8 goes with fp32, bf16 or fp16, not with amp-bf16"),
         ("bf16,fp16", "precision is given twice"),
