@@ -276,7 +276,7 @@ class Measurement(FrozenValue, MetricAttributes):
             other: A measurement on the same device.
 
         Returns:
-            A float that shows both peaks in a failed assertion.
+            A float whose text in a failed assertion also shows both peaks.
 
         Raises:
             ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
@@ -298,7 +298,7 @@ class Measurement(FrozenValue, MetricAttributes):
             other: A measurement on the same device.
 
         Returns:
-            A float that shows both times in a failed assertion.
+            A float whose text in a failed assertion also shows both times.
 
         Raises:
             MissingMetric: A step was not timed, for example with ``--no-gpumem-time``.
@@ -317,7 +317,7 @@ class Measurement(FrozenValue, MetricAttributes):
             other: A measurement on the same device.
 
         Returns:
-            A float that shows saving and cost in a failed assertion.
+            A float whose text in a failed assertion also shows saving and cost.
 
         Raises:
             MissingMetric: A step was not timed.

@@ -86,7 +86,7 @@ class ScriptSession:
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
-        # With `-p no:...` their options would be unknown.
+        # `-p no:NAME` would make the plugin's command-line options unknown, so unregister the plugin here.
         for name in _PLUGINS_NOT_FOR_A_SCRIPT:
             if config.pluginmanager.has_plugin(name):
                 config.pluginmanager.unregister(name=name)

@@ -68,7 +68,7 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests whose growth row N in the report's table of causes explains, for example `1` for the first row. "
+    help="Accept the tests with growth explained by row N of the report's table of causes, for example `1` for the first row. "
     "May be repeated.",
 )
 @store_option

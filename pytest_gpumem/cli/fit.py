@@ -155,7 +155,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
       and each further run is a fork of it. The first run is repeated in a fork. If its result differs there, each run
       imports by itself.
     - Nothing is shared if sharing would not be faster, for other commands (`torchrun`), and for programs in which
-      several processes use a GPU. `gpumem fit -- env python train.py` switches sharing off.
+      several processes use a GPU. To share nothing, start Python through another program:
+      `gpumem fit -- env python train.py`.
     - A package whose import depends on the GPU, for example torchao, is imported in each fork.
 
     ## JSON

@@ -137,7 +137,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     not_failed = [row for row in rows if not row.status.fails]
     changed = _changed_table([measured for row in not_failed for measured in row.measured], units)
     if changed:
-        title = "Changed, and not failed for it"
+        title = "Changed without failing the test"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
     not_compared = reasons(
         (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update

@@ -58,7 +58,7 @@ def _slug(result: TestResult) -> str | None:
 
 
 def _candidates(result: TestResult) -> dict[Test, FormerTest]:
-    """Return a test's possible former names, each with all metrics that do not fit."""
+    """Return a test's possible former names, each with all metrics whose figures do not match."""
     candidates: dict[Test, FormerTest] = {}
     for candidate in (former for verdict in result.verdict.verdicts for former in verdict.candidates):
         key = (candidate.file, candidate.test)
@@ -69,7 +69,10 @@ def _candidates(result: TestResult) -> dict[Test, FormerTest]:
 
 
 def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test]:
-    """Return an old test for each new test: first as many fitting pairs as possible, then pairs with similar names."""
+    """Return an old test for each new test.
+
+    First as many pairs with matching figures as possible are formed. The other new tests are paired by similar names.
+    """
     pairs: dict[int, Test] = {}
     for new in candidates:
         _place(new, pairs, candidates)

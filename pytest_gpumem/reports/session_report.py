@@ -150,8 +150,8 @@ class SessionReport:
 
         With ``--gpumem-baseline``:
 
-        - measured tests ran, and none was compared with a baseline (``nothing was gated: ...``, or with budgets or relations
-          ``no baseline was compared: ...``). A test that skips counts as a measured test that is ``unmeasured``, even if it
+        - measured tests ran, and none was compared with a baseline: ``nothing was gated: ...``. If budgets or relations were
+          checked, the sentence is ``no baseline was compared: ...``. A test that skips counts as a measured test that is ``unmeasured``, even if it
           lost its marker and only its baselines are left
         - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
           markers are gone and so is the GPU

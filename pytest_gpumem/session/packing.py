@@ -44,7 +44,7 @@ class GpuShare:
     why_alone: WhyAlone | None = None
     """The reason why the test has the whole GPU."""
     largest_need: int | None = None
-    """The test's largest need on any GPU with baselines. They order the tests in the same way in all workers."""
+    """The test's largest need on any GPU with baselines. These needs order the tests in the same way in all workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Comparison of step times: a sample with the runs in a baseline, or two revisions with each other. Pure.
 
-A step is *slower* if every sample shows all of the following:
+A step is slower if its samples are slower. Uncertain samples do not contradict two slower samples. A sample is *slower* if all
+of the following hold:
 
 - the ratio is beyond the tolerance, both in seconds and in clock cycles
+- the ratio in seconds without the part that a slower clock explains (`PACE`) is beyond the tolerance
 - the whole interval is beyond the tolerance, in seconds or in cycles
 - the whole interval in cycles is above 1, because seconds also vary with the machine's speed
 
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
-"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower."""
+"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower.
+For a tolerance above 12.5 %, the limit is twice the tolerance."""
 MOST_UNKNOWN_IN_TURNS = 2
 """The same limit for an A/B comparison, in tolerances. More pairs of runs can narrow that interval."""
 SLOWER_MACHINE = 0.03
-"""The share by which the clock may run slower than in a baseline's slowest run. Beyond this share, the clock's effect is
-subtracted from a slowdown. Up to the slowest run, the interval over runs already contains this effect."""
+"""If the clock runs slower than in the baseline's slowest run by more than this share, its effect is subtracted from a
+slowdown. A smaller loss is already within the variation between runs."""
 SLOWER_RUN = 0.10
 """The share by which the clock may run slower in a run that is added to a baseline. Five slow runs would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
@@ -97,7 +100,11 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run for a baseline, without the time spent waiting; ``None`` if the run was disturbed too much."""
+    """Return this run for a baseline, without the time that other work may have taken.
+
+    Returns:
+        The run; ``None`` if it was disturbed too much.
+    """
     sample = times.best
     if not sample.is_a_measure:
         return None
@@ -130,14 +137,15 @@ class Comparison:
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """Compare this run's samples with earlier runs.
 
-    The first sample is followed by repeated measurements. The step is slower if two samples show it and no sample
-    contradicts. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
+    The first sample is followed by repeated measurements. A single slower sample counts as slower, and the caller then
+    takes further samples. With several samples, the step is slower if two show a slowdown and no sample shows that the step is
+    not slower. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
     decides.
 
     Args:
         samples: The samples of this run.
         baseline: The earlier runs.
-        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     comparisons = [_compare_sample(sample, baseline, tolerance) for sample in samples]
     if any(comparison.outcome != "faster" for comparison in comparisons):
@@ -169,7 +177,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
 
     Args:
         pairs: At least one pair (base, head) of neighbouring runs.
-        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     usable = _usable_pairs(pairs)
     basis = f"as far as {counted(len(usable), 'pair of runs tells', 'pairs of runs tell')}"
@@ -263,7 +271,7 @@ def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
 def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
     """Return the counted rounds without the time that interference can explain.
 
-    First the time that other work took is subtracted. Then the rest is divided by the largest slowdown while the step ran.
+    Each round is divided by the factor for time taken by other work, then by the largest slowdown of the running step.
 
     Args:
         sample: The disturbed sample.
@@ -313,11 +321,11 @@ def _judge(
     Args:
         seconds: The ratio in seconds.
         cycles: The ratio in clock cycles; ``None`` if the clock was not read.
-        tolerance: The tolerated ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
         invalid: The reason why the samples cannot show a slowdown; ``None`` if they can.
         basis: A clause on the number of runs behind the known variation: ``as far as 3 runs tell``.
         lost_pace: The factor by which the clock ran slower; ``None`` to compute it from the two ratios.
-        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a ratio; ``None``
+        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a share; ``None``
             for the limit for single runs.
     """
     slower = 1 + tolerance

@@ -38,7 +38,7 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
 
     If ``size`` is odd, both values of a pair are equal. The probabilities follow from order statistics (David and Nagaraja,
     Order Statistics, 2.1 and 2.3): the probability that k values of a sample are among the first i of n values equals the
-    probability of k hits in n trials with i/n.
+    probability of k successes in n trials that each succeed with probability i/n.
     """
     half = (size + 1) // 2
     at_most = [_probability_of_at_least(half, size, number / size) for number in range(size + 1)]

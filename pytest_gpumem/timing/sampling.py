@@ -258,8 +258,8 @@ def time_phases(
 ) -> Mapping[str, float]:
     """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
-    A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. A step with
-    a single phase is not run.
+    A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. For
+    a step with a single phase, nothing runs and the result is empty.
 
     Args:
         phases: The phases by name, each with a function that runs the phase.

@@ -110,8 +110,8 @@ class Row:
     """The row's layer numbers, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in ``module``. An
     empty tuple stands for all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to the line, innermost first, with a tuple for each way:
-    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows that differ only in their
+    """The callers of the row's line, innermost first, with a tuple for each chain of callers:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 chains. Rows that differ only in their
     callers are equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
     """The caller to name before the line, for example a changed caller. Empty without a named caller."""

@@ -61,7 +61,7 @@ def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Nu
 
     Args:
         numbers: The layer numbers in the paths.
-        all_numbers: The layer numbers in all modules with this folded path, if they are known.
+        all_numbers: All layer numbers that occur for the same path with ``*`` (``blocks.*``), if known.
     """
     numbers, all_numbers = set(numbers), set(all_numbers)
     if numbers == all_numbers or not numbers:
