@@ -145,7 +145,8 @@ class PeakMove:
     after: str
     """The phase of this peak."""
     compared: str
-    """The phase in which the two peaks are compared: ``after`` if the baseline recorded the live tensors of that phase, otherwise ``before``."""
+    """The phase in which the two peaks are compared: ``after`` if the baseline recorded that phase's live tensors, otherwise
+    ``before``."""
     peak_before: int | None = None
     """Bytes of this step's peak in the phase ``before``."""
 

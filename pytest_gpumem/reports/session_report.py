@@ -151,8 +151,8 @@ class SessionReport:
         With ``--gpumem-baseline``:
 
         - measured tests ran, and none was compared with a baseline: ``nothing was gated: ...``. If budgets or relations were
-          checked, the sentence is ``no baseline was compared: ...``. A test that skips counts as a measured test that is ``unmeasured``, even if it
-          lost its marker and only its baselines are left
+          checked, the sentence is ``no baseline was compared: ...``. A skipped test counts as an ``unmeasured`` test, even if
+          it lost its marker and only its baselines are left
         - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
           markers are gone and so is the GPU
         - the store is gone, and git has it. The sentence names the command that restores it

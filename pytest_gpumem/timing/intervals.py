@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_TABULATED = 100
-"""The most values with a table, because tables grow quadratically. Larger samples are drawn one by
-one."""
+"""The most values with a table of probabilities, because tables grow quadratically. For more values, samples are drawn."""
 
 
 def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -> list[float]:
@@ -94,8 +93,8 @@ class Interval:
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
     """Return the ratio between this run's median and the earlier runs' median, from a bootstrap over rounds and runs.
 
-    Rounds in a run are more alike than different runs. So both sides also vary by the spread between runs, with Student's t
-    because the spread is known from a few runs only.
+    Rounds in a run are more alike than different runs, so both medians also vary by the spread between runs. This spread is
+    widened by Student's t, because it is known from a few runs only.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
     rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict

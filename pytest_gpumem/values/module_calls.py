@@ -73,7 +73,7 @@ def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 class KindsOfSteps:
     """Module calls in several steps, with each kind of step counted once.
 
-    Two steps are alike if the property holds for equal shares of each module's calls.
+    Two steps have the same kind if, in each module, the same share of the calls has the property.
 
     Example:
         Ten training steps and two validations are two kinds. The result has the calls from one training step and one
@@ -128,10 +128,10 @@ def _added(steps: Iterable[ModuleCalls]) -> ModuleCalls:
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """Return the fewest entries from which all others follow, because a module without an entry is like the module around it.
+    """Return the fewest entries from which all other entries follow: a module without an entry is like the module around it.
 
-    The result has an entry for all modules together, and only this entry if all modules are alike. A result of `outermost` is
-    returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
+    The result has an entry for all modules together. If all modules are alike, it is the only entry. A result from `outermost`
+    is returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
 
     Example:
         Grad mode was off in both calls of ``teacher`` and of ``teacher.blocks.*``, and on in the call of ``student``. The
@@ -172,8 +172,8 @@ def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
 def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
     """Return the module's calls with the property in ``baseline``, if fewer calls have the property in ``current``.
 
-    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise calls may have
-    disappeared, and others may be new.
+    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise the calls with
+    the property may have disappeared, and other calls may be new.
 
     Args:
         baseline: The calls in the baseline, possibly reduced by `outermost`.
@@ -181,7 +181,8 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
         module: A module's or function's path.
 
     Returns:
-        The module's calls in ``baseline``, or the calls around it; ``None`` if no fewer calls have the property.
+        The module's calls in ``baseline``. If the module has no entry, the calls to the module around it. ``None`` if no fewer
+        calls have the property.
     """
     module_calls = current.get(module)
     path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)

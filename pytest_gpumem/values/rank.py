@@ -32,7 +32,7 @@ def name_on(rank: Rank, name: str) -> str:
 
 
 def rank_in(name: str) -> Rank | None:
-    """Return the rank at the end of a measurement's name; ``None`` if it was measured without ranks."""
+    """Return the rank at the end of a measurement's name; ``None`` if the name has no rank."""
     match = _NAMED.fullmatch(name)
     return None if match is None else Rank(int(match[2]), int(match[3]))
 

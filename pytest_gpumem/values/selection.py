@@ -24,7 +24,7 @@ class Selection:
     error: str | None = None
     """The usage error that stopped the collection."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The collected tests that are measured. Another shard may run the deselected ones among them."""
+    """The collected measured tests, including deselected tests, which another shard may run."""
     collected_files: frozenset[str] = frozenset()
     """The completely collected test files, even if tests were deselected."""
     skipped: frozenset[tuple[str, str]] = frozenset()
@@ -34,8 +34,8 @@ class Selection:
     """The tests with baselines in collected files that ``python_functions`` or ``python_classes`` leave out. Their baselines
     are not unused."""
     omitted: tuple[str, ...] = ()
-    """Sentences on tests with baselines that only settings leave out: ``"tests/test_a.py was not collected ..."``. In strict
-    mode they are ``errors``."""
+    """Sentences on tests with baselines if settings, and not typed options, leave them out:
+    ``"tests/test_a.py was not collected ..."``. In strict mode they are ``errors``."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
