@@ -43,9 +43,9 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options in pytest and pytest-xdist for distributing or selecting tests, with values that switch them off.
+"""Options in pytest and pytest-xdist for distributing or selecting tests, each with a value that switches it off.
 
-A project may have them in ``addopts``.
+The reason is that a project may have these options in ``addopts``.
 """
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
 """Plugins for caching the project's tests, seeding random numbers or adding tests. ``addopts`` may contain their options."""

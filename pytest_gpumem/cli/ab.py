@@ -43,7 +43,7 @@ _FILE_OPTIONS = ("-r", "--requirement")
 
 
 class WithPytestArguments(click.Command):
-    """A command that passes everything after ``--`` to pytest."""
+    """A command that passes all words after ``--`` to pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         separator = args.index("--") if "--" in args else len(args)
@@ -118,7 +118,7 @@ def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
     """Return the option ``--max-slowdown``.
 
     Args:
-        condition: A sentence for the help text that says when the option is used.
+        condition: A sentence for the help text on when the option is used.
     """
     return click.option(
         "--max-slowdown",
@@ -197,8 +197,8 @@ def ab(
     baseline. Baselines are neither read nor written.
 
     With --base-with, --head-with, --base-python or --head-python, a side runs with other packages. Without BASE, both sides
-    then run the project in the current folder with its uncommitted changes. It need not be a git repository. The requirements
-    are installed into cached environments (`gpumem cache`), so the current environment is not changed.
+    then run the project in the current folder with its uncommitted changes. The folder need not be a git repository. The
+    requirements are installed into cached environments (`gpumem cache`), so the current environment is not changed.
 
     \b
     Examples:
@@ -218,8 +218,8 @@ def ab(
     - If no time is taken (`--no-gpumem-time`, or an emulated GPU), each side runs once.
     - `--gpumem-baseline`, `--gpumem-update`, `--gpumem-store` and `--gpumem-strict` are refused in `PYTEST_ARGS`, and switched
       off if the settings set them.
-    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree, and the file is removed with
-      it.
+    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree. The file is removed with the
+      worktree.
     - A run ends the comparison if pytest reports a usage error, cannot collect the tests, or crashes.
 
     ## Verdicts on step time
@@ -252,8 +252,9 @@ def ab(
 
     - A worktree contains the files in git: no built extensions and no uncommitted data. `--setup` can make them. Submodules
       that the checkout has are checked out. Hooks of git are not run.
-    - Worktrees are in the temporary folder (`TMPDIR`). The next comparison removes those of a killed one (`SIGKILL`).
-    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so that the tests import the
+    - Worktrees are in the temporary folder (`TMPDIR`). If a comparison is killed (`SIGKILL`), the next comparison removes its
+      worktrees.
+    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so the tests import the
       worktree's code. If a run imports a module from another checkout of the repository, for example through an editable
       install, the command ends and names the module and the file. A virtual environment inside the checkout is fine.
 
@@ -266,13 +267,13 @@ def ab(
     - **Requirements** are written as for pip: `torch==2.15.*`,
       `transformers @ git+https://github.com/huggingface/transformers@main`.
     - **Paths in a requirements file** are resolved as pip resolves them: `-e ../x` and `./x.whl` from the current folder,
-      `--find-links` from the file's folder if the path exists there. Constraint files that it names are applied like
-      `--constraint`.
+      `--find-links` from the file's folder if the path exists there. Constraint files in a requirements file are applied
+      like `--constraint`.
     - **Reports** shorten absolute paths to the parts that differ between the two sides: `old/gpt` and `new/gpt`.
     - **uv** installs the packages if it is on the path, otherwise pip. If a set cannot be resolved, the command shows the
       reason.
     - **Environments are cached** by their packages and the environment beneath. A set without exact releases (`torch==2.15.*`)
-      is installed anew each time. `gpumem cache` lists and removes them.
+      is installed anew each time. `gpumem cache` lists and removes the environments.
     - **torch:** if the device is an emulated GPU (`--gpumem-device=emulated:h100` in `PYTEST_ARGS`, or `device` in the
       settings), a requirement on torch installs its CUDA build without NVIDIA's libraries. So an upgrade can be judged without
       a GPU.

@@ -93,9 +93,9 @@ def accept(
     GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session: a
     baseline for each test that passed, or that failed only because of its baseline.
 
-    A TEST is a test's id, a part of it, or a pattern with `*` and `?`. Without one, all tests in the report are accepted. On a
-    terminal, the command then shows each cause of growth and each other test that differs from its baseline, and asks: accept,
-    skip, or quit, which skips the rest.
+    A TEST is a test's id, a part of an id, or a pattern with `*` and `?`. Without a TEST, all tests in the report are
+    accepted. On a terminal, the command then shows each cause of growth and each other test that differs from its
+    baseline, and asks: accept, skip, or quit, which skips the rest.
 
     \b
     Examples:
@@ -129,7 +129,7 @@ def accept(
 
     - The files in the store are the same bytes that `--gpumem-update=all` would have written, with the report's date and
       commit. Baselines of measurements that an accepted test no longer takes are removed.
-    - Step times are written if the session took them. A gate takes no times of a test whose baseline has none.
+    - Step times are written if the session took them. A gate does not time a test whose baseline has no times.
     - If the session ended early, its report contains only some of the tests. The output says so.
 
     ## The questions on a terminal

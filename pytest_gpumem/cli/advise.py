@@ -186,7 +186,7 @@ def advise(
                         `(model, batch, loss)`; `loss` is called with the
                         output and the batch
 
-    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub is run.
+    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub runs.
 
     \b
     The search tries these configs in order, and keeps each change that saves
@@ -208,9 +208,9 @@ def advise(
     Exit status: 0 if a config fits into each given device, or with `emulated:all` into any card, 1 if no config fits, the model
     fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
-    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, a smaller batch than
-    the given one that fits also ends with 0. After Ctrl-C, the command prints the configs measured so far and recommends the
-    best one that fits.
+    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, the status
+    is also 0 if only a smaller batch than the given batch fits. After Ctrl-C, the command prints the configs measured so
+    far and recommends the best one that fits.
 
     ## `--batch`
 
@@ -226,7 +226,7 @@ def advise(
 
     - After the kind come `world=N` ranks and, for another rank than the first, `rank=M`: `hsdp:2,world=16,rank=3`.
       See [step configs](step-configs.md) for the kinds.
-    - Memory, `--batch` and largest batches are those of one rank, and so of one GPU.
+    - Memory, `--batch` and largest batches are for one rank, which is one GPU.
     - If a config cannot be combined with the sharding, its row contains the reason.
     - Inference and generation cannot be sharded.
 
@@ -473,7 +473,7 @@ def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], 
 
 
 class _ModelFailed(InputError):
-    """The model exists, but fails by itself."""
+    """Error for an existing model that fails by itself."""
 
     exit_code = 1
 

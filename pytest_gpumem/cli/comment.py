@@ -260,8 +260,8 @@ def _content(file: Path, *, strict: bool) -> _Content:
 
     Args:
         file: Its path.
-        strict: False if a stranger may have written the file. It must then be JSON. If it is missing or broken, the content
-            says so instead of raising.
+        strict: False if a stranger may have written the file. The file must then be JSON. If the file is missing or broken,
+            the content says so, and nothing is raised.
 
     Raises:
         InputError: The file cannot be used.

@@ -245,7 +245,7 @@ def _try_all(
 ) -> None:
     """Run the program on the first GPU, then on ``jobs`` GPUs at a time, and add the results to ``fits``.
 
-    ``every`` means that the user named the GPUs. Otherwise a failure on the first GPU ends the search.
+    If the user named the GPUs, ``every`` is true. Otherwise a failure on the first GPU ends the search.
     """
     expandable = with_expandable_segments(os.environ)
 

@@ -130,7 +130,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         _check_shards(shards, paths, parts, report)
     with text_beside(files):
         _print(report, parts, verbose)
-        # These lines are commands for the CI runner, so they are not sanitized.
+        # These lines are commands for the CI runner, so do not sanitize them.
         write_lines((Span(screen().encodable(line)),) for line in report_to_github(report, Path.cwd(), os.environ))
     for path in files:
         form = format_of(f"report{suffix_of(path)}")

@@ -93,7 +93,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             candidates = unused_baselines(stored, measured=measured, whole_files=selection.files, exists=exists)
         # Listing the devices imports torch, so the devices are listed only if the answer matters.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
-        # Suites are parametrised over a machine's devices, so another machine may collect tests for other devices.
+        # A suite may be parametrized over a machine's devices, so another machine may collect tests for other devices.
         elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
         removable = [entry for entry in candidates if entry not in elsewhere]
         unlocked = store.change({}, removable) if removable and not dry_run else None

@@ -44,7 +44,7 @@ class InputError(click.ClickException):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in ASCII digits. Python's ``int`` would also accept digits from other scripts."""
+    """A whole number in ASCII digits, because Python's ``int`` would also accept other scripts' digits."""
 
     def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
         """Return the placeholder in the help text."""
@@ -122,7 +122,7 @@ def write_lines(lines: Iterable[Line | str]) -> None:
 
 
 class WholeLines:
-    """Writes to standard error in whole lines, because torch writes its warnings there in between.
+    """Writes whole lines to standard error, because torch also writes its warnings to standard error.
 
     A terminal shows an unfinished line at once, and overwrites it when the line ends.
 

@@ -31,7 +31,7 @@ class Kind:
         self.is_path = is_path
         """True for a path.
 
-        A relative path in pyproject.toml starts in the root directory, and a typed path in the current folder.
+        A relative path in pyproject.toml starts in the root directory. A typed relative path starts in the current folder.
 
         `Settings` stores this folder in a second field, for example ``store_base`` for ``store``.
         """

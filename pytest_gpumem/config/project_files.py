@@ -31,7 +31,7 @@ _PLUGIN = ("gpumem", "pytest_gpumem.plugin")
 
 @dataclass(frozen=True, slots=True)
 class ProjectFiles:
-    """The root directory that pytest would find from a folder, with the options in ``addopts`` and ``PYTEST_ADDOPTS``.
+    """The root directory that pytest would find from a folder, and the options in ``addopts`` and ``PYTEST_ADDOPTS``.
 
     For example, with ``addopts = "--gpumem-device=cpu"`` in ``pytest.ini``, ``of_addopts["device"]`` is ``"cpu"``.
     """
@@ -158,7 +158,7 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return the value of an option from both places. Arrays are joined. Otherwise the user's value wins."""
+    """Return an option's value from ``addopts`` and ``PYTEST_ADDOPTS``. Arrays are joined. Otherwise the latter wins."""
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

@@ -80,7 +80,7 @@ class Settings:
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """A real GPU's slug. The figures of an emulated GPU are compared with its baselines."""
+    """A real GPU's slug, whose baselines are compared with the figures from an emulated GPU."""
     strict: bool = False
     time: bool | None = None
     """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
@@ -99,7 +99,7 @@ class Settings:
     models: tuple[ModelStep, ...] = ()
     """Steps of named models in the settings. Relative paths start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
-    """The session ends if a rank makes no progress for so many seconds while others wait."""
+    """Seconds after which the session ends if a rank makes no progress while other ranks wait."""
     routing: Routing | None = None
     """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
@@ -259,7 +259,7 @@ def _check_against(settings: Settings) -> None:
 def _check_pack(settings: Settings, *, typed: bool) -> None:
     from pytest_gpumem.devices.registry import may_share_memory
 
-    # In pyproject.toml the key is meant for sessions that measure on a GPU.
+    # The option is an error on the CPU. The key in pyproject.toml is not, because other sessions measure on a GPU.
     if typed and not may_share_memory(settings.device):
         raise SettingsError(
             "--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
@@ -274,7 +274,7 @@ def read_table(path: Path) -> dict[str, Any] | None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise `SettingsError` if a pyproject.toml cannot be read, because pytest itself might raise any error for it."""
+    """Raise `SettingsError` if a pyproject.toml cannot be read, before pytest raises a less helpful error for the file."""
     text = _text(path, str(path))
     if text is not None:
         _table(text, str(path))
@@ -396,7 +396,8 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 def options_to_repeat(config: pytest.Config) -> list[str]:
     """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
 
-    With ``--gpumem-against`` the command names the default device, because a real GPU's baselines are written there.
+    With ``--gpumem-against``, the command names the default device, because baselines for a real GPU have to be measured on
+    the real GPU.
     """
     from pytest_gpumem.baselines.url_backend import without_credentials
 

@@ -107,7 +107,7 @@ class StoreAtEnd:
             return ()
         unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # An update reports no longer measured tests in a line of its own.
+            # An update reports tests that are no longer measured in a separate line.
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},
@@ -159,7 +159,7 @@ class StoreAtEnd:
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
-    """Return a line on tests with baselines but without a measurement. No update changes such baselines."""
+    """Return a line on tests with baselines that are no longer measured. No update changes these baselines."""
     tests = [result.verdict for result in results if result.verdict.missing and not result.verdict.verdicts]
     if not tests:
         return []

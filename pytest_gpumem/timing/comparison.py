@@ -1,4 +1,4 @@
-"""Comparison of step times: a sample with the runs in a baseline, or two revisions with each other. Pure.
+"""Compare step times: a sample with a baseline's runs, or two revisions with each other. Pure.
 
 A step is slower if its samples are slower. Uncertain samples do not contradict two slower samples. A sample is *slower* if all
 of the following hold:

@@ -1,4 +1,4 @@
-"""Sampling of a step's time: rounds with several steps until the median is known well enough or the time budget is spent."""
+"""Sample a step's time: rounds with several steps, until the median is known well enough or the time budget is spent."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
     Args:
         step: Runs one step.
-        device: The device of the step.
+        device: The step's device.
         seconds: The approximate time for the sample.
         fewest: The least number of rounds.
 
@@ -120,7 +120,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
 
 class _Rounds:
-    """The rounds of a sample. The clock and possible disturbances are read after every few rounds."""
+    """A sample's rounds. The clock and possible disturbances are read after every few rounds."""
 
     def __init__(self, device: Device) -> None:
         self.timed: list[Round] = []
@@ -131,7 +131,7 @@ class _Rounds:
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
         self._unread = 0.0
-        """Seconds of the rounds since the latest reading."""
+        """Seconds in rounds since the latest reading."""
 
     def read_pace(self) -> None:
         """Read how fast the clock runs. Call this method after the first step, because an idle GPU has another clock."""
@@ -149,7 +149,7 @@ class _Rounds:
 
         Args:
             seconds: Seconds per step on this rank.
-            took: Seconds of the round on the slowest rank.
+            took: The round's seconds on the slowest rank.
         """
         self._unread += took
         self.timed.append(Round(max(seconds, _SHORTEST)))
@@ -265,7 +265,7 @@ def time_phases(
         phases: The phases by name, each with a function that runs the phase.
         device: The step's device.
         steps: The number of steps in a round.
-        time_budget: The remaining seconds. After its share is spent, there are fewer than `ROUNDS_OF_PHASES` rounds.
+        time_budget: The remaining seconds. If their share is spent early, fewer than `ROUNDS_OF_PHASES` rounds run.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):

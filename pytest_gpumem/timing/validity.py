@@ -1,4 +1,4 @@
-"""Validity of times: the interference between two readings, its limits, and the slowdown that it explains. Pure.
+"""Judge whether times are valid: the interference between two readings, its limits, and the slowdown it explains. Pure.
 
 Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""The largest share of the time that a thread may wait for a core. Waiting makes the step at least this much longer. A
+"""The largest share of its time that a thread may wait for a core. Waiting makes the step at least this much longer. A
 thread waited 0 % on a quiet machine, and 1 % with a busy process on each other core. With a process that shared the core for
 a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
 """The largest share that the hypervisor may take from a busy core's time. Stolen time has the same effect as waiting."""
 OTHERS = 0.25
-"""The largest share of the other cores for other processes. On two cores with a common L3 cache, computing on the
+"""The largest share that other processes may use on the other cores. On two cores with a common L3 cache, computing on the
 other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
 9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
 SLOWEST_CLOCK = 0.75
-"""The least share of the default SM clock. NVIDIA's nvbench discards samples below the same share."""
+"""The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
 """The number of counters in /proc/stat that `_others` adds up. Each counter may be a tick off."""
@@ -276,7 +276,7 @@ def contention_factor(conditions: Conditions) -> float:
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of the time in which the thread had no core.
+    """Return the share of the time without a core for the thread.
 
     If the device does not count waiting, return the share that other processes used.
     """

@@ -473,7 +473,8 @@ class Explanation:
     """The holders for the tensors in ``retained``, the most bytes first. All their rows add up to ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
     """The holders of replaced inputs, such as ``self.last_output``: each step frees such an input and makes a new one. A
-    failure names the holders and the line that makes the inputs under ``what grew``. If several lines make tensors with this size,
+    failure names the holders
+    and the line that makes the inputs under ``what grew``. If several lines make tensors with this size,
     the line is left out."""
     gpu: str | None = None
     """The run's GPU, ``"cuda:1"``, if the process sees several GPUs."""
