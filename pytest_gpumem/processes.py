@@ -145,7 +145,8 @@ _PRCTL = _prctl()
 
 def end_with_parent() -> None:
     """Let the system kill this process when its parent ends, because a parent that ``kill -9`` ended cannot kill its
-    children."""
+    children.
+    """
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -112,7 +112,7 @@ class Baseline:
         """Return this baseline reduced to a single GPU.
 
         An unlisted GPU had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
-        GPU that now has the largest peak.
+        GPU with the largest current peak.
 
         Args:
             device: The GPU, such as ``cuda:1``.

@@ -1,4 +1,4 @@
-"""Causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
+"""Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
 The explanation for a single test has many rows, and most rows are consequences: the peak moved, so other tensors are live.
 Therefore the causes are the fewest lines that together explain most of the growth in most tests.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""The most modules that a report names for a cause."""
+"""The most modules for a cause in a report."""
 _SEVERAL = 2
-"""The least number of tests above the same budget that make this budget a cause. A single test's failure names its budget."""
+"""A budget is a cause if at least this number of tests exceed it. A single test's failure names its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,7 @@ def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
-    """Return the clauses on packages that all growths have in common."""
+    """Return the clauses on packages in all growths."""
     return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 

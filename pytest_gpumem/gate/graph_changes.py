@@ -113,7 +113,7 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that explain the growth in rows, only for the outermost modules and functions."""
+        """Return the changes behind the growth in rows, only for the outermost modules and functions."""
         places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
@@ -147,7 +147,7 @@ class GraphChanges:
                 yield replace(change, within=tuple(sorted(within)), lines=at)
 
     def _function_around(self, change: GraphChange) -> str:
-        """Return the function that contains all calls, or an empty text if there is no single function."""
+        """Return the function around all calls, or an empty text if there is no single function."""
         functions = {self.function_at.get(line, "") for line in change.lines}
         return functions.pop() if len(functions) == 1 else ""
 

@@ -25,7 +25,7 @@ class RankEnd:
     why: str = ""
     """The exception in one line, or the reason for the skip."""
     when: str = ""
-    """The phase that raised the exception: ``set-up`` or ``call``."""
+    """The phase with the exception: ``set-up`` or ``call``."""
     text: str = ""
     """pytest's text of the exception."""
 

@@ -152,7 +152,7 @@ class Origin:
     torch: str
     """The version of torch."""
     commit: str | None = None
-    """The abbreviated hash of the commit that was checked out; ``None`` outside of a git repository."""
+    """The abbreviated hash of the checked-out commit; ``None`` outside a git repository."""
     reason: str | None = None
     """The reason for accepting the baseline, in one line; ``None`` without a reason."""
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -170,9 +170,9 @@ class FormerTest:
     metrics: tuple[MetricVerdict, ...] = ()
     """The verdicts on bytes and counts against this baseline, except for ``ok``, the most important first."""
     accept: str = ""
-    """The command that accepts the figures of the new test."""
+    """The command for accepting the new test's figures."""
     prune: str = ""
-    """The command that removes the baseline, for the case that the two tests are different."""
+    """The command for removing the baseline, in case the two tests are different."""
 
     @property
     def fits(self) -> bool:
@@ -272,7 +272,7 @@ NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no 
 """The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Parts of a test's run that can fail: a pytest phase, a subtest, or the process (by a crash)."""
+"""The parts of a test's run in which it can fail: a pytest phase, a subtest, or the process (by a crash)."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -314,9 +314,9 @@ class TestVerdict:
     missing_on: tuple[str, ...] = ()
     """The slugs of these baselines' devices, if the test names another device and this machine lacks that device."""
     accept: str | None = None
-    """The command that accepts the change behind the gate's failure; ``None`` if there is no such command."""
+    """The command for accepting the change behind the gate's failure; ``None`` without such a command."""
     bisect: str | None = None
-    """The command that finds the package behind a regression; ``None`` if the packages equal the baseline's."""
+    """The command for finding the package behind a regression; ``None`` if the packages equal the baseline's."""
     named_device: str | None = None
     """The device that the test's marker names; ``None`` if the test runs on the session's device."""
 

@@ -1,6 +1,6 @@
 """The plugin that collects all measurements, updates the store, writes the reports, and ends the session.
 
-The plugin runs in the process that sees every test's report: pytest-xdist's controller, or the only process.
+The plugin runs in the process with every test's report: pytest-xdist's controller, or the only process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """A plugin for the process that sees every report."""
+    """A plugin for the process with every test's report."""
 
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config

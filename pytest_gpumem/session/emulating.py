@@ -1,4 +1,4 @@
-"""Begin a session on an emulated GPU, before torch is imported and for all processes that the session starts."""
+"""Begin a session on an emulated GPU, before torch is imported and for all processes of the session."""
 
 from __future__ import annotations
 

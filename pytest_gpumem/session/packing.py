@@ -1,7 +1,7 @@
 """Plan how measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first.
 
-For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. A further test with 40 GB
-waits until enough memory is free.
+For example, on an 80 GB GPU four workers run tests with needs of 30, 30, 12 and 8 GB at the same time. A further test with
+40 GB waits until enough memory is free.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Planner:
         return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
 
     def _largest_need(self, test: MeasuredTest) -> int | None:
-        """Return the most bytes that a test needs, from its baselines on any device, or else from its budget."""
+        """Return a test's largest need in bytes, from its baselines on any device, or else from its budget."""
         if self._stored_peaks is None:
             self._stored_peaks = {}
             keys = self._store.keys()

@@ -1,7 +1,7 @@
 """The plugin for a rank's session, which keeps its tests in step with the other ranks.
 
 For example, if ``test_step`` raises an error on rank 1, rank 0 gets this error and fails ``test_step`` as well. So no rank
-waits for another rank that runs a different test.
+waits for another rank in a different test.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class RankSession(OneProcess):
             self.consensus.decide(decision)
 
     def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
-        """Tell the other ranks that this rank runs no more tests.
+        """Tell the other ranks about the end of this rank's tests.
 
         Args:
             failed: The failures on this rank outside of any verdict, each as a clause.

@@ -1,4 +1,4 @@
-"""The baselines for a session, on its own device and on the devices that markers name."""
+"""The baselines for a session, on its own device and on the devices in markers."""
 
 from __future__ import annotations
 

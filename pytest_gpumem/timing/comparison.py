@@ -8,7 +8,7 @@ of the following hold:
 - the whole interval is beyond the tolerance, in seconds or in cycles
 - the whole interval in cycles is above 1, because seconds also vary with the machine's speed
 
-If other work disturbed a sample, or if the clock runs slower than in each run of the baseline, the largest possible effect of
+If other work disturbed a sample, or if the clock runs slower than in each baseline run, the largest possible effect from
 both is subtracted first (`pytest_gpumem.timing.validity`). A step that only looks slower is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
@@ -89,7 +89,7 @@ class Runs:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def extended_by(self, later: Runs) -> Runs:
-        """Return these runs followed by ``later`` runs, at most the last `MOST_RUNS` of them.
+        """Return these runs followed by ``later`` runs. Only the last `MOST_RUNS` runs are kept.
 
         The result has cycles for all runs or for no run. If only one side has cycles, the other side's runs are left out.
         Otherwise a single run without cycles would remove the cycles from all runs, and slower clocks would go unnoticed.
@@ -145,7 +145,7 @@ def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comp
     decides.
 
     Args:
-        samples: The samples of this run.
+        samples: This run's samples.
         baseline: The earlier runs.
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """

@@ -36,7 +36,7 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
     """Return the possible middle pairs in a sample, as indices of ordered values, with cumulated probabilities.
 
     If ``size`` is odd, both values of a pair are equal. The probabilities follow from order statistics (David and Nagaraja,
-    Order Statistics, 2.1 and 2.3): the probability that k values of a sample are among the first i of n values equals the
+    Order Statistics, 2.1 and 2.3): the probability that k sampled values are among the first i of n values equals the
     probability of k successes in n trials that each succeed with probability i/n.
     """
     half = (size + 1) // 2
@@ -78,7 +78,7 @@ PRIOR_RUNS = 4
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio of medians (current / earlier) with the ends of its confidence interval. 1.05 is 5 % longer."""
+    """A ratio between medians (current / earlier) with its confidence interval. 1.05 is 5 % longer."""
 
     ratio: float
     low: float

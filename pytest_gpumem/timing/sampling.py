@@ -214,7 +214,7 @@ def time_step(
     device: Device,
     time_budget: TimeBudget,
 ) -> Times:
-    """Time a step with exclusive use of the device.
+    """Time a step while no other measured test uses the device.
 
     Args:
         step: Runs one step.
@@ -223,7 +223,7 @@ def time_step(
         time_budget: The remaining seconds for timing.
 
     Returns:
-        A sample with the step's time, and the times of its phases.
+        A sample with the step's time, and the phases' times.
     """
     with exclusive_use(device) as refused:
         sample = sample_step(step, device, time_budget.share)
@@ -234,7 +234,7 @@ def time_step(
 
 @contextmanager
 def exclusive_use(device: Device) -> Iterator[str | None]:
-    """Keep other measured tests off the devices of all ranks. Yields the reason if this fails, like `Device.exclusive`."""
+    """Keep other measured tests off all ranks' devices. Yields the reason if this fails, like `Device.exclusive`."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())
@@ -258,13 +258,13 @@ def time_phases(
 ) -> Mapping[str, float]:
     """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
-    A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. For
+    A sample's rounds are not used for this, because they would include a clock reading at every boundary. For
     a step with a single phase, nothing runs and the result is empty.
 
     Args:
         phases: The phases by name, each with a function that runs the phase.
         device: The step's device.
-        steps: The number of steps in a round.
+        steps: The steps in a round.
         time_budget: The remaining seconds. If their share is spent early, fewer than `ROUNDS_OF_PHASES` rounds run.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}

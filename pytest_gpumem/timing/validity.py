@@ -60,8 +60,8 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
     """Return a clause on all known disturbances between two readings; ``None`` if nothing disturbed the time.
 
     The function works for intervals of any length. Counters in ticks count only beyond their resolution, so a round of 20 ms
-    proves nothing about them and a sample of a second does. The clock is judged at the end, because a GPU is idle before its
-    first work.
+    proves nothing about them, but a sample that takes a second does. The clock is judged at the end, because a GPU is idle
+    before its first work.
     """
     return _clauses(
         _retried(before, after),
@@ -276,7 +276,7 @@ def contention_factor(conditions: Conditions) -> float:
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of the time without a core for the thread.
+    """Return the thread's share of time without a core.
 
     If the device does not count waiting, return the share that other processes used.
     """

@@ -30,7 +30,7 @@ CATEGORIES = {
     "input": "The block was allocated before the recording, and the batch, the function passed to `measure` or a "
     "fixture's value refers to the block. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
     "activation": "Python code in forward or in a recomputed part allocated the block, and it was still alive when the "
-    "innermost module returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four "
+    "innermost module returned (outside modules: when backward began its next node). Example: outputs of `addmm` that four "
     "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
     "temporary": "The block was allocated like an activation and freed earlier, but after its operator returned. Or an "
     "autograd node allocated it in backward. Or an optimizer allocated and freed it in its step. Example: logits "
@@ -38,7 +38,7 @@ CATEGORIES = {
     "workspace": "The block was freed before the allocating operator, or the call of this operator, returned. Memory that"
     " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
-    "other": "No rule above holds: the block was allocated before the recording, or outside of modules without a backward,"
+    "other": "No rule above holds: the block was allocated before the recording, or outside modules without a backward,"
     " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
     "unattributed": "The step's bytes without a recorded block are one row. Example: a step has 40 MB, and "
     "its recorded blocks have 38 MB, so 2 MB are unattributed.",
@@ -48,14 +48,14 @@ CATEGORIES = {
 The first matching rule decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
-"""The share that a baseline's rows cover in the peak."""
+"""The peak's share that a baseline's rows cover."""
 MOST_KEPT = 100
 """The most rows in a baseline. In a transformer, 30 rows cover 95 %. In a U-Net, 100 to 190 rows cover 95 %, because its
 blocks differ."""
 MOST_TIED = 50
 """The most further rows in a baseline with the same size as its last row."""
 REST = "smaller rows"
-"""The operator of a row that sums up the unlisted rows in its category."""
+"""The operator in a row for the sum over all unlisted rows in a category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
@@ -91,7 +91,7 @@ class Row:
     module: str = ""
     """The innermost module's path, with layer numbers folded: ``blocks.*.attn``. The model itself
     has the name of its class. If several models ran, the path in a further model begins with its class:
-    ``Discriminator.fc``. Empty outside of modules."""
+    ``Discriminator.fc``. Empty outside modules."""
     site: str = ""
     """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty
     without a frame in your own code."""
@@ -202,14 +202,14 @@ def row_from_text(text: str) -> Row:
 
 
 RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
-"""A row that is written as its text, including its callers."""
+"""A row in its text form, with callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
     """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
 
-    A pattern matches a module's folded path, or the path of a module around it: ``blocks.*.attn`` includes
+    A pattern matches a module's folded path, or the path to a module around it: ``blocks.*.attn`` includes
     ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may also match its ``path``.
 
     Memory that earlier steps left behind (a list of losses) counts as kept by this step. On CUDA, memory from before the
@@ -225,7 +225,7 @@ class Composition(FrozenValue):
     """
 
     total: int
-    """Bytes of all blocks."""
+    """Bytes in all blocks."""
     rows: tuple[RowText, ...]
     """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
@@ -258,7 +258,7 @@ class Composition(FrozenValue):
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return a category's bytes in the modules that match a pattern.
+        """Return a category's bytes in modules with a matching path.
 
         Args:
             category: One of [the categories](#categories).
@@ -272,7 +272,7 @@ class Composition(FrozenValue):
         return sum(row.nbytes for row in self.rows if row.category == category and _is_within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the tensors' dtypes in the modules that match a pattern: ``{"bfloat16", "float32"}``.
+        """Return the tensors' dtypes in modules with a matching path: ``{"bfloat16", "float32"}``.
 
         Args:
             module: A pattern: ``"*.attn"``.
@@ -457,9 +457,9 @@ class Explanation:
     peak: Composition
     """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before that moment."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of memory that the step left behind, after garbage collection."""
+    """The composition of the memory left behind by the step, after garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of memory that only Python's cyclic collector freed."""
+    """The composition of the memory freed only by Python's cyclic collector."""
     cycles: tuple[str, ...] = ()
     """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
     asked: int | None = None

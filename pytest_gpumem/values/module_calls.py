@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 EVERYWHERE = "(all)"
-"""The path that stands for all modules together."""
+"""The path for all modules together."""
 
 _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
@@ -40,7 +40,7 @@ class Caller(NamedTuple):
     """A caller of a module, as a named tuple."""
 
     module: str
-    """The folded path of the module around the call; empty outside of modules."""
+    """The folded path to the module around the call; empty outside modules."""
     line: str
     """The calling line: ``models.py:41``; empty if unknown."""
 
@@ -50,7 +50,7 @@ ModuleCalls = dict[str, Calls]
 
 
 def calls_from_text(text: str) -> tuple[str, Calls]:
-    """Return the path and the calls that `Calls.text` wrote.
+    """Return the path and the calls from a text by `Calls.text`.
 
     Raises:
         ValueError: The text has another form.
@@ -77,7 +77,7 @@ class KindsOfSteps:
 
     Example:
         Ten training steps and two validations are two kinds. The result has the calls from one training step and one
-        validation, whatever the number of steps.
+        validation, regardless of how many steps ran.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class KindsOfSteps:
 
     @property
     def callers(self) -> dict[str, tuple[Caller, ...]]:
-        """The callers with grad mode on, by the path of the called module."""
+        """The callers with grad mode on, by the called module's path."""
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
 
@@ -134,7 +134,7 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
     is returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
 
     Example:
-        Grad mode was off in both calls of ``teacher`` and of ``teacher.blocks.*``, and on in the call of ``student``. The
+        Grad mode was off in both calls to ``teacher`` and ``teacher.blocks.*``, and on in the call to ``student``. The
         result has entries for ``(all)`` and ``teacher``. ``teacher.blocks.*`` follows from ``teacher``.
     """
     if EVERYWHERE in calls:
@@ -203,7 +203,7 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
 
 
 def _outer_paths(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, from the innermost to the outermost."""
+    """Yield the paths to the modules around a module, from the innermost to the outermost."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

@@ -30,7 +30,7 @@ _SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """The place of an operator's call. For an operator in backward, the place of the forward call that made the autograd node.
+    """The place of an operator's call. In backward, this is the place of the forward call behind the autograd node.
 
     All fields are empty if the place is unknown.
     """

@@ -38,7 +38,7 @@ def rank_in(name: str) -> Rank | None:
 
 
 def without_rank(name: str) -> str:
-    """Return the name that the test gave a measurement."""
+    """Return a measurement's name without its rank."""
     match = _NAMED.fullmatch(name)
     return name if match is None else match[1]
 

@@ -1,4 +1,4 @@
-"""Selection of the tests that a session measures. Frozen."""
+"""A session's collected and selected tests. Frozen."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Test = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tests that were collected and selected, each as ``[file, test]``."""
+    """The collected and the selected tests, each as ``[file, test]``."""
 
     measured: frozenset[tuple[str, str]] = frozenset()
-    """The measured tests that were selected to run."""
+    """The selected measured tests."""
     files: frozenset[str] = frozenset()
     """The test files whose tests were all selected."""
     budgets_without_effect: tuple[str, ...] = field(default=(), metadata={KEY: "idle_budgets"})
     """Sentences on settings without an effect: patterns (``budget``, ``mark``) without a matching test, and a table
     ``[tool.gpumem]`` above pytest's root directory, which pytest does not read."""
     error: str | None = None
-    """The usage error that stopped the collection."""
+    """The usage error, if one stopped the collection."""
     collected: frozenset[tuple[str, str]] = frozenset()
     """The collected measured tests, including deselected tests, which another shard may run."""
     collected_files: frozenset[str] = frozenset()

@@ -26,7 +26,7 @@ exactly known than waiting (`pytest_gpumem.timing.validity`)."""
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Several steps that were timed together, about 20 ms in total."""
+    """Several steps timed together, about 20 ms in total."""
 
     seconds: float
     """Seconds per step."""
@@ -34,7 +34,7 @@ class Round:
     """The clock rate: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
     piece of work. ``seconds * pace`` is a step's time in cycles."""
     disturbed: str | None = None
-    """A clause that names other work on the machine; ``None`` if the round was quiet."""
+    """A clause on other work on the machine; ``None`` if the round was quiet."""
     taken: float = 1.0
     """The largest factor by which the other work can have made the round longer."""
 
@@ -70,13 +70,13 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The rounds that count: the quiet rounds if there are at least 6, otherwise all rounds."""
+        """The counted rounds: the quiet rounds if there are at least 6, otherwise all rounds."""
         quiet = tuple(timed for timed in self.rounds if timed.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds per step in each round that counts."""
+        """Seconds per step in each counted round."""
         return tuple(timed.seconds for timed in self.counted)
 
     @property
@@ -107,7 +107,7 @@ class Sample:
 
     @property
     def cycles(self) -> float | None:
-        """Median cycles per step; ``None`` if the clock was not read in every round that counts."""
+        """Median cycles per step; ``None`` if the clock was not read in every counted round."""
         cycles = [timed.cycles for timed in self.counted]
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 

@@ -11,7 +11,7 @@ from pytest_gpumem.units import word_form
 DECIDED = "an uncomputed value decided a branch"
 """Prefix of a note that fails a test in strict mode, because the right value might have needed other memory."""
 _MOST_LINES = 5
-"""The most lines that a note names."""
+"""The most lines in a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class UnknownReads:
     other: Mapping[str, int] = field(default_factory=dict)
     """All other reads: the use of the value is unknown, or does not affect memory."""
     routed: Mapping[str, str] = field(default_factory=dict)
-    """The first line that read a result of an assumed routing, by the routing's name."""
+    """The first line with a read from an assumed routing, by the routing's name."""
 
     def __add__(self, more: UnknownReads) -> UnknownReads:
         return UnknownReads(
