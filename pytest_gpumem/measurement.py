@@ -200,7 +200,7 @@ class Measurement(FrozenValue, MetricAttributes):
     )
     """The items in one step, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
-    """The peaks of all measured steps. With several GPUs, each step has its largest peak."""
+    """The peaks of all measured steps. With several GPUs, each entry is the step's largest peak on any GPU."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
     workspaces: int = 0

@@ -102,7 +102,7 @@ def _python_option(side: str) -> Callable[[FC], FC]:
 
 
 def with_pip_options(command: FC) -> FC:
-    """Add the option that limits the versions of dependencies."""
+    """Add the option for limiting the versions of dependencies."""
     return click.option(
         "--constraint",
         "constraints",
@@ -232,8 +232,8 @@ def ab(
 
     - Each verdict has the change and its 95 % interval. The printed times are geometric means over the pairs, so their ratio is
       the change.
-    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown that the runs could not
-      have detected.
+    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown up to which the runs
+      would have missed a change.
     - The runs end when every test is decided, after 4 pairs at the earliest.
 
     ## Bytes and counts
@@ -241,17 +241,17 @@ def ab(
     - The tolerances are those in `[tool.gpumem]` of `HEAD`. The marker's limits, budgets and the hook for tolerances are not
       applied.
     - If the runs of one side differ, a note says so, and the two sides' closest figures are compared.
-    - Growth is explained by module and line, from the first run of each side. Lines that the two revisions changed come first.
+    - Growth is explained by module and line, from the first run of each side. Changed lines come first.
 
     ## Tests that are not compared
 
-    The report lists each of these tests with a reason: tests that ran on one side only, that were skipped, that failed, or
-    that used another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
+    The report lists each of these tests with a reason: a test ran on one side only, was skipped, failed, or used another
+    workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
 
     ## Worktrees
 
     - A worktree contains the files in git: no built extensions and no uncommitted data. `--setup` can make them. Submodules
-      that the checkout has are checked out. Hooks of git are not run.
+      that the checkout has are checked out. Git hooks are not run.
     - Worktrees are in the temporary folder (`TMPDIR`). If a comparison is killed (`SIGKILL`), the next comparison removes its
       worktrees.
     - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so the tests import the
@@ -263,7 +263,7 @@ def ab(
     - **Environments.** Requirements are installed into a virtual environment on top of the current one. pip's newest
       fitting release of each named package is installed, and only those dependencies that the current environment does not
       satisfy. So the two sides differ only in the packages that you asked for. With `--base-python` or `--head-python`, no
-      environment lies beneath: name all packages that the tests need (`--base-with "-r requirements.txt"`).
+      current environment is used: name all packages that the tests need (`--base-with "-r requirements.txt"`).
     - **Requirements** are written as for pip: `torch==2.15.*`,
       `transformers @ git+https://github.com/huggingface/transformers@main`.
     - **Paths in a requirements file** are resolved as pip resolves them: `-e ../x` and `./x.whl` from the current folder,

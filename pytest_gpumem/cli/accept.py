@@ -112,7 +112,7 @@ def accept(
 
     ## `--cause`
 
-    `--cause 1 --cause 2` accepts the tests that the two causes explain together. A baseline is accepted as a whole, so a test
+    `--cause 1 --cause 2` accepts the tests that grew by these causes only. A baseline is accepted as a whole, so a test
     with a third cause is refused.
 
     ## `--store`
@@ -148,8 +148,8 @@ def accept(
     |---|---|
     | over budget | a baseline does not raise a budget |
     | failed by itself | the test, a subtest, its set-up or tear-down failed; or the report is too old to tell |
-    | did not pass, not measured | a test that you named was skipped, failed as expected, or measured nothing |
-    | nothing to accept | a test that you named passed and equals its baseline |
+    | did not pass, not measured | a named test was skipped, failed as expected, or measured nothing |
+    | nothing to accept | a named test passed and equals its baseline |
     | not by baselines | no baseline makes the test pass, for example if `max_slowdown` limits a test without times |
     | other causes | with `--cause`: other causes also made the test grow, or the causes do not explain all of its growth |
     | another baseline now | the store's baseline is not the one in the report; `--force-commit` overwrites it |
@@ -223,7 +223,7 @@ def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
         For each device the reason why the store could not be locked, or ``None``.
 
     Raises:
-        BackendError: A write failed. The message has the number of baselines that were written.
+        BackendError: A write failed. The message has the number of written baselines.
         StoreError: A file in the store is wrong.
     """
     unlocked: set[str | None] = set()
@@ -266,7 +266,7 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
 def _accepted_by_a_person(
     changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
 ) -> list[Candidate]:
-    """Show each cause of several tests, then each remaining test, and return the tests that the user accepts.
+    """Show each cause of several tests, then each remaining test, and return the accepted tests.
 
     Raises ``click.Abort`` at the end of the input.
     """
@@ -322,7 +322,7 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield each named test that equals its baseline. A pattern is accepted if it also matches tests that differ."""
+    """Yield each named test without a difference from its baseline. A pattern is accepted if it also matches other tests."""
     for test in tests:
         titles = {result.verdict.nodeid for result in selected_results(report, [test])}
         named = [candidate for candidate in candidates if candidate.title in titles]
@@ -332,7 +332,7 @@ def _with_nothing_to_accept(
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each baseline that is written or removed when a test is accepted."""
+    """Yield a line for each baseline to write or remove when a test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():

@@ -1,4 +1,4 @@
-"""``gpumem fit``: runs a program on emulated GPUs to find those that it fits into."""
+"""``gpumem fit``: runs a program on emulated GPUs to find the GPUs into which it fits."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _END = 25
-"""Number of output lines that are shown at the end of a session."""
+"""Number of output lines to show at the end of a session."""
 _SUMMARY = ("gpumem:", "gpumem store:")
 """Prefixes of summary lines, which are shown even if they come earlier."""
 _PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")

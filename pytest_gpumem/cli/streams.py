@@ -87,7 +87,7 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that parses an option.
+    """Return a click callback for parsing an option.
 
     Args:
         parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the mistake.
@@ -165,7 +165,7 @@ def read_report(path: Path) -> SessionReport:
 def files_of(names: Sequence[str]) -> list[Path]:
     """Return the files that a user named. ``-`` is standard input.
 
-    Patterns that the shell did not expand are expanded: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
+    Patterns are expanded if the shell did not expand them: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
 
     Raises:
         InputError: A pattern matches no file, or a file is given twice. A repeated report would count as two shards.

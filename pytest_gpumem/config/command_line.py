@@ -44,7 +44,7 @@ _SETTINGS = ("addopts", "testpaths", "python_files", "python_classes", "python_f
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether nobody typed paths or a selection of tests, so only settings leave tests out.
+    """Return whether nobody typed paths or a test selection, so only settings leave tests out.
 
     For example, ``pytest -n 2 --gpumem-baseline`` in the root directory is a whole run, even with ``addopts = -k fast``. A run
     with a typed ``-k fast`` is not.

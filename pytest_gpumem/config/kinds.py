@@ -1,6 +1,6 @@
 """Kinds of values for options and for keys in ``[tool.gpumem]``.
 
-Every pytest run loads this module, so the checks of values are in `conversions`, which only a run with values loads.
+Every pytest run loads this module, so value checks are in `conversions`, which only a run with values loads.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ModelStep:
     written: str = ""
     """The model's name as written in this entry."""
     index: int = 0
-    """The index of the config in this entry."""
+    """The config's index in this entry."""
 
     @property
     def matrix(self) -> str:

@@ -1,4 +1,4 @@
-"""Read the settings of a project from its files, without starting pytest, so no conftest.py, plugin or test runs."""
+"""Read a project's settings from its files, without starting pytest, so no conftest.py, plugin or test runs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ProjectFiles:
     settings_file: Path | None
     """The file with pytest's settings, for example pytest.ini."""
     of_addopts: Mapping[str, Any]
-    """Values of options in ``addopts`` by name; ``None`` for an unset option."""
+    """Option values in ``addopts`` by name; ``None`` for an unset option."""
     of_user: Mapping[str, Any]
-    """Values of options in ``PYTEST_ADDOPTS``, in the same form."""
+    """Option values in ``PYTEST_ADDOPTS``, in the same form."""
     cache_dir: str
     is_plugin_loaded: bool
     """True if a session in this project loads this plugin."""
@@ -79,7 +79,7 @@ def cache_folder(root: Path, cache_dir: str) -> Path:
 
 
 def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:
-    """Return the files of the project around a folder.
+    """Return the files in the project around a folder.
 
     Args:
         folder: The folder in which pytest would be started.

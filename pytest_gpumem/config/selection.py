@@ -64,8 +64,8 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 
     Args:
         item: The collected item.
-        settings: The settings of the session.
-        devices: The names of all devices.
+        settings: The session's settings.
+        devices: All device names.
 
     Raises:
         BudgetError: The marker is wrong, or the store cannot hold the test's baselines. The message begins with the test's id.

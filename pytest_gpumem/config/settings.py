@@ -1,4 +1,4 @@
-"""The settings of a session, from ``[tool.gpumem]`` and the options, as a frozen value."""
+"""A session's settings, from ``[tool.gpumem]`` and the options, as a frozen value."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Settings:
     """The models from the command line. A relative path as a name starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
-    """Steps of named models in the settings. Relative paths start in the root directory."""
+    """Steps for named models in the settings. Relative paths start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
     """Seconds after which the session ends if a rank makes no progress while other ranks wait."""
     routing: Routing | None = None
     """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds for the first samples of step times in a test."""
+    """Seconds for the first step time samples in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Settings:
     """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
 
     def compared_slug(self, slug: str) -> str:
-        """Return the slug whose baselines are compared with the figures of the device ``slug``."""
+        """Return the slug whose baselines are compared with figures from the device ``slug``."""
         return self.against or slug
 
     @property
@@ -220,7 +220,7 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
 
 
 def _converted(option: Option, value: Any) -> Any:
-    """Return the setting for the value of an option. Raises `SettingsError`."""
+    """Return the setting for an option's value. Raises `SettingsError`."""
     # `gpumem ab` passes an empty mode, which switches the table's `update` off.
     return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
 

@@ -33,7 +33,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
     For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
     repository's pyproject.toml has no effect. If the root directory itself has a table, tables above it are not reported.
-    The search ends at the repository's top. Outside of a repository it ends at the folder in which pytest was started,
+    The search ends at the repository's top. Outside a repository, the search ends at the folder in which pytest was started,
     if that folder contains the root directory. A mistyped table such as ``[tool.gpumen]`` is reported as well.
 
     Args:
@@ -59,7 +59,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
 
 def _mistyped(path: Path) -> Iterator[str]:
-    """Yield the names of unread tables and sections if they resemble this plugin's table."""
+    """Yield names of unread tables and sections if they resemble this plugin's table."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:

@@ -112,7 +112,7 @@ class SessionReport:
     closing_lines: tuple[str, ...] = field(default=(), metadata={KEY: "said"})
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
-    """Problems that neither the following keys nor the results contain, except for the problem that nothing was gated."""
+    """Problems beside those in the following keys and in the results. That nothing was gated is not repeated here."""
     ended_early: str | None = None
     """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class SessionReport:
     run counts.
     """
     merged: bool = False
-    """True if ``gpumem merge`` made the report, so no other shard may run the missing tests."""
+    """True if ``gpumem merge`` made the report. Then no other shard can still run the missing tests."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
     """For each shard without any measurement, its tests, each as ``[file, test]``, sorted."""
 

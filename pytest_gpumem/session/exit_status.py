@@ -83,7 +83,7 @@ class Reporting(Protocol):
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
-    """Return the exit status for a pytest process instead of ``status``.
+    """Return the exit status with which a pytest process ends in place of ``status``.
 
     With a gate, the status is not 0 if the session's report did not pass, and standard error says why. If the report passed and
     another plugin makes the session red later, the report is written again.
