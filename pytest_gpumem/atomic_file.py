@@ -18,7 +18,7 @@ DRAFT = ".draft"
 
 
 def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
-    """Write ``text`` as UTF-8, line ends as they are, and make the folder.
+    """Write ``text`` as UTF-8 without changing line ends. A missing folder is created.
 
     Args:
         path: The file. A link in its place is refused.
@@ -40,7 +40,7 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     """Yield an empty file that replaces ``path`` when the context ends, unless it raises.
 
     Args:
-        path: The file. A link in its place is refused, and the folder is made.
+        path: The file. A link in its place is refused. A missing folder is created.
         root: A folder without links below it; the default is the file's folder. See `open_folder`.
 
     Raises:
@@ -56,7 +56,7 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     with open_folder(root, folders, make=True) as folder:
         folder.refuse_link(name)
         draft = f".{name[:40]}.{secrets.token_hex(8)}{DRAFT}"
-        # The system takes the process's umask off these permissions.
+        # The system removes the permissions in the process's umask.
         descriptor = folder.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor

@@ -14,8 +14,8 @@ from pathlib import Path
 
 SHORT, LONG = "gpumem", "pytest-gpumem"
 _MOST_BYTES = 2**20
-"""The most bytes to read from a command. A script has hundreds. A launcher on Windows has 100,000, with its script at the
-end."""
+"""The most bytes to read from a command. A script has some hundred bytes. A launcher on Windows has 100,000 bytes, and its
+script comes last."""
 _OURS = re.compile(rb"pytest[_-]gpumem")
 _IMPORT = re.compile(rb"^from ([\w.]+) import ", re.MULTILINE)
 _PYTHON = re.compile(rb"#![^\n]*python", re.IGNORECASE)
@@ -27,7 +27,7 @@ class OtherCommand:
 
     path: str
     module: str | None = None
-    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script does not say."""
+    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script imports none."""
 
 
 @functools.cache

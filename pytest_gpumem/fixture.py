@@ -45,7 +45,7 @@ class Region:
 
     @property
     def measurement(self) -> Measurement:
-        """The measurement, which is available after the region has ended. Before, reading it raises `MeasuringError`."""
+        """The measurement. Reading this attribute before the region has ended raises `MeasuringError`."""
         if self.measurement_at_end is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
         return self.measurement_at_end
@@ -54,8 +54,8 @@ class Region:
 class WithBlock(AbstractContextManager[_T]):
     """The context manager from ``gpumem.loop()`` or ``gpumem.track()``.
 
-    It serves a ``with`` statement only. For example, ``gpumem.loop().callback()`` raises an ``AttributeError`` that shows the
-    ``with`` statement to write.
+    The object only works in a ``with`` statement. For example, ``gpumem.loop().callback()`` raises an ``AttributeError``
+    that shows the ``with`` statement to write.
     """
 
     def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
@@ -88,19 +88,19 @@ class WithBlock(AbstractContextManager[_T]):
 class Gpumem:
     """Measures steps of a model, or any code, on the device of this run (``--gpumem-device``).
 
-    A test with the fixture ``gpumem`` measures its own steps and regions, as often as it likes. The test's call is not
+    A test with the fixture ``gpumem`` measures any number of its own steps and regions. The test's call itself is not
     measured. Each measurement is judged after the test: against the budget in the marker and the settings, and, with
     ``--gpumem-baseline``, against its baseline. For annotations: ``from pytest_gpumem import Gpumem``.
 
     Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
     (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test takes several measurements,
     because the default numbers shift when another measurement is added before them. A name raises ``ValueError`` if the test
-    uses it twice, if it is empty, if it has more than 200 characters, or if no file can hold it.
+    uses the name twice, if it is empty or longer than 200 characters, or if no file can store it.
 
     `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` bring memory to rest, then repeat the step until two steps
-    in a row have the same peaks (2 to 6 steps), and four times more. Then they count one more step (`flops`), and time rounds
-    of steps. With ``compile`` or a gradient scaler they repeat until nothing is compiled and the scale stays, at most 16
-    times.
+    in a row have the same peaks (2 to 6 steps), and four times more. Then these methods count one more step (`flops`), and time
+    rounds of steps. With ``compile`` or a gradient scaler, they repeat the step until nothing is compiled and the scale stays
+    the same, at most 16 times.
 
     Only regions can be nested in regions. Any other measurement within a measurement raises `MeasuringError`.
     """
@@ -158,7 +158,7 @@ class Gpumem:
                 ``items``.
             name: The name of the measurement; by default ``measure``.
             explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By default
-                ``--gpumem-explain`` decides, and a test that reads the composition gets one. ``--gpumem-explain=never``
+                ``--gpumem-explain`` decides. A test that reads the composition also gets one. ``--gpumem-explain=never``
                 switches all recording off.
 
         Returns:
@@ -218,11 +218,11 @@ class Gpumem:
     def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
         """Measure ``factory()``, which loads a model onto the device.
 
-        The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Garbage is collected
-        and the allocator's cache is emptied before, so figures repeat. `peak_allocated` counts the loaded object and all
-        temporary memory, such as a second copy of the weights. `loaded` is the memory of the object, and `retained` is the
-        memory that is left beyond the object. On CUDA `peak_reserved` counts the memory that the allocator took, including
-        buffers that are never filled.
+        The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Before the run,
+        garbage is collected and the allocator's cache is emptied, so figures repeat. `peak_allocated` counts the loaded
+        object and all temporary memory, such as a second copy of the weights. `loaded` is the memory of the object, and
+        `retained` is the memory that is left beyond the object. On CUDA `peak_reserved` counts the memory that the
+        allocator took, including buffers that are never filled.
 
         The objects that ``factory`` refers to by its closure or its bound arguments count into the peak. Other live memory
         does not. Random numbers are not restored.
@@ -271,18 +271,18 @@ class Gpumem:
         steps within ``backward()`` ends the step before the next call of a module. Without a torch optimizer, the loop calls
         ``step_ended()`` at the end of each step.
 
-        Memory comes from the first ``steps`` steps. The first step, in which a loop builds state, counts for budgets only.
+        Memory comes from the first ``steps`` steps. The first step counts for budgets only, because a loop builds state in it.
         `growth` comes from the last 12 steps. If some of these kept bytes, but too few to tell a leak from a cache, 12 more
         steps follow. The next steps are counted, explained and timed. If steps differ, at least 6 and at most ``steps`` steps
         are recorded until a step reaches the highest peak again. If no step does, the closest step is shown, with a note.
 
-        Then the block ends by an exception that is not an ``Exception``, through the loop's own ``finally`` and ``with``
-        blocks. Code after the block goes on. ``callback()`` returns a callback for the ``Trainer`` of transformers or
-        Lightning, which stops training in its own way. A loop that ends before is measured up to its end, with a note. Random
-        numbers are not restored.
+        Then an exception that is no ``Exception`` ends the block, and runs the loop's own ``finally`` and ``with`` exits on its
+        way. Code after the block continues. ``callback()`` returns a callback for the ``Trainer`` of transformers or
+        Lightning, which stops training in its own way. If a loop ends earlier, it is measured up to its end, with a note.
+        Random numbers are not restored.
 
-        If memory runs out in the counted step, which takes more than an ordinary step, the loop ends as if it had been
-        measured, and the error becomes a note. Any other error of the loop fails the test.
+        The counted step needs more memory than an ordinary step. If memory runs out in it, the loop ends as if the measurement
+        were complete, and the error becomes a note. Any other error of the loop fails the test.
 
         Args:
             steps: The number of steps for the memory figures, 4 or more. The loop's batches are not an argument.
@@ -338,8 +338,8 @@ class Gpumem:
 
         Args:
             model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds a module. A
-                factory is called with the device as torch's default device (and without, if that fails), and its module is
-                moved to the device. Lazy modules are initialized by a forward pass.
+                factory is called with the device as torch's default device. If this fails, the factory is called again
+                without a default device. The module is moved to the device. Lazy modules are initialized by a forward pass.
             batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, which are moved to
                 the device; or a function without arguments that makes the batch, which is called there.
             config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a
@@ -452,9 +452,9 @@ class Gpumem:
         """Measure a training step, and compare the memory of its state with the formulas.
 
         The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
-        measured. A state that is more than 2 % off its formula is a finding, and so is memory that something else holds at
-        rest. Findings are notes of the measurement, which the end of the run prints. Findings do not fail the test. To fail
-        it, write ``assert not estimate.findings``.
+        measured. A state that is more than 2 % off its formula is a finding. Memory that something else holds between
+        steps is a finding as well. Findings become notes of the measurement, and the end of the run prints them. Findings
+        do not fail the test. To fail the test, write ``assert not estimate.findings``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -554,8 +554,8 @@ class Gpumem:
     def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
         """Assert that memory does not grow while ``step()`` is called again and again.
 
-        Caches may fill in the first half of the calls. In the second half memory may not grow. If it grows, ``step()`` is
-        called once more (not under torchrun with several ranks), because tensors that this call replaces are not a leak.
+        Caches may fill in the first half of the calls. In the second half memory may not grow. If memory grows, ``step()``
+        is called once more (not under torchrun with several ranks), because tensors that this call replaces are not a leak.
         Reserved but unused memory is ignored.
 
         Args:

@@ -42,7 +42,7 @@ class Revision:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without git's variables for hooks, so git uses its current folder."""
+    """Return the environment without the variables that git sets for hooks, so git works in its current folder."""
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
 
@@ -87,7 +87,7 @@ def restoring_command(folder: Path) -> str | None:
 def default_branch(folder: Path) -> str:
     """Return the target branch for changes.
 
-    It is the default branch of ``origin``, otherwise ``main`` or ``master``, otherwise the checked-out branch.
+    The target is ``origin``'s default branch, otherwise ``main`` or ``master``, otherwise the checked-out branch.
     """
     with suppress(GitError):
         return git(folder, "symbolic-ref", "--short", "refs/remotes/origin/HEAD").strip().partition("/")[2]
@@ -160,7 +160,7 @@ def _output(folder: Path, arguments: tuple[str, ...], stdin: bytes = b"", second
             ["git", *arguments],
             cwd=folder,
             env=git_environment(),
-            # Without input it is empty, because git must not wait for a terminal.
+            # Always pass an input, even an empty one, because git must not wait for a terminal.
             input=stdin,
             capture_output=True,
             check=False,

@@ -22,7 +22,7 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
         config: pytest's configuration.
 
     Returns:
-        A function without arguments for each name of a device. It returns a ``pytest_gpumem.Device``, or raises
+        For each device name, a function without arguments. The function returns a ``pytest_gpumem.Device``, or raises
         ``pytest_gpumem.DeviceUnavailable`` with the reason. It is called when the first test with this device runs.
 
     Example::
@@ -61,7 +61,7 @@ def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[
 
 
 def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
-    """See every measurement after it was taken and judged.
+    """Receive every judged measurement.
 
     The hook runs before the test ends, in the process that runs the test.
 
@@ -86,8 +86,8 @@ def pytest_gpumem_tolerance(item: pytest.Item, metric: str, tolerance: Tolerance
         tolerance: The tolerance without this hook, from the metric's default or the settings.
 
     Returns:
-        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. Any other result fails the test and
-        names the plugins with this hook. A negative tolerance, or one that is not finite, does so as well.
+        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. Any other result, and a
+        tolerance that is negative or not finite, fails the test. The failure names the plugins with this hook.
 
     Example::
 

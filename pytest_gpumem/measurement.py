@@ -37,7 +37,7 @@ HELD_NOTHING = (
     "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
     '(device = "cpu", say)'
 )
-"""The end of a sentence on a step without memory on the device, with the remedy."""
+"""The end of a sentence on a step that holds no memory on the device, with the remedy."""
 
 
 MOST_OF_A_NAME = 200
@@ -133,8 +133,8 @@ class Environment(FrozenValue):
     ``pytest_gpumem_environment`` adds further names.
     """
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. They include the installed packages whose
-    code ran in the step, and packages that torch requires and whose release decides memory (cuDNN, cuBLAS, NCCL, Triton).
+    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. The names are the installed packages
+    whose code ran in the step, and packages beneath torch whose release affects memory (cuDNN, cuBLAS, NCCL, Triton).
     """
 
     def __post_init__(self) -> None:
@@ -187,8 +187,9 @@ class Measurement(FrozenValue, MetricAttributes):
     notes: tuple[str, ...] = ()
     """Clauses, for example about peaks that moved from step to step."""
     recomputed: int | None = None
-    """The number of module calls that backward repeated, because of the config or the model itself. ``None`` unless the step is
-    a ``train_step``.
+    """The number of module calls that backward repeated, because the config or the model recomputes them.
+
+    ``None`` unless the step is a ``train_step``.
     """
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
     """The result of the recorded run; ``None`` if nothing was recorded."""
@@ -199,12 +200,12 @@ class Measurement(FrozenValue, MetricAttributes):
     )
     """The items in one step, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
-    """The peaks of all measured steps. With several GPUs it is the largest peak in each step."""
+    """The peaks of all measured steps. With several GPUs, each entry is the step's largest peak on any GPU."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
     workspaces: int = 0
     """Bytes in `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
-    would be lower by this number. If a region or call keeps workspaces, it is their size at the end. See [cuBLAS
+    would be lower by this number. If a region or call keeps workspaces, the value is their size at the end. See [cuBLAS
     workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
@@ -246,8 +247,8 @@ class Measurement(FrozenValue, MetricAttributes):
     def composition(self) -> Composition:
         """The composition of the peak: bytes by category, module, source line, dtype and shape.
 
-        It is recorded if the test function reads it, with ``explain=True``, and with ``--gpumem-explain=always``. Otherwise
-        reading it raises `MissingComposition`.
+        The composition is recorded if the test function reads this attribute, with ``explain=True``, and with
+        ``--gpumem-explain=always``. Otherwise reading the attribute raises `MissingComposition`.
         """
         if self.explanation is None:
             failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
@@ -264,7 +265,7 @@ class Measurement(FrozenValue, MetricAttributes):
 
     @property
     def largest_device(self) -> str | None:
-        """The GPU with the largest peak: ``"cuda:1"``; ``None`` if the process sees only one."""
+        """The GPU with the largest peak: ``"cuda:1"``; ``None`` if the process sees only one GPU."""
         return largest(self.by_device)
 
     def saves(self, other: Measurement) -> Rate:
@@ -276,7 +277,7 @@ class Measurement(FrozenValue, MetricAttributes):
             other: A measurement on the same device.
 
         Returns:
-            A float that shows both peaks in a failed assertion.
+            A float whose text in a failed assertion also shows both peaks.
 
         Raises:
             ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
@@ -292,13 +293,13 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"peak {peak} against {other_peak}{_on_recomputation(self, other)}")
 
     def costs(self, other: Measurement) -> Rate:
-        """Return the time increase rate: (this - other) / other, for `step_time`. It is negative if this step is faster.
+        """Return the time increase rate: (this - other) / other, for `step_time`. The rate is negative if this step is faster.
 
         Args:
             other: A measurement on the same device.
 
         Returns:
-            A float that shows both times in a failed assertion.
+            A float whose text in a failed assertion also shows both times.
 
         Raises:
             MissingMetric: A step was not timed, for example with ``--no-gpumem-time``.
@@ -309,7 +310,7 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
     def roi(self, other: Measurement) -> Rate:
-        """Return the saving divided by the cost. It is infinite if this step costs no time, and 0 if it saves nothing.
+        """Return the saving divided by the cost. The result is infinite if this step costs no time, and 0 if it saves nothing.
 
         For example, a technique that saves 30 % of memory for 15 % more time has 2.0. More than 1.5 is recommended.
 
@@ -317,7 +318,7 @@ class Measurement(FrozenValue, MetricAttributes):
             other: A measurement on the same device.
 
         Returns:
-            A float that shows saving and cost in a failed assertion.
+            A float whose text in a failed assertion also shows saving and cost.
 
         Raises:
             MissingMetric: A step was not timed.
@@ -334,7 +335,7 @@ class Measurement(FrozenValue, MetricAttributes):
             )
 
     def __repr__(self) -> str:
-        # It is short, because every failed assertion about a figure shows it.
+        # Keep the text short, because every failed assertion about a figure shows it.
         step = f"{self.workload.step} {self.workload.config or ''}".rstrip()
         return f"<Measurement {self.name!r}: {step} on {self.environment.device}>"
 

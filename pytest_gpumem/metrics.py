@@ -56,7 +56,7 @@ class Metric:
     weight: int | None = 0
     """If a table is too wide, columns with less weight are left out first. A column with ``None`` is never left out."""
     precedence: int = 0
-    """Rank as a cause: if a measurement fails by several metrics, the metric with the lowest number heads the failure."""
+    """Rank in a failure: if a measurement fails by several metrics, the failure's headline names the lowest number's metric."""
     budget: str | None = None
     """The marker's argument that limits the metric. It takes a size."""
     larger_is_better: bool = False
@@ -65,7 +65,7 @@ class Metric:
     repeats: bool = True
     """True if the same step has the same value every time, to the byte."""
     optional: bool = False
-    """True if a device may be unable to report the metric, which is not a fault of the code."""
+    """True if some devices cannot report the metric. A missing value is then no fault of the code."""
     is_counted_by_operator: bool = False
     """True for work that is counted operator by operator, so a failure names the operators' lines."""
     depends_on: tuple[str, ...] = ()
@@ -144,10 +144,11 @@ class RealMetric(Metric):
 _EXACT = Tolerance(relative=0.005, absolute=64e3)
 # About a hundred scalars per step, which people keep on purpose to log them. Any tensor that matters is larger.
 _SCALARS = Tolerance(relative=0.0, absolute=1024)
-# The whole confidence interval has to exceed it. So a slowdown of 10 % is found although equal code varies by up to 1.5 %.
+# The whole confidence interval has to exceed the tolerance. So a slowdown of 10 % is found although equal code varies by up
+# to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
-# The allocator reserves segments of up to 20 MiB. It is chance whether a step finds room in a segment that other bytes keep
-# open. So two such segments are noise, or less if there was less room (`gate/judge.py`).
+# The allocator reserves segments of up to 20 MiB. By chance, a step may find room in a segment that other bytes keep
+# open. So two such segments count as noise, or fewer segments if less room was left (`gate/judge.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.
@@ -179,18 +180,18 @@ class MetricAttributes:
     )
     """The most bytes that tensors held at once. Requested bytes count, before the allocator rounds them up.
 
-    It counts memory from the test and its fixtures, or the step's model, optimizer and batch. All
-    other live memory is subtracted. With several steps it is the highest peak. On a GPU it includes the workspaces of cuBLAS
+    The metric counts memory from the test and its fixtures, or the step's model, optimizer and batch. All
+    other live memory is subtracted. With several steps, the highest peak counts. On a GPU the peak includes cuBLAS workspaces
     (`Measurement.workspaces`), and the relative tolerance is a ratio of the peak without workspaces.
     """
 
     peak_forward = WholeMetric("peak forward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the forward pass of a `gpumem.train_step`. With micro-batches it is the largest of their peaks.
+    """`peak_allocated` within the forward pass of a `gpumem.train_step`. With micro-batches, the largest peak counts.
     A pipeline stage does not have this metric."""
 
     peak_backward = WholeMetric("peak backward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the backward pass of a `gpumem.train_step`. With micro-batches it is the largest of their
-    peaks."""
+    """`peak_allocated` within the backward pass of a `gpumem.train_step`. With micro-batches, the largest peak
+    counts."""
 
     peak_optimizer = WholeMetric("peak optimizer", "bytes", shown="in details", peak=True)
     """`peak_allocated` within the optimizer's step of a `gpumem.train_step`."""
@@ -215,26 +216,26 @@ class MetricAttributes:
     The allocator reserves segments of 2 MiB for blocks up to 1 MiB, segments of 20 MiB for blocks up to 10 MiB, and a segment
     for each larger block. A step reserves fewer segments if it finds room in a segment that other tests' bytes keep. The room
     at its start is `Measurement.unused_before`. If this room equals the baseline's, the same code reserves the same bytes, and
-    the absolute tolerance is 2 MiB. Otherwise the tolerance is 2 MiB plus the 20 MiB segments that the larger room is part of,
-    up to 40 MiB. If the baseline does not have ``unused_before``, the tolerance is 40 MiB.
+    the absolute tolerance is 2 MiB. Otherwise the tolerance is 2 MiB plus the 20 MiB segments that the larger room touches, up
+    to 40 MiB. If the baseline does not have ``unused_before``, the tolerance is 40 MiB.
     """
 
-    # It comes before the peak as a cause, because a step that keeps more each time also has a higher peak.
+    # Growth precedes the peak in a failure, because a step that keeps more each time also has a higher peak.
     growth = WholeMetric(
         "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, value_if_absent=0
     )
-    """Bytes that every further step keeps: a leak. It is 0 for a repeating step, and a baseline without it means 0.
+    """Bytes that every further step keeps: a leak. A repeating step has 0, and so does a baseline without this metric.
 
-    If one of a step's last five runs left bytes behind, 18 more runs follow. If some of these kept bytes, but too seldom to
-    be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the
+    If one of a step's last five runs left bytes behind, 18 more runs follow. If some of these kept bytes, but too
+    seldom to be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the
     highest live bytes after the runs rise from the first half of the runs to the second. If steps allocate different amounts,
-    only steps with equal amounts are compared. In a `gpumem.loop` it comes from the last 12 steps, or 24. A region, a call and
-    a ``load`` do not have this metric.
+    only steps with equal amounts are compared. In a `gpumem.loop` growth comes from the last 12 steps, or 24. A region, a
+    call and a ``load`` do not have this metric.
     """
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
     """Bytes that outlive the step, region, loading or call after garbage collection, and that neither the test's fixtures nor
-    the loaded object hold. If steps differ, it is the least value of a step, or `growth` if that is more."""
+    the loaded object hold. If steps differ, the least value in any step counts, or `growth` if `growth` is larger."""
 
     loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
     """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has this metric. Memory that is
@@ -310,10 +311,10 @@ class MetricAttributes:
     printing) and for copies between host and device without ``non_blocking=True``, such as ``torch.tensor(2.0,
     device="cuda")``. Waits within an operator, and waits without a value (``torch.cuda.synchronize()``), are not seen.
 
-    On the CPU it is the number of waits that a GPU in its place would cause. Every tensor counts as a GPU tensor, except for an
-    optimizer's counters (``step``), tensors that the step makes without ``device=``, tensors copied with ``.cpu()`` or
-    ``.to("cpu")``, and results computed only from these. On the CPU, tensors that a model keeps on the host on purpose, or
-    makes with ``torch.from_numpy``, cannot be recognized.
+    On the CPU, the metric is the number of waits that a GPU in its place would cause. Every tensor counts as a GPU tensor,
+    except for an optimizer's counters (``step``), tensors that the step makes without ``device=``, tensors copied with
+    ``.cpu()`` or ``.to("cpu")``, and results computed only from these. On the CPU, tensors that a model keeps on the host
+    on purpose, or makes with ``torch.from_numpy``, cannot be recognized.
     """
 
     launches = WholeMetric(
@@ -323,10 +324,10 @@ class MetricAttributes:
         shown="if changed",
         weight=1,
         precedence=4,
-        optional=True,  # the driver may forbid the counting
+        optional=True,  # The driver may forbid counting launches.
         is_counted_by_operator=True,
         depends_on=("torch", "cuda", "driver"),
-        emulated=None,  # a product of cuBLAS is one launch on an emulated GPU, and sometimes two on a real GPU
+        emulated=None,  # A cuBLAS product is one launch on an emulated GPU, and sometimes two launches on a real GPU.
     )
     """CUDA kernels that a step launches, without copies and fills, as CUPTI reports them (CUDA only). The metric is absent if
     CUPTI reports nothing. A failure names the kernels, but not their lines."""
@@ -351,7 +352,8 @@ class MetricAttributes:
 
     throughput = RealMetric("throughput", "items/s", precedence=5, larger_is_better=True, repeats=False)
     """Items per second at `step_time`: samples in a model's step, or the items in the argument ``items``. `gpumem.measure` and
-    `gpumem.loop` have this metric only with ``items``. It has no tolerance, but the argument ``min_throughput`` limits it.
+    `gpumem.loop` have this metric only with ``items``. The metric has no tolerance. The argument ``min_throughput`` sets
+    its limit.
 
     A throughput below the budget is ``over_budget`` if it is [certainly below](../concepts/step-time.md#throughput), otherwise
     ``uncertain``.

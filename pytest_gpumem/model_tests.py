@@ -28,7 +28,7 @@ Place = Literal["alone", "added", "in its file"]
 class ModelTests:
     """A plugin that collects models' tests as tests in ``pyproject.toml``, so a printed id can be run again.
 
-    pytest collects them if it collects ``pyproject.toml``, for example with ``pytest
+    pytest collects these tests if it collects ``pyproject.toml``, for example with ``pytest
     "pyproject.toml::timm:resnet18[8-fp32]"``. They are also added to a run of the ``testpaths`` and to each run with
     ``--gpumem-model``. If ``--gpumem-model`` is typed without a path, only these tests run.
     """
@@ -45,7 +45,7 @@ class ModelTests:
     def _place_in(self, config: pytest.Config, typed: bool) -> Place:
         """Return whether the tests are the only collected tests, are added to others, or are collected with their file."""
         folder, source = config.invocation_params.dir, config.args_source
-        # The option in addopts applies to every run, so it must not leave out all other tests.
+        # An option in addopts applies to every run, so this option must not leave out all other tests.
         is_typed_by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
         if typed and is_typed_by_hand and source is not pytest.Config.ArgsSource.ARGS:
             return "alone"

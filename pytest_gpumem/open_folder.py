@@ -2,7 +2,8 @@
 
 A stranger's branch can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If the path were
 checked first and opened later, somebody could create the link in between. So each folder is opened relative to its parent, by
-``dir_fd`` and ``O_NOFOLLOW``. Systems without these (Windows) check each name first.
+``dir_fd`` and ``O_NOFOLLOW``. Windows lacks
+both, so each name is checked first there.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class OpenFolder:
         self._descriptor = descriptor
 
     def status(self, name: str) -> os.stat_result:
-        """Return the status of a name. For a link it is the status of the link itself. Raises ``OSError``."""
+        """Return the status of a name. A link's status is that of the link itself. Raises ``OSError``."""
         with self._errors_named(name):
             return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
 

@@ -46,7 +46,7 @@ def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
     early_config.stash[PARSER] = parser
-    # Before any conftest.py, which may import torch.
+    # Run this before any conftest.py, because a conftest.py may import torch.
     if is_emulated(early_config):
         from pytest_gpumem.session.emulating import emulate_gpu_of_settings
 
@@ -54,7 +54,7 @@ def pytest_load_initial_conftests(
     try:
         loaded = yield
     except Exception as error:
-        # pytest prints the error of a conftest.py, and then ends.
+        # pytest prints the error in a conftest.py, and then ends.
         if (hint := _emulation_hint([str(getattr(error, "cause", error))])) is not None:
             sys.stderr.write(f"gpumem: {hint}\n")
         raise
@@ -142,8 +142,8 @@ def _register_markers(config: pytest.Config) -> None:
 def is_concerned(config: pytest.Config) -> bool:
     """Return whether to make the session before tests are collected.
 
-    This is so if there is an option or a setting of this plugin, or if pytest-xdist sends tests to workers. Workers get the
-    options of their controller. A worker without such options makes its session later, if it collects a measured test.
+    The session is made early if this plugin has an option or a setting, or if pytest-xdist sends tests to workers. Workers get
+    their controller's options. A worker without options or settings makes its session later, if it collects a measured test.
     """
     if any(config.getoption(option.dest, None) is not None for option in OPTIONS):
         return True

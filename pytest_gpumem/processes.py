@@ -109,7 +109,7 @@ def run(
             stdout=file,
             stderr=error_file,
             shell=isinstance(command, str),
-            # Only this process gets Ctrl-C from the terminal, and it ends the command.
+            # Only this process gets Ctrl-C from the terminal. Then it ends the command.
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
@@ -144,13 +144,15 @@ _PRCTL = _prctl()
 
 
 def end_with_parent() -> None:
-    """Let the system kill this process when its parent ends, because a parent killed by ``kill -9`` cannot do so."""
+    """Let the system kill this process when its parent ends, because a parent that ``kill -9`` ended cannot kill its
+    children.
+    """
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
-    """End a process and its children, by the signal that has come, or SIGTERM. After 3 s they are killed.
+    """End a process and its children with the received signal, or with SIGTERM. After 3 s they are killed.
 
     pytest reacts to the signal and keeps its measurements up to now.
 

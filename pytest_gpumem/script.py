@@ -43,9 +43,9 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options in pytest and pytest-xdist for distributing or selecting tests, with values that switch them off.
+"""Options in pytest and pytest-xdist for distributing or selecting tests, each with a value that switches it off.
 
-A project may have them in ``addopts``.
+The reason is that a project may have these options in ``addopts``.
 """
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
 """Plugins for caching the project's tests, seeding random numbers or adding tests. ``addopts`` may contain their options."""
@@ -86,7 +86,7 @@ class ScriptSession:
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
-        # With `-p no:...` their options would be unknown.
+        # `-p no:NAME` would make the plugin's command-line options unknown, so unregister the plugin here.
         for name in _PLUGINS_NOT_FOR_A_SCRIPT:
             if config.pluginmanager.has_plugin(name):
                 config.pluginmanager.unregister(name=name)

@@ -28,5 +28,7 @@ def wants_colour(environment: Mapping[str, str]) -> bool | None:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Return whether a written line can be replaced. It cannot in a file, or if ``TERM`` is ``dumb``."""
+    """Return whether a written line can be replaced. This is impossible in a file, or if ``TERM`` is
+    ``dumb``.
+    """
     return stream.isatty() and os.environ.get(TERM) != "dumb"

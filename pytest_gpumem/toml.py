@@ -12,15 +12,16 @@ else:
     import tomli as tomllib
 
 _FEW_PARTS = 16
-"""Keys with at most so many parts need no check, because they are parsed quickly. This package's keys have at most 4 parts."""
+"""The number of parts up to which a key needs no check, because it is parsed quickly. This package's keys have at most 4
+parts."""
 _MOST_WORK = 2_000_000
-"""The limit for the number of parts in all keys, multiplied by the parts in the longest key. It bounds the parser's steps to
-about 0.5 s.
+"""The limit for the number of parts in all keys, multiplied by the parts in the longest key. The limit bounds the
+parser's time to about 0.5 s.
 
 For example, the parser took 100 s for a key with 50,000 parts, in a file of 100 kB. Keys of other tools in pyproject.toml may
 be longer than this package's keys: a key with 100 parts in a file with 20,000 parts is read.
 """
-# Comments and strings, because their dots do not separate parts of a key. An unfinished string ends with the text.
+# Match comments and strings, because their dots do not separate parts of a key. An unfinished string ends with the text.
 _OPAQUE = re.compile(
     r"""\#[^\n]*
     |\"{3}(?:[^\\]|\\.)*?(?:\"{3,5}|\Z)

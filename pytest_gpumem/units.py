@@ -187,7 +187,7 @@ def format_bytes(count: int, system: UnitSystem = "si") -> str:
 
 def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
     sign, value, power = ("-" if count < 0 else ""), float(abs(count)), 0
-    # 999.995 kB would be shown as "1000.00 kB": the rounded value decides the unit.
+    # Let the rounded value decide the unit. Otherwise 999.995 kB would be shown as "1000.00 kB".
     while power < len(names) - 1 and (round(value, 2) if power else value) >= base:
         value /= base
         power += 1

@@ -1,7 +1,7 @@
 """This package's folder in the user's cache. Libraries, programs and kernels in it are loaded and run.
 
-So no other user may be able to put a file there. Another user could do so, for example, if ``XDG_CACHE_HOME`` is ``/tmp``, or
-if root runs with the home folder of another user.
+So no other user may be able to put a file into this folder. Another user could do this, for example, if ``XDG_CACHE_HOME`` is
+``/tmp``, or if root runs with the home folder of another user.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_private_folder(folder: Path) -> None:
             root.parent.mkdir(mode=0o700, parents=True)
         _refuse_shared(root)
         with private_folder(root, refuse_shared=True):
-            # Nobody else can enter the root, so a link in it is this user's own.
+            # Nobody else can enter the root, so a link in the root belongs to this user.
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise CacheError(

@@ -70,9 +70,9 @@ NO_COLOR = "NO_COLOR"
 FORCE_COLOR = "FORCE_COLOR"
 """Switches colours on if it is not empty, also in a file or a pipe."""
 TERM = "TERM"
-"""With ``dumb``, a terminal gets no colours, and lines are not redrawn. Any other terminal gets colours by default."""
+"""With ``dumb``, a terminal gets no colours and no redrawn lines. All other terminals get colours by default."""
 GITHUB_ACTIONS = "GITHUB_ACTIONS"
-"""With ``true``, as in each job of GitHub Actions, a session and ``gpumem merge`` write annotations and the job's summary.
-They and ``gpumem comment`` then also read the job's other variables, such as ``GITHUB_STEP_SUMMARY``."""
+"""With ``true``, as in each GitHub Actions job, a session and ``gpumem merge`` write annotations and the job's summary. These
+commands and ``gpumem comment`` then also read the job's other variables, such as ``GITHUB_STEP_SUMMARY``."""
 GITHUB_TOKEN = "GITHUB_TOKEN"  # noqa: S105 - the variable's name
 """Token for GitHub's API, which ``gpumem comment`` needs. In GitHub Actions it is ``${{ github.token }}``."""

@@ -1,7 +1,7 @@
 """Tests in a report, selected by the causes of their growth. Pure.
 
-A baseline is accepted as a whole, so all causes of its test have to be accepted. Example: a test grew because of cause 1 and
-cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts it.
+A baseline is accepted as a whole, so all causes of the test's growth have to be accepted. Example: a test
+grew because of cause 1 and cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class UnknownCause(Exception):
-    """A report has no cause with this number. The message lists the existing causes."""
+    """A report lacks a cause with this number. The message lists the existing causes."""
 
 
 def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:
@@ -49,16 +49,16 @@ def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -
 def with_causes(
     causes: Causes, results: Sequence[TestResult], accepted: Sequence[Cause], units: UnitSystem
 ) -> list[tuple[TestResult, Refusal | None]]:
-    """Return the tests that accepted causes explain.
+    """Return the tests that grew by an accepted cause.
 
     Args:
-        causes: All causes of the report.
-        results: Its tests.
+        causes: All causes in the report.
+        results: The tests in the report.
         accepted: The accepted causes.
         units: The unit system for bytes in the messages.
 
     Returns:
-        Each test with the reason why these causes are not enough to accept it, or ``None`` if they are.
+        Each test with the reason for its refusal; ``None`` if the accepted causes explain all of its growth.
     """
     numbers = {cause: number for number, cause in enumerate(causes.causes, start=1)}
     of_test: dict[str, list[Cause]] = {}

@@ -9,10 +9,10 @@ from pytest_gpumem.units import counted
 
 
 def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> str | None:
-    """Return a sentence if a report measured other code than the checked-out code; otherwise ``None``.
+    """Return a sentence if a report did not measure the checked-out code; otherwise ``None``.
 
-    Two commits have the same code if all files outside of the store are equal, for example the merge commit for an
-    up-to-date pull request.
+    Two commits have the same code if all files outside the store are equal. For example, the merge commit of an up-to-date
+    pull request has the same code as its branch.
 
     Args:
         commit: The report's commit, an abbreviated hash.
@@ -32,7 +32,7 @@ def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> 
 
 
 def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> str | None:
-    """Return a sentence on the difference between two commits, or why it is unknown; ``None`` without a difference."""
+    """Return a sentence on the difference between two commits, or on why git cannot compare them; ``None`` if equal."""
     try:
         git(checkout, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except GitError:

@@ -1,4 +1,4 @@
-"""Changes in the store if tests from a report are accepted, and refused changes."""
+"""The store's changes for accepting tests from a report, and the reasons for refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A test in a report, with its changes in the store, or the reason for its refusal."""
+    """A test in a report, with the store's changes for accepting it or the reason for refusing it."""
 
     result: TestResult
     changes: Changes | None = None
@@ -62,10 +62,10 @@ def candidates_of(
 
     Args:
         results: The tests.
-        terms: The options of their session.
-        store: The store, which must be readable.
-        source: The origin that the entries record.
-        forced: Whether to replace baselines that differ from the baselines in the report.
+        terms: The options of the report's session.
+        store: The readable store.
+        source: The origin for the entries.
+        forced: Whether to replace baselines even after changes since the report's comparison.
 
     Raises:
         BackendError: The store cannot be read.
@@ -93,10 +93,10 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
 
 
 def _check_names(result: TestResult, verdict: Verdict) -> None:
-    """Check the names of a measurement.
+    """Check a measurement's names.
 
     Raises:
-        TypeError, ValueError, StoreError: No session has such a name, or no file can store it.
+        TypeError, ValueError, StoreError: No session writes such a name, or no file can store it.
     """
     check_name(verdict.measurement.name)
     path_of(verdict.measurement.environment.slug, result.verdict.file).encode()
@@ -104,7 +104,7 @@ def _check_names(result: TestResult, verdict: Verdict) -> None:
 
 
 def _check_readable(changes: Changes, store: Store) -> None:
-    """Check that a test's entries can be read again, because an unreadable file makes the store useless.
+    """Check that a test's entries are readable after writing, because an unreadable file makes the store useless.
 
     Raises:
         FormatError, ValueError: The entries could not be read again.
@@ -130,7 +130,7 @@ def _check_readable(changes: Changes, store: Store) -> None:
 
 
 def _without_accepted_runs(changes: Changes) -> Changes:
-    """Return the changes without times that were accepted from the same report before."""
+    """Return the changes without times that an earlier call accepted from the same report."""
     entries = {
         key: entry
         for key, entry in changes.entries.items()
@@ -165,7 +165,7 @@ def _changed_baseline(changes: Changes) -> str | None:
 
 
 def by_device(accepted: Sequence[Candidate]) -> Mapping[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]]:
-    """Return the entries to write and to remove, by the slug of their device. A report may have several devices."""
+    """Return the entries to write and to remove, by the slug of their device. A report may contain several devices."""
     changes_by_device: dict[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]] = {}
     for candidate in accepted:
         changes = candidate.changes

@@ -32,7 +32,7 @@ class UnfitReport(Exception):
 
 
 class UnknownTest(Exception):
-    """A report does not have this test. The message names tests with a similar spelling."""
+    """A report lacks this test. The message names tests with a similar spelling."""
 
 
 class Refusal(NamedTuple):
@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
 
 
 def check_report(report: SessionReport, name: str) -> None:
-    """Check that the report's session compared tests with its own baselines.
+    """Check that the report's session compared its tests with baselines for its own device.
 
     Args:
         report: The report.
@@ -73,7 +73,7 @@ def selected_results(report: SessionReport, tests: Sequence[str]) -> list[TestRe
 
     Args:
         report: The report.
-        tests: Each is a test's id, a part of an id, or a pattern.
+        tests: Test ids, parts of ids, or patterns.
 
     Raises:
         UnknownTest: The report does not have a named test.
@@ -103,7 +103,7 @@ def _unknown(test: str, keys: Iterable[Key], unfinished: Iterable[Key]) -> str:
 
 
 def refusal(result: TestResult, terms: Terms) -> Refusal | None:
-    """Return the reason why ``--gpumem-update=all`` would not have written a test; ``None`` if it would have."""
+    """Return the reason why ``--gpumem-update=all`` would not have written a test; ``None`` for a written test."""
     verdict = result.verdict
     if verdict.unmeasured or not verdict.verdicts:
         return _nothing_measured(result)
@@ -116,7 +116,7 @@ def refusal(result: TestResult, terms: Terms) -> Refusal | None:
     if not result.failed and not result.passed:
         return Refusal("did not pass", "it was skipped, or failed as expected (xfail)")
     if failing or (result.failed and verdict.accept is None):
-        # A limit without an effect is named at the end of the text.
+        # The text ends with the limits without an effect.
         *_, last = (verdict.failure or "").strip().split("\n")
         why = headline(verdict.failure or "") if failing else last
         return Refusal("not by baselines", f"a new baseline would not fix it: {why}")

@@ -104,7 +104,8 @@ class Url(Backend):
         self.url = url if url.endswith("://") else url.rstrip("/")
         if self._scheme in EXTRAS and has_credentials(url):
             raise BackendError(
-                f"{without_credentials(url)}: credentials in this URL are shown but not used; set them in the environment"
+                f"{without_credentials(url)}: this URL contains credentials, which are never used and would appear in reports; "
+                "set them in the environment"
             )
         with self._as_backend_errors("cannot be opened"):
             self._files, root = fsspec.core.url_to_fs(self.url)

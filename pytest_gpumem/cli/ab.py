@@ -43,7 +43,7 @@ _FILE_OPTIONS = ("-r", "--requirement")
 
 
 class WithPytestArguments(click.Command):
-    """A command that passes everything after ``--`` to pytest."""
+    """A command that passes all words after ``--`` to pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         separator = args.index("--") if "--" in args else len(args)
@@ -102,7 +102,7 @@ def _python_option(side: str) -> Callable[[FC], FC]:
 
 
 def with_pip_options(command: FC) -> FC:
-    """Add the option that limits the versions of dependencies."""
+    """Add the option for limiting the versions of dependencies."""
     return click.option(
         "--constraint",
         "constraints",
@@ -118,7 +118,7 @@ def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
     """Return the option ``--max-slowdown``.
 
     Args:
-        condition: A sentence for the help text that says when the option is used.
+        condition: A sentence for the help text on when the option is used.
     """
     return click.option(
         "--max-slowdown",
@@ -197,8 +197,8 @@ def ab(
     baseline. Baselines are neither read nor written.
 
     With --base-with, --head-with, --base-python or --head-python, a side runs with other packages. Without BASE, both sides
-    then run the project in the current folder with its uncommitted changes. It need not be a git repository. The requirements
-    are installed into cached environments (`gpumem cache`), so the current environment is not changed.
+    then run the project in the current folder with its uncommitted changes. The folder need not be a git repository. The
+    requirements are installed into cached environments (`gpumem cache`), so the current environment is not changed.
 
     \b
     Examples:
@@ -218,8 +218,8 @@ def ab(
     - If no time is taken (`--no-gpumem-time`, or an emulated GPU), each side runs once.
     - `--gpumem-baseline`, `--gpumem-update`, `--gpumem-store` and `--gpumem-strict` are refused in `PYTEST_ARGS`, and switched
       off if the settings set them.
-    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree, and the file is removed with
-      it.
+    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree. The file is removed with the
+      worktree.
     - A run ends the comparison if pytest reports a usage error, cannot collect the tests, or crashes.
 
     ## Verdicts on step time
@@ -232,8 +232,8 @@ def ab(
 
     - Each verdict has the change and its 95 % interval. The printed times are geometric means over the pairs, so their ratio is
       the change.
-    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown that the runs could not
-      have detected.
+    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown up to which the runs
+      would have missed a change.
     - The runs end when every test is decided, after 4 pairs at the earliest.
 
     ## Bytes and counts
@@ -241,19 +241,20 @@ def ab(
     - The tolerances are those in `[tool.gpumem]` of `HEAD`. The marker's limits, budgets and the hook for tolerances are not
       applied.
     - If the runs of one side differ, a note says so, and the two sides' closest figures are compared.
-    - Growth is explained by module and line, from the first run of each side. Lines that the two revisions changed come first.
+    - Growth is explained by module and line, from the first run of each side. Changed lines come first.
 
     ## Tests that are not compared
 
-    The report lists each of these tests with a reason: tests that ran on one side only, that were skipped, that failed, or
-    that used another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
+    The report lists each of these tests with a reason: a test ran on one side only, was skipped, failed, or used another
+    workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
 
     ## Worktrees
 
     - A worktree contains the files in git: no built extensions and no uncommitted data. `--setup` can make them. Submodules
-      that the checkout has are checked out. Hooks of git are not run.
-    - Worktrees are in the temporary folder (`TMPDIR`). The next comparison removes those of a killed one (`SIGKILL`).
-    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so that the tests import the
+      that the checkout has are checked out. Git hooks are not run.
+    - Worktrees are in the temporary folder (`TMPDIR`). If a comparison is killed (`SIGKILL`), the next comparison removes its
+      worktrees.
+    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so the tests import the
       worktree's code. If a run imports a module from another checkout of the repository, for example through an editable
       install, the command ends and names the module and the file. A virtual environment inside the checkout is fine.
 
@@ -262,17 +263,17 @@ def ab(
     - **Environments.** Requirements are installed into a virtual environment on top of the current one. pip's newest
       fitting release of each named package is installed, and only those dependencies that the current environment does not
       satisfy. So the two sides differ only in the packages that you asked for. With `--base-python` or `--head-python`, no
-      environment lies beneath: name all packages that the tests need (`--base-with "-r requirements.txt"`).
+      current environment is used: name all packages that the tests need (`--base-with "-r requirements.txt"`).
     - **Requirements** are written as for pip: `torch==2.15.*`,
       `transformers @ git+https://github.com/huggingface/transformers@main`.
     - **Paths in a requirements file** are resolved as pip resolves them: `-e ../x` and `./x.whl` from the current folder,
-      `--find-links` from the file's folder if the path exists there. Constraint files that it names are applied like
-      `--constraint`.
+      `--find-links` from the file's folder if the path exists there. Constraint files in a requirements file are applied
+      like `--constraint`.
     - **Reports** shorten absolute paths to the parts that differ between the two sides: `old/gpt` and `new/gpt`.
     - **uv** installs the packages if it is on the path, otherwise pip. If a set cannot be resolved, the command shows the
       reason.
     - **Environments are cached** by their packages and the environment beneath. A set without exact releases (`torch==2.15.*`)
-      is installed anew each time. `gpumem cache` lists and removes them.
+      is installed anew each time. `gpumem cache` lists and removes the environments.
     - **torch:** if the device is an emulated GPU (`--gpumem-device=emulated:h100` in `PYTEST_ARGS`, or `device` in the
       settings), a requirement on torch installs its CUDA build without NVIDIA's libraries. So an upgrade can be judged without
       a GPU.

@@ -68,7 +68,7 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests whose growth row N in the report's table of causes explains, for example `1` for the first row. "
+    help="Accept the tests with growth explained by row N of the report's table of causes, for example `1` for the first row. "
     "May be repeated.",
 )
 @store_option
@@ -93,9 +93,9 @@ def accept(
     GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session: a
     baseline for each test that passed, or that failed only because of its baseline.
 
-    A TEST is a test's id, a part of it, or a pattern with `*` and `?`. Without one, all tests in the report are accepted. On a
-    terminal, the command then shows each cause of growth and each other test that differs from its baseline, and asks: accept,
-    skip, or quit, which skips the rest.
+    A TEST is a test's id, a part of an id, or a pattern with `*` and `?`. Without a TEST, all tests in the report are
+    accepted. On a terminal, the command then shows each cause of growth and each other test that differs from its
+    baseline, and asks: accept, skip, or quit, which skips the rest.
 
     \b
     Examples:
@@ -112,7 +112,7 @@ def accept(
 
     ## `--cause`
 
-    `--cause 1 --cause 2` accepts the tests that the two causes explain together. A baseline is accepted as a whole, so a test
+    `--cause 1 --cause 2` accepts the tests that grew by these causes only. A baseline is accepted as a whole, so a test
     with a third cause is refused.
 
     ## `--store`
@@ -129,7 +129,7 @@ def accept(
 
     - The files in the store are the same bytes that `--gpumem-update=all` would have written, with the report's date and
       commit. Baselines of measurements that an accepted test no longer takes are removed.
-    - Step times are written if the session took them. A gate takes no times of a test whose baseline has none.
+    - Step times are written if the session took them. A gate does not time a test whose baseline has no times.
     - If the session ended early, its report contains only some of the tests. The output says so.
 
     ## The questions on a terminal
@@ -148,8 +148,8 @@ def accept(
     |---|---|
     | over budget | a baseline does not raise a budget |
     | failed by itself | the test, a subtest, its set-up or tear-down failed; or the report is too old to tell |
-    | did not pass, not measured | a test that you named was skipped, failed as expected, or measured nothing |
-    | nothing to accept | a test that you named passed and equals its baseline |
+    | did not pass, not measured | a named test was skipped, failed as expected, or measured nothing |
+    | nothing to accept | a named test passed and equals its baseline |
     | not by baselines | no baseline makes the test pass, for example if `max_slowdown` limits a test without times |
     | other causes | with `--cause`: other causes also made the test grow, or the causes do not explain all of its growth |
     | another baseline now | the store's baseline is not the one in the report; `--force-commit` overwrites it |
@@ -223,7 +223,7 @@ def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
         For each device the reason why the store could not be locked, or ``None``.
 
     Raises:
-        BackendError: A write failed. The message has the number of baselines that were written.
+        BackendError: A write failed. The message has the number of written baselines.
         StoreError: A file in the store is wrong.
     """
     unlocked: set[str | None] = set()
@@ -266,7 +266,7 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
 def _accepted_by_a_person(
     changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
 ) -> list[Candidate]:
-    """Show each cause of several tests, then each remaining test, and return the tests that the user accepts.
+    """Show each cause of several tests, then each remaining test, and return the accepted tests.
 
     Raises ``click.Abort`` at the end of the input.
     """
@@ -322,7 +322,7 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield each named test that equals its baseline. A pattern is accepted if it also matches tests that differ."""
+    """Yield each named test without a difference from its baseline. A pattern is accepted if it also matches other tests."""
     for test in tests:
         titles = {result.verdict.nodeid for result in selected_results(report, [test])}
         named = [candidate for candidate in candidates if candidate.title in titles]
@@ -332,7 +332,7 @@ def _with_nothing_to_accept(
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each baseline that is written or removed when a test is accepted."""
+    """Yield a line for each baseline to write or remove when a test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():

@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     "--blocks",
     metavar="PATTERN",
     help="The modules that contain the model's repeated blocks, for example `transformer.h`, or the blocks themselves. "
-    "Default: the blocks that the command finds.",
+    "Default: the blocks found by the command.",
 )
 @format_option("json", "markdown", "html")
 def advise(
@@ -186,7 +186,7 @@ def advise(
                         `(model, batch, loss)`; `loss` is called with the
                         output and the batch
 
-    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub is run.
+    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub runs.
 
     \b
     The search tries these configs in order, and keeps each change that saves
@@ -208,9 +208,9 @@ def advise(
     Exit status: 0 if a config fits into each given device, or with `emulated:all` into any card, 1 if no config fits, the model
     fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
-    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, a smaller batch than
-    the given one that fits also ends with 0. After Ctrl-C, the command prints the configs measured so far and recommends the
-    best one that fits.
+    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, the status
+    is also 0 if only a smaller batch than the given batch fits. After Ctrl-C, the command prints the configs measured so
+    far and recommends the best one that fits.
 
     ## `--batch`
 
@@ -226,7 +226,7 @@ def advise(
 
     - After the kind come `world=N` ranks and, for another rank than the first, `rank=M`: `hsdp:2,world=16,rank=3`.
       See [step configs](step-configs.md) for the kinds.
-    - Memory, `--batch` and largest batches are those of one rank, and so of one GPU.
+    - Memory, `--batch` and largest batches are for one rank, which is one GPU.
     - If a config cannot be combined with the sharding, its row contains the reason.
     - Inference and generation cannot be sharded.
 
@@ -240,7 +240,7 @@ def advise(
       tokens have to fit into the model's positions. Whisper can only be measured on a CPU or a real GPU, because it reads its
       tokens to cut the sound.
     - The configs are those of inference. `cache=off` generates without the cache.
-    - `--largest-batch` finds the number of prompts that fit at once, `--longest-sequence` the length of a prompt.
+    - `--largest-batch` finds how many prompts fit at once, and `--longest-sequence` how long a prompt may be.
     - A growing cache (`DynamicCache` in transformers) ends with
       `2 x layers x key heads x head size x (prompt tokens + N - 1) x samples` numbers, because the last token is not fed back.
       While it grows, the keys or values of one layer exist twice.
@@ -271,7 +271,7 @@ def advise(
 
     - The size is found by running the step: it fits, and the next size does not. With `accumulate=4` the next size is 4 samples
       larger. If the model itself sets the end, for example by its last position, the reason is printed.
-    - If no config fits, the search uses the config that takes the least memory.
+    - If no config fits, the search uses the config with the least memory.
 
     ## `--blocks`
 
@@ -314,15 +314,17 @@ def advise(
 
     - The batch is shared out by `accumulate=` as far as its samples can be divided. If `fully_shard` gathers parameters,
       `mp-bf16` comes before `amp-bf16`. Combinations that a sharding excludes are left out.
-    - A config that cannot run here, fails or runs out of memory is a row with the reason. An error of `fp32`, the first config,
+    - If a config cannot run here, fails or runs out of memory, its row contains the reason. An error of `fp32`, the first
+    config,
       ends the search.
     - No times are taken on an emulated GPU, so the first config that fits is recommended. A note names the faster precisions
       that were not tried. `--all` tries them.
     - On emulated GPUs, each config is first run on a card with more memory than any. If its tensors fit but the reserved memory
       does not, it is run again with the card's own memory, because the allocator then releases its cache. `lacks` is the memory
       by which the card is too small. If there are more cards than configs, each card has a row.
-    - "cannot run" is a card for which torch has no kernels, or that lacks a feature, such as flash attention below compute
-      capability 8.0. bfloat16 that torch emulates (on a T4) is measured, and recommended only if nothing else fits.
+    - "cannot run" means that torch has no kernels for the card, or that the card lacks a feature, such as flash attention
+      below compute capability 8.0. bfloat16 that torch emulates (on a T4) is measured, and recommended only if nothing
+      else fits.
 
     ## Output
 
@@ -330,10 +332,10 @@ def advise(
       need memory besides.
     - `attention:` is the implementation in the configuration of the attention modules (`sdpa` or `eager`), for functions as
       well. Eager attention keeps the scores of all tokens, and can take much more memory.
-    - The recommended config runs once more, recorded, on the first device that it is for. Its peak is printed by category and
+    - The recommended config runs once more, recorded, on its first device. Its peak is printed by category and
       module. These are bytes in tensors; the allocator reserves somewhat more.
     - Warnings below the table come from Python and from the model's libraries, each once. For example, transformers warns
-      that it uses its reference code for Mamba because `mamba_ssm` is not installed. The figures are then those of the
+      that it uses its reference code for Mamba because `mamba_ssm` is not installed. The figures then belong to the
       reference code.
 
     ## JSON
@@ -473,7 +475,7 @@ def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], 
 
 
 class _ModelFailed(InputError):
-    """The model exists, but fails by itself."""
+    """Error for an existing model that fails by itself."""
 
     exit_code = 1
 
@@ -589,7 +591,7 @@ def _notes(search: Search) -> tuple[str, ...]:
 
 
 def _notes_on_faster(search: Search, trials: Sequence[DeviceTrials]) -> Iterator[str]:
-    """Yield notes on faster precisions that were not tried, with the names of the cards."""
+    """Yield notes on untried faster precisions, with the cards' names."""
     cards: dict[str, list[str]] = {}
     for card in trials:
         note = search.note_on_faster(card.tried, card.limit) if card.finished else None
@@ -603,7 +605,7 @@ def _with_code(
 ) -> Advice:
     """Add the code for each recommended config, and the composition of its peak.
 
-    A config that is recommended for several devices is explained on the first of them.
+    If several devices have the same recommended config, it is explained on the first device.
     """
     first_device: dict[StepConfig, str] = {}
     for device in advice.devices:

@@ -168,7 +168,7 @@ def bisect(
     \f
     ## `--from`
 
-    - The first test in the report that regressed is searched with, and no other test. Options about baselines in
+    - The search uses only the first regressed test in the report. Options about baselines in
       `PYTEST_ARGS` are left out.
     - With a report of `gpumem ab`, the command searches the packages that the report's `HEAD` asked for. A package from an
       address (`transformers @ git+https://...`) comes after all releases.
@@ -177,7 +177,7 @@ def bisect(
 
     ## `--all`
 
-    As with `git bisect`, a good commit excludes all commits that it comes from.
+    As with `git bisect`, a good commit excludes all of its ancestors.
 
     ## `--package`
 
@@ -189,8 +189,8 @@ def bisect(
 
     ## Output
 
-    The command prints the candidates that it tried, the memory that the change added by module and line, the change, and the
-    command that accepts it. The last line also names the releases that have to be installed first. If a release improved the
+    The command prints the tried candidates, the added memory by module and line, the change, and the command for accepting
+    the change. The last line also names releases to install first. If a release improved the
     figure, there is nothing to accept.
 
     ## How the search decides
@@ -199,7 +199,7 @@ def bisect(
       first bad candidate explains less than half of the growth, the command prints the `--good` with which to continue.
     - **Skipped candidates** are printed with their reason: a commit that does not import, a release that cannot be installed.
       If the first bad candidate cannot be told apart from skipped ones beside it, all of them are named.
-    - **A merge** that is the first bad commit is named as a merge, with the command that searches the merged branch.
+    - If **a merge** is the first bad commit, the output says so, with the command for searching the merged branch.
     - **An improvement** is searched if `--bad` is the earlier commit or release. The result is the first candidate that is as
       good as `--good`.
     - Uncommitted changes are left out of a search in commits. A line on standard error counts the files.
@@ -207,8 +207,8 @@ def bisect(
 
     ## Interrupted searches
 
-    - After Ctrl-C or `kill -9`, the same command continues if the same packages are installed. It removes the worktrees that
-      the first one left.
+    - After Ctrl-C or `kill -9`, the same command continues if the same packages are installed. It removes the worktrees from
+      the interrupted search.
     - A search in releases begins anew if the current code has changed: for git, or without git by the names, sizes and times of
       `*.py`, `*.toml`, `*.ini` and `*.cfg` files.
 
@@ -379,7 +379,7 @@ def _missing_packages(package: str | None, bad: str | None, red: RegressedTest |
 
 
 def _red_test(source: Path) -> RegressedTest:
-    """Return the first test in a report that regressed. Raises `ReportError`, `NothingToSearch` and `InputError`."""
+    """Return the first regressed test in a report. Raises `ReportError`, `NothingToSearch` and `InputError`."""
     try:
         return regressed_test_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:

@@ -43,7 +43,7 @@ def cache(*, clear: bool) -> None:
 
     - The cache is the folder in `GPUMEM_CACHE`. By default it is `$XDG_CACHE_HOME/pytest-gpumem`, on Linux usually
       `~/.cache/pytest-gpumem`.
-    - Only its user can enter it, because libraries and programs in it are loaded and run.
+    - Only the user can enter the folder, because libraries and programs in it are loaded and run.
     - A folder is refused if it belongs to another user, if it contains files and others could write to it, or if it is a link.
       For example, root with the home folder of another user gets
       `the cache /home/ada/.cache/pytest-gpumem is not used: the folder belongs to another user; set GPUMEM_CACHE to a new

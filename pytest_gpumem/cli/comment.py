@@ -148,7 +148,7 @@ def comment(
     write`. If the token is read-only, for example in a pull request from a fork, or if the job runs for no pull request, the
     command says so and writes nothing. This is not an error.
 
-    A job that runs a pull request's tests should not have a token that can write. Comment in another job, with --run.
+    A job with a pull request's tests should not have a token with write access. Comment in another job, with --run.
 
     \b
     Examples:
@@ -168,7 +168,7 @@ def comment(
 
     ## `--issue`
 
-    An issue is for a job that runs for no pull request, for example a scheduled one. The command looks for it among the open
+    An issue is for a job without a pull request, for example a scheduled job. The command looks for it among the open
     issues. A closed issue stays closed: the next red run opens another.
 
     ## `--artifact`
@@ -260,8 +260,8 @@ def _content(file: Path, *, strict: bool) -> _Content:
 
     Args:
         file: Its path.
-        strict: False if a stranger may have written the file. It must then be JSON. If it is missing or broken, the content
-            says so instead of raising.
+        strict: False if a stranger may have written the file. The file must then be JSON. If the file is missing or broken,
+            the content says so, and nothing is raised.
 
     Raises:
         InputError: The file cannot be used.
@@ -294,7 +294,7 @@ def _text(file: Path) -> str:
 
 
 def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
-    """Return a paragraph with the commands that accept a report's figures. Empty if accepting them would not help."""
+    """Return a paragraph with the commands for accepting a report's figures. Empty if accepting them would not help."""
     number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
     for content in contents:
         report = None if content.result is None else content.result.session
@@ -341,7 +341,7 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
 
 
 def _number_of_event() -> int | None:
-    """Return the pull request that this job runs for. Raises `InputError` outside a job."""
+    """Return this job's pull request. Raises `InputError` outside a job."""
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
         raise InputError("the pull request is not known: give --pull-request NUMBER")

@@ -61,7 +61,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
       are printed if they moved by more than the tolerance, and not judged. `gpumem ab` compares the speed of two revisions.
     - **`failed`** is a test that failed in the report `NEW` and not in `OLD`: by itself, in its tear-down, by its budget or a
       relation, or because it did not finish. A test that has figures in `OLD` and whose file could not be collected in `NEW` is
-      `failed` as well. A test that regressed is not listed a second time as `failed`.
+      `failed` as well. A regressed test is not listed a second time as `failed`.
     - Tests that are `gone` or `unmeasured` do not count as worse.
 
     ## JSON

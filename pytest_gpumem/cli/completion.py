@@ -94,7 +94,9 @@ def _stored(context: click.Context) -> list[tuple[str, Key]]:
 
 
 def _store_of(context: click.Context) -> tuple[str, Path]:
-    """Return the store's location, from ``--store`` or the nearest pyproject.toml, and the folder to which it is relative."""
+    """Return the store's location from ``--store`` or the nearest pyproject.toml, and the folder in which a relative path
+    starts.
+    """
     current_folder, typed = Path.cwd(), context.params.get("store")
     if typed:
         return typed, current_folder

@@ -102,7 +102,7 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
       the row says so. A device from an installed plugin, or with `--conftest` from a `conftest.py`, is opened if the settings
       name it. The lock for timed steps is not taken.
     - `clock of` a device says whether times can also be measured in cycles.
-    - `load on` a device names the load that would have disturbed a step within half a second, as the gate judges it.
+    - `load on` a device names other load within half a second, if the gate would judge a step as disturbed by it.
     - `baselines of` a device lists differences between the current environment and theirs, if a difference can change a
       [metric](metrics.md) that they contain. A release of cuDNN counts only if convolutions run.
     - `settings` names a `[tool.gpumem]` that pytest does not read: in the `pyproject.toml` of a nested project, above pytest's

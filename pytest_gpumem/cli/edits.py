@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def check_edits(root: Path, edits: Sequence[Edit]) -> None:
     """Raise `InputError` for the first file that cannot be written, or whose path below the project contains a symbolic link.
 
-    A stranger's branch can contain such a link. The diff would then show a file from outside the repository.
+    A stranger's branch can contain such a link, and the diff would show a file from outside the repository.
     """
     for edit in edits:
         _check_writable(*_placed(root, edit))

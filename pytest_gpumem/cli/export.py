@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formats(click.Group):
-    """A command for each format. A report in the place of a format is an error that lists the formats."""
+    """A command for each format. If a report is in the format's place, the error lists the formats."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -75,9 +75,9 @@ def export() -> None:
 
     ## Left out
 
-    - Tests without a figure: tests that were not measured, that did not finish, or that only compare two measurements.
+    - Tests without a figure: they were not measured, did not finish, or only compare two measurements.
     - Step times that a disturbance made invalid. They are not written into baselines either.
-    - Values that are infinite or NaN.
+    - Infinite values and NaN.
 
     ## Several reports
 

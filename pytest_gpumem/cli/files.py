@@ -21,7 +21,7 @@ STANDARD = Path("-")
 LARGEST_REPORT = 2**29
 """Maximum characters in a report. For comparison, a report with three million numbers has 60 million characters."""
 _STDIN = "pytest_gpumem.stdin"
-"""The key in click's context that stores the text of standard input."""
+"""The key in click's context for the text from standard input."""
 
 
 class FilePath(click.Path):

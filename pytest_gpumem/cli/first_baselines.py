@@ -42,7 +42,7 @@ class FirstBaselines:
     Args:
         root: The root directory of pytest.
         tests: The folder whose tests are set up, as a path from the root directory.
-        proposed: The proposal that was written.
+        proposed: The written proposal.
         collected: The tests in the repository's source.
         environment: The environment variables of pytest sessions.
     """
@@ -104,7 +104,7 @@ class FirstBaselines:
         self._say_what_is_next(missing)
 
     def _say_what_is_next(self, missing: list[str]) -> None:
-        """Print the commands that record the ``missing`` baselines, and the files to commit."""
+        """Print the commands for recording the ``missing`` baselines, and the files to commit."""
         if self.proposed.record_elsewhere is not None:
             device = self.proposed.record_elsewhere
             typed = f"python {' '.join(_recording(f'--gpumem-device={device}'))}"
@@ -143,7 +143,7 @@ class FirstBaselines:
     def _leave_out_differing(self, differing: AbstractSet[str], left_out: AbstractSet[str]) -> None:
         """Remove tests whose figures depend on chance from the patterns and the store.
 
-        ``left_out`` are the test functions that were removed from the patterns before.
+        ``left_out`` are the test functions already removed from the patterns.
         """
         why = "they failed on the code that recorded them (see above), so their figures depend on chance"
         if self._leave_out(differing | left_out):
@@ -192,5 +192,5 @@ def _function(verdict: TestVerdict) -> str:
 
 
 def _recording(*options: str) -> list[str]:
-    """Return the arguments for Python that record baselines with these pytest options."""
+    """Return Python's arguments for recording baselines with these pytest options."""
     return ["-m", "pytest", "--gpumem-update=new", *options]

@@ -1,4 +1,4 @@
-"""``gpumem fit``: runs a program on emulated GPUs to find those that it fits into."""
+"""``gpumem fit``: runs a program on emulated GPUs to find the GPUs into which it fits."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
       and each further run is a fork of it. The first run is repeated in a fork. If its result differs there, each run
       imports by itself.
     - Nothing is shared if sharing would not be faster, for other commands (`torchrun`), and for programs in which
-      several processes use a GPU. `gpumem fit -- env python train.py` switches sharing off.
+      several processes use a GPU. To share nothing, start Python through another program:
+      `gpumem fit -- env python train.py`.
     - A package whose import depends on the GPU, for example torchao, is imported in each fork.
 
     ## JSON
@@ -244,7 +245,7 @@ def _try_all(
 ) -> None:
     """Run the program on the first GPU, then on ``jobs`` GPUs at a time, and add the results to ``fits``.
 
-    ``every`` means that the user named the GPUs. Otherwise a failure on the first GPU ends the search.
+    If the user named the GPUs, ``every`` is true. Otherwise a failure on the first GPU ends the search.
     """
     expandable = with_expandable_segments(os.environ)
 

@@ -53,7 +53,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
     The command prints a row for each commit that changed the metric, the latest last, and a plot of the values below. Each
     measurement and each device has a table of its own.
 
-    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part of the id that no other test has. Add
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part that no other id contains. Add
     the name of a measurement to see only this measurement: `test_train (train_step)`. A baseline that was removed from
     the store is found by its full id.
 

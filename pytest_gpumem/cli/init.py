@@ -103,7 +103,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     \f
     ## `--runner`
 
-    Without this option the command takes the first that applies:
+    Without this option, the command takes the first line with a true condition:
 
     1. `cpu`, if no test that runs a model puts it on a GPU.
     2. `self-hosted`, if this machine has a GPU.
@@ -154,11 +154,11 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
       functions that it calls.
     - Annotations also say that a parameter or a method's result is a module. Imports between the project's modules,
       `usefixtures` and base classes of test classes are followed into other files.
-    - A model that is made in another way is not found. Give its test the marker.
+    - Models made in other ways are not found. Give their tests the marker.
     - Test files, classes and functions are those of pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
       ...), without `collect_ignore` in a `conftest.py` and `--ignore` in `addopts`, and with the methods `test*` of
       each `unittest.TestCase`. In a folder below the root directory, they are the tests of that folder.
-    - Tests that have the marker or use the fixture are measured as they are.
+    - Tests with the marker or the fixture are measured as they are.
     - Test files that cannot be parsed are named. So are files that a `conftest.py` ignores under a condition; their
       tests count.
 
@@ -169,7 +169,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     - They have no step times if the workflow takes none. They are not recorded if the store has baselines.
     - Tests that failed by themselves, for example without a network, are left out of `mark` and named. So are tests
       that fail the gate on the same code. If `[tool.gpumem]` existed before, they are only named.
-    - After Ctrl-C at a question, the files or baselines that the question was about are not written. After Ctrl-C while
+    - After Ctrl-C at a question, the files or baselines in question are not written. After Ctrl-C while
       tests run, the baselines of finished tests are kept if pytest ends within 3 seconds.
     """
     if yes and dry_run:

@@ -1,4 +1,4 @@
-"""The ``gpumem`` command. It imports the module of a subcommand only when the subcommand is used."""
+"""The ``gpumem`` command. The module of a subcommand is only imported when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "show": "Show the baselines in the store.",
     "why": "Explain the verdict on one test, from the last report.",
 }
-"""The help line of each subcommand. It is repeated here, so ``gpumem --help`` imports no subcommand."""
+"""The help line of each subcommand, repeated here so ``gpumem --help`` imports no subcommand."""
 
 
 class _LazyGroup(click.Group):

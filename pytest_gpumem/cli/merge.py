@@ -96,12 +96,12 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
 
     ## The verdict
 
-    - A measured test that failed is listed with the first line of its failure. Other failed tests are counted; their
+    - A failed measured test is listed with the first line of its failure. Other failed tests are counted; their
       shard's output has the details.
     - Only the merged report decides [whether nothing was gated](verdicts.md), and which baselines are unused.
     - A test that ran in several shards on the same device has the worst of its results: a failure, else a measurement,
       else the more serious verdict, else the larger peak. `improved` counts as less serious than `ok`, because the
-      other run did not improve. A test that ran on several devices has a result for each device.
+      other run did not improve. A test on several devices has a result for each device.
     - A measured test that no shard selected is reported and does not fail the run, because `-m "not slow"` may be
       intended. But if a gate was asked for and no shard ran a measured test, nothing was gated.
     - A budget is reported as having no effect only if every shard reports it.
@@ -130,7 +130,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         _check_shards(shards, paths, parts, report)
     with text_beside(files):
         _print(report, parts, verbose)
-        # These lines are commands for the CI runner, so they are not sanitized.
+        # These lines are commands for the CI runner, so do not sanitize them.
         write_lines((Span(screen().encodable(line)),) for line in report_to_github(report, Path.cwd(), os.environ))
     for path in files:
         form = format_of(f"report{suffix_of(path)}")

@@ -1,4 +1,4 @@
-"""Find the project's function that a user names as ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
+"""Find the project's function from its name ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def named_function(text: str) -> Callable[[], Any]:
 def check_form(text: str) -> None:
     """Raise ``click.UsageError`` if a text is not like ``module:function``. Import nothing.
 
-    The error suggests what the text may mean. For example, ``org/name`` may be the model ``hf:org/name``.
+    The error suggests a meaning of the text. For example, ``org/name`` may be the model ``hf:org/name``.
     """
     module_name, colon, name = text.partition(":")
     if module_name and colon and name.isidentifier():

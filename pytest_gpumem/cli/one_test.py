@@ -1,4 +1,4 @@
-"""Find the test that a command's argument names."""
+"""Find the test in a command's argument."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
-"""Arguments that silence pytest's warning about a plugin that was imported before pytest could rewrite it."""
+"""Arguments for silencing pytest's warning that this plugin was imported before its assertions could be rewritten."""
 
 NOT_LOADED = (
     "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class _NotEmulating:
-    """A pytest plugin that prevents this package's plugin from emulating a GPU, despite options and settings."""
+    """A pytest plugin that keeps this package's plugin from emulating a GPU, despite options and settings."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--dry-run", is_flag=True, help="List the baselines that would be removed, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="List the baselines to remove, and change nothing.")
 @click.argument(
     "pytest_args", metavar="[PYTEST_ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.tests
 )
@@ -93,7 +93,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             candidates = unused_baselines(stored, measured=measured, whole_files=selection.files, exists=exists)
         # Listing the devices imports torch, so the devices are listed only if the answer matters.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
-        # Suites are parametrised over a machine's devices, so another machine may collect tests for other devices.
+        # A suite may be parametrized over a machine's devices, so another machine may collect tests for other devices.
         elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
         removable = [entry for entry in candidates if entry not in elsewhere]
         unlocked = store.change({}, removable) if removable and not dry_run else None
@@ -115,7 +115,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
 
 
 class _Collector:
-    """A pytest plugin that stores the session and the collected tests."""
+    """A pytest plugin for storing the session and the collected tests."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
@@ -131,7 +131,7 @@ class _Collector:
 
     @property
     def not_measured(self) -> frozenset[str]:
-        """The ids of the selected tests that are not measured."""
+        """The ids of the selected unmeasured tests."""
         return frozenset(without_group(item) for item in self.items if not is_measured(item))
 
     @pytest.hookimpl(trylast=True)

@@ -26,7 +26,7 @@ _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERNAL_ERROR: 1,
     pytest.ExitCode.NO_TESTS_COLLECTED: 1,
 }
-"""This command's exit status for each exit code of pytest that it replaces."""
+"""This command's exit status for each replaced exit code of pytest."""
 _NAME = re.compile(r"[\w.=+-]+")
 
 
@@ -110,7 +110,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
       pytest-randomly.
     - The script runs as `__main__`, with its folder first on `sys.path`.
     - An emulated GPU exists before torch is imported. The script sees it as `cuda`.
-    - A script that puts nothing on the device is `unmeasured`.
+    - If a script puts nothing on the device, it is `unmeasured`.
 
     ## How the script ends
 

@@ -29,7 +29,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     does not compare a step time that is marked `not compared`.
 
     PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. Without
-    PATTERN, all baselines are shown. A PATTERN that matches no baseline is an error.
+    PATTERN, all baselines are shown. A PATTERN without a matching baseline is an error.
 
     \b
     Examples:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _END = 25
-"""Number of output lines that are shown at the end of a session."""
+"""Number of output lines to show at the end of a session."""
 _SUMMARY = ("gpumem:", "gpumem store:")
 """Prefixes of summary lines, which are shown even if they come earlier."""
 _PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
@@ -66,7 +66,7 @@ class _ShownOutput:
         self.output = output
         self._read = 0
         self._lines: list[str] = []
-        """Lines to show at the end. Lines before the first progress line are dropped once a test has run."""
+        """Lines to show at the end. After a test has run, lines before the first progress line are dropped."""
         self._began = False
 
     def show_progress(self, *, ended: bool = False) -> None:
@@ -90,7 +90,7 @@ class _ShownOutput:
     def show_end(self) -> None:
         """Show the last 25 lines, and earlier summary lines.
 
-        pytest prints a line for each failed test after the summary, so many failures would hide it.
+        pytest prints a line for each failed test after the summary, so many such lines would hide the summary.
         """
         self.show_progress(ended=True)
         earlier, last = self._lines[:-_END], self._lines[-_END:]

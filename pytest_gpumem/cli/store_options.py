@@ -1,4 +1,4 @@
-"""Options of the commands that use baselines: the store, and a device in it."""
+"""Options for commands with baselines: the store, and a device in the store."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class InputError(click.ClickException):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in ASCII digits. Python's ``int`` would also accept digits from other scripts."""
+    """A whole number in ASCII digits, because Python's ``int`` would also accept other scripts' digits."""
 
     def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
         """Return the placeholder in the help text."""
@@ -87,7 +87,7 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that parses an option.
+    """Return a click callback for parsing an option.
 
     Args:
         parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the mistake.
@@ -122,7 +122,7 @@ def write_lines(lines: Iterable[Line | str]) -> None:
 
 
 class WholeLines:
-    """Writes to standard error in whole lines, because torch writes its warnings there in between.
+    """Writes whole lines to standard error, because torch also writes its warnings to standard error.
 
     A terminal shows an unfinished line at once, and overwrites it when the line ends.
 
@@ -165,7 +165,7 @@ def read_report(path: Path) -> SessionReport:
 def files_of(names: Sequence[str]) -> list[Path]:
     """Return the files that a user named. ``-`` is standard input.
 
-    Patterns that the shell did not expand are expanded: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
+    Patterns are expanded if the shell did not expand them: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
 
     Raises:
         InputError: A pattern matches no file, or a file is given twice. A repeated report would count as two shards.

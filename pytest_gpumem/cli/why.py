@@ -1,4 +1,4 @@
-"""``gpumem why``: prints everything that the last report has about one test."""
+"""``gpumem why``: prints everything about one test from the last report."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def why(*, test: str, file: Path | None) -> None:
     - With pytest-xdist the controller writes the report, and under torchrun the first rank does.
     - A session without a measured test leaves the report unchanged. `pytest --cache-clear` removes it.
     - No report is kept with `-p no:cacheprovider`, or if the cache cannot be written. Neither makes a session fail.
-    - A `cache_dir` that was set on pytest's command line (`-o cache_dir=...`) is not known to this command. Use
-      `--report`.
+    - This command does not know a `cache_dir` from pytest's command line (`-o cache_dir=...`). Use `--report`.
 
     ## What is printed
 

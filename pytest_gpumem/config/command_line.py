@@ -20,11 +20,11 @@ class Command(NamedTuple):
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, if pytest with the item's id does not."""
+"""The command that runs an item again, if pytest with the item's id does not run it."""
 
 WORKER_IS_WHOLE = "gpumem_whole"
-"""The key for `is_whole_run` in a worker's input. A worker of pytest-xdist cannot find out itself, because it gets all
-arguments as if they were typed."""
+"""The key for `is_whole_run` in a worker's input. A worker of pytest-xdist cannot compute the answer, because it
+gets all arguments as if they were typed."""
 
 SELECTING = ("keyword", "markexpr", "lf", "stepwise", "deselect", "ignore", "ignore_glob", "gpumem_model", "pyargs")
 """Options in pytest and this plugin that leave tests out of a run."""
@@ -38,16 +38,16 @@ _SELECTING_OF_PLUGINS = (
     "picked",
     "testmon",
 )
-"""The same kind of options in pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon."""
+"""Options in pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon that leave tests out."""
 _SETTINGS = ("addopts", "testpaths", "python_files", "python_classes", "python_functions", "norecursedirs")
 """pytest's settings for finding tests."""
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether nobody typed paths or a selection of tests, so only settings leave tests out.
+    """Return whether nobody typed paths or a test selection, so only settings leave tests out.
 
-    For example, ``pytest -n 2 --gpumem-baseline`` in the root directory is a whole run, even with ``addopts = -k fast``. With
-    ``pytest -k fast`` it is not.
+    For example, ``pytest -n 2 --gpumem-baseline`` in the root directory is a whole run, even with ``addopts = -k fast``. A run
+    with a typed ``-k fast`` is not.
     """
     workerinput = getattr(config, "workerinput", None)
     if workerinput is not None:

@@ -22,7 +22,7 @@ def read_value(kind: Kind, value: Any, where: str) -> Any:
     Args:
         kind: The value's kind.
         value: The value from TOML.
-        where: The value's place, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
+        where: The file, table and key, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
 
     Raises:
         SettingsError: The value has another type, is not among the choices, or `convert` refuses it.
@@ -40,7 +40,7 @@ def read_value(kind: Kind, value: Any, where: str) -> Any:
 
 
 def convert(kind: Kind, value: Any, where: str) -> Any:
-    """Return the setting for a value that has a type of its kind. Raises `SettingsError`, which names the place ``where``.
+    """Return the setting for a value that already has a type of its kind. Raises `SettingsError`, which contains ``where``.
 
     For example, ``convert(DURATION, "500 ms", "pyproject.toml: time_budget")`` returns 0.5.
     """
@@ -66,7 +66,7 @@ def _not_empty(expected: str) -> Callable[[str, str], str]:
 
 
 def check_in_file(kind: Kind, value: Any, where: str) -> None:
-    """Raise `SettingsError` for a value that must be typed and not be in a file, because a pull request can change a file."""
+    """Raise `SettingsError` if a file names a store on another host, because a pull request can change the file."""
     if kind is not STORE:
         return
     from pytest_gpumem.baselines.location import chooses_host

@@ -39,7 +39,7 @@ BUDGET_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys for an entry in ``budget``, in addition to the arguments of the marker."""
+"""The keys for an entry in ``budget``, in addition to the marker's arguments."""
 
 GPU_KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -98,7 +98,7 @@ MODEL_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys for an entry in ``models``, in addition to the arguments of the marker."""
+"""The keys for an entry in ``models``, in addition to the marker's arguments."""
 
 _TOLERANCE = """
 ```toml

@@ -1,6 +1,6 @@
 """Kinds of values for options and for keys in ``[tool.gpumem]``.
 
-Every pytest run loads this module, so the checks of values are in `conversions`, which only a run with values loads.
+Every pytest run loads this module, so value checks are in `conversions`, which only a run with values loads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kind:
         self.is_path = is_path
         """True for a path.
 
-        A relative path in pyproject.toml starts in the root directory, and a typed path in the current folder.
+        A relative path in pyproject.toml starts in the root directory. A typed relative path starts in the current folder.
 
         `Settings` stores this folder in a second field, for example ``store_base`` for ``store``.
         """

@@ -57,7 +57,7 @@ def sets_itself(item: pytest.Item, limit: str) -> bool:
 def check_of_a_call(item: pytest.Item) -> None:
     """Raise `BudgetError` for time limits on a test without the fixture, because its call runs once and is not timed.
 
-    Time limits on its class or module are allowed, because they are meant for other tests.
+    Time limits on the test's class or module are allowed, because they may be meant for other tests.
     """
     idle = [name for name in TIMED_LIMITS if sets_itself(item, name)]
     if idle:
@@ -72,14 +72,14 @@ _MARKERS = pytest.StashKey[tuple[pytest.Mark, ...]]()
 
 
 def remember_markers(item: pytest.Item) -> None:
-    """Store the markers by which a test is measured."""
+    """Store a test's markers when the session selects the measured tests."""
     item.stash[_MARKERS] = tuple(item.iter_markers(MARKER))
 
 
 def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
     """Fail a test that got a marker too late to have an effect. Without a gate, only warn.
 
-    A gate must not silently pass a test although its author wanted to gate it.
+    Otherwise a gate would silently pass a test that its author wanted to gate.
     """
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_MARKERS, ()):
         return
@@ -93,7 +93,7 @@ def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:
-    """Return the budget from a test's markers; ``None`` if it has no marker. For each limit, the closest marker wins.
+    """Return the budget from a test's markers; ``None`` without a marker. For each limit, the closest marker wins.
 
     Raises:
         BudgetError: A marker's argument is wrong.

@@ -1,4 +1,4 @@
-"""The arguments of the markers, each with its limit, its reader and its help."""
+"""The markers' arguments, each with its limit, its reader and its help."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_forward():
     output = GPT()(batch)
 ```
 """
-"""The rules of the marker ``gpumem``, as Markdown for its page."""
+"""The rules for the marker ``gpumem``, as Markdown for its page."""
 CONFIG_MARKER_DETAILS = """
 Put `@pytest.mark.gpumem_configs(...)` on a test, a class or a module. A test with the argument `gpumem_config` runs once for
 every combination, and gets a `StepConfig`. Only the closest marker counts.
@@ -120,7 +120,7 @@ An unknown axis, an unknown value, and a marker on a test without `gpumem_config
 `Measurement.saves`, `Measurement.costs` and `Measurement.roi` against the first measured row. A `*` marks a row if no other
 row is better in memory or time without being worse in the other.
 """
-"""The rules of the marker ``gpumem_configs``, as Markdown for its page."""
+"""The rules for the marker ``gpumem_configs``, as Markdown for its page."""
 SKIP_HELP = (
     "A config text, or a list of texts. A combination with all settings of a text is left out. A text that leaves no "
     "combination out is a usage error."

@@ -44,9 +44,9 @@ class ModelStep:
     entry: int | None = None
     """The index for the test's entry in the settings. ``None`` for a model from the command line."""
     written: str = ""
-    """The model's name as this entry has it."""
+    """The model's name as written in this entry."""
     index: int = 0
-    """The index of the config in this entry."""
+    """The config's index in this entry."""
 
     @property
     def matrix(self) -> str:
@@ -96,7 +96,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         budget_from_arguments(limits)
         task = _task(entry)
         check_task(model, task)
-        # A whole number is a size as well. `batch_size` refuses the text for any other value.
+        # A whole number is a valid size. For any other value, `batch_size` refuses the text.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
 """pytest's argument for collecting an item: ``--gpumem-model=NAME`` for a model outside of the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
-"""An item's cell in its matrix, if the settings and not a marker make the matrix."""
+"""An item's cell in its matrix, for a matrix from the settings instead of a marker."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
 """pytest's parser, with all plugins' options."""
 MARKER = FIXTURE = "gpumem"
@@ -66,9 +66,9 @@ class Option:
         self.is_key = is_key
         """True if ``[tool.gpumem]`` may have the option as a key. Other options are for a single session."""
         self.in_accept = in_accept
-        """True if the option affects measurements, so a command that accepts a result repeats the option.
+        """True if the option affects measurements, so a command for accepting a result repeats it.
 
-        Such an option has a single value: it is neither a flag nor repeatable.
+        Such an option takes a single value: it is neither a flag nor repeatable.
         """
         self.for_tests = for_tests
         """True if the option selects tests, so `gpumem run` does not have it."""
@@ -341,7 +341,7 @@ def arguments_of(option: Option) -> dict[str, Any]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        # Without a default here, the key in [tool.gpumem] can apply. Without a dest, pytest compares with each option there is.
+        # argparse gets no default, so a key in [tool.gpumem] can apply. It gets a dest, or pytest would compare every option.
         group.addoption(
             option.flag, dest=option.dest, default=None, help=option.help_with_default, **arguments_of(option)
         )

@@ -85,7 +85,7 @@ def _gpu(name: str, entry: Mapping[str, Any], place: str) -> Gpu:
 
 
 def _base(entry: Mapping[str, Any], place: str) -> Gpu:
-    """Return the GPU for missing figures: the entry's ``like``, or the first card with its compute capability."""
+    """Return the GPU that supplies missing figures: the entry's ``like``, or the first card with its capability."""
     if "like" not in entry:
         for key, example in (("memory", "48GB"), ("capability", "8.9")):
             if key not in entry:

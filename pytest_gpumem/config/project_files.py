@@ -1,4 +1,4 @@
-"""Read the settings of a project from its files, without starting pytest, so no conftest.py, plugin or test runs."""
+"""Read a project's settings from its files, without starting pytest, so no conftest.py, plugin or test runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLUGIN = ("gpumem", "pytest_gpumem.plugin")
 
 @dataclass(frozen=True, slots=True)
 class ProjectFiles:
-    """The root directory that pytest would find from a folder, with the options in ``addopts`` and ``PYTEST_ADDOPTS``.
+    """The root directory that pytest would find from a folder, and the options in ``addopts`` and ``PYTEST_ADDOPTS``.
 
     For example, with ``addopts = "--gpumem-device=cpu"`` in ``pytest.ini``, ``of_addopts["device"]`` is ``"cpu"``.
     """
@@ -41,9 +41,9 @@ class ProjectFiles:
     settings_file: Path | None
     """The file with pytest's settings, for example pytest.ini."""
     of_addopts: Mapping[str, Any]
-    """Values of options in ``addopts`` by name; ``None`` for an unset option."""
+    """Option values in ``addopts`` by name; ``None`` for an unset option."""
     of_user: Mapping[str, Any]
-    """Values of options in ``PYTEST_ADDOPTS``, in the same form."""
+    """Option values in ``PYTEST_ADDOPTS``, in the same form."""
     cache_dir: str
     is_plugin_loaded: bool
     """True if a session in this project loads this plugin."""
@@ -79,7 +79,7 @@ def cache_folder(root: Path, cache_dir: str) -> Path:
 
 
 def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:
-    """Return the files of the project around a folder.
+    """Return the files in the project around a folder.
 
     Args:
         folder: The folder in which pytest would be started.
@@ -158,7 +158,7 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return the value of an option from both places. Arrays are joined. Otherwise the user's value wins."""
+    """Return an option's value from ``addopts`` and ``PYTEST_ADDOPTS``. Arrays are joined. Otherwise the latter wins."""
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

@@ -64,11 +64,11 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 
     Args:
         item: The collected item.
-        settings: The settings of the session.
-        devices: The names of all devices.
+        settings: The session's settings.
+        devices: All device names.
 
     Raises:
-        BudgetError: Its marker is wrong, or the store cannot have its baselines. The message begins with the test's id.
+        BudgetError: The marker is wrong, or the store cannot hold the test's baselines. The message begins with the test's id.
     """
     if not is_measured(item):
         return None
@@ -93,7 +93,7 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
     """Return a clause on a marker's probable device.
 
-    A marker cannot name an emulated GPU, because an emulated GPU replaces CUDA in the whole session.
+    For example, a marker cannot name an emulated GPU, because it replaces CUDA in the whole session.
     """
     from pytest_gpumem.emulation.gpus import emulated_gpu
 
@@ -105,7 +105,7 @@ def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> st
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:
-    """Raise `BudgetError` if a test's file is outside the root directory, because pytest leaves the path out of its id."""
+    """Raise `BudgetError` if a test's file is outside the root directory, because pytest then omits the path in ids."""
     if not nodeid.startswith("::"):
         return
     root, path = item.config.rootpath, item.path
@@ -153,7 +153,7 @@ def _covers(config: pytest.Config, pattern: str) -> bool:
     """
     if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob", "gpumem_model")):
         return False
-    # This is the whole suite, which pytest-xdist passes to its workers as arguments.
+    # The arguments are the whole suite, because pytest-xdist passes it to its workers.
     if list(config.args) == config.getini("testpaths"):
         return True
     literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]

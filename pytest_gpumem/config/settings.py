@@ -1,4 +1,4 @@
-"""The settings of a session, from ``[tool.gpumem]`` and the options, as a frozen value."""
+"""A session's settings, from ``[tool.gpumem]`` and the options, as a frozen value."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Settings:
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """A real GPU's slug. The figures of an emulated GPU are compared with its baselines."""
+    """A real GPU's slug, whose baselines are compared with the figures from an emulated GPU."""
     strict: bool = False
     time: bool | None = None
     """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
@@ -97,14 +97,14 @@ class Settings:
     """The models from the command line. A relative path as a name starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
-    """Steps of named models in the settings. Relative paths start in the root directory."""
+    """Steps for named models in the settings. Relative paths start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
-    """The session ends if a rank makes no progress for so many seconds while others wait."""
+    """Seconds after which the session ends if a rank makes no progress while other ranks wait."""
     routing: Routing | None = None
     """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds for the first samples of step times in a test."""
+    """Seconds for the first step time samples in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Settings:
     """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
 
     def compared_slug(self, slug: str) -> str:
-        """Return the slug whose baselines are compared with the figures of the device ``slug``."""
+        """Return the slug whose baselines are compared with figures from the device ``slug``."""
         return self.against or slug
 
     @property
@@ -220,7 +220,7 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
 
 
 def _converted(option: Option, value: Any) -> Any:
-    """Return the setting for the value of an option. Raises `SettingsError`."""
+    """Return the setting for an option's value. Raises `SettingsError`."""
     # `gpumem ab` passes an empty mode, which switches the table's `update` off.
     return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
 
@@ -259,7 +259,7 @@ def _check_against(settings: Settings) -> None:
 def _check_pack(settings: Settings, *, typed: bool) -> None:
     from pytest_gpumem.devices.registry import may_share_memory
 
-    # In pyproject.toml the key is meant for sessions that measure on a GPU.
+    # The option is an error on the CPU. The key in pyproject.toml is not, because other sessions measure on a GPU.
     if typed and not may_share_memory(settings.device):
         raise SettingsError(
             "--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
@@ -274,7 +274,7 @@ def read_table(path: Path) -> dict[str, Any] | None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise `SettingsError` if a pyproject.toml cannot be read, because pytest itself might raise any error for it."""
+    """Raise `SettingsError` if a pyproject.toml cannot be read, before pytest raises a less helpful error for the file."""
     text = _text(path, str(path))
     if text is not None:
         _table(text, str(path))
@@ -396,7 +396,8 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 def options_to_repeat(config: pytest.Config) -> list[str]:
     """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
 
-    With ``--gpumem-against`` the command names the default device, because a real GPU's baselines are written there.
+    With ``--gpumem-against``, the command names the default device, because baselines for a real GPU have to be measured on
+    the real GPU.
     """
     from pytest_gpumem.baselines.url_backend import without_credentials
 

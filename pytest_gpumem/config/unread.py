@@ -32,15 +32,15 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
     """Return a sentence on unread settings; ``None`` if there are none.
 
     For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
-    repository's pyproject.toml has no effect. If the root directory has a table of its own, tables above it are not reported.
-    The search ends at the repository's top. Outside of a repository it ends at the folder in which pytest was started,
+    repository's pyproject.toml has no effect. If the root directory itself has a table, tables above it are not reported.
+    The search ends at the repository's top. Outside a repository, the search ends at the folder in which pytest was started,
     if that folder contains the root directory. A mistyped table such as ``[tool.gpumen]`` is reported as well.
 
     Args:
         root: pytest's root directory.
         settings_file: The file with pytest's settings, if there is one.
-        started_in: The folder in which pytest was started. Paths in the sentence are relative to it, because reports contain
-            the sentence.
+        started_in: The folder in which pytest was started. Paths in the sentence are relative to this folder,
+            because reports contain the sentence.
     """
     path = root / "pyproject.toml"
     if _has_table(path):
@@ -59,7 +59,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
 
 def _mistyped(path: Path) -> Iterator[str]:
-    """Yield the names of unread tables and sections if they resemble this plugin's table."""
+    """Yield names of unread tables and sections if they resemble this plugin's table."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:
@@ -67,7 +67,7 @@ def _mistyped(path: Path) -> Iterator[str]:
     for header in _HEADER.findall(content):
         name = header.decode("utf-8", "backslashreplace").strip()
         parts = [part.strip(" \t\"'") for part in re.split("[.:]", name)]
-        # Other tools have names such as [tool.hatch.envs.gpumem].
+        # Ignore names such as [tool.hatch.envs.gpumem], which belong to other tools.
         leading_parts = parts[2:3] if parts[:2] == ["tool", "pytest"] else parts[:2]
         if any(map(_is_similar, leading_parts)):
             yield name

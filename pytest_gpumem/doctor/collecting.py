@@ -1,4 +1,4 @@
-"""Collect facts from files, from NVML, and from processes that import torch.
+"""Collect facts from files, from NVML, and from separate processes with torch.
 
 The only files written are the compiled stand-ins for CUDA's libraries, in the user's cache.
 """
@@ -33,9 +33,9 @@ _RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
-"""Python code that runs a module as ``-m`` does, without the current folder on the path.
+"""Python code for running a module as ``-m`` does, but without the current folder on the path.
 
-A stranger may have put a ``torch.py`` into the current folder.
+The reason is that a stranger may have put a ``torch.py`` into the current folder.
 """
 
 
@@ -45,33 +45,33 @@ def releases() -> dict[str, str]:
 
 
 def driver() -> str:
-    """Return the driver release that NVML reports, or ``unknown`` with NVML's error."""
+    """Return the driver release from NVML, or ``unknown`` with NVML's error."""
     return NvmlGpu("").driver_version()
 
 
 def compiling(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence about what torch.compile lacks on an emulated GPU, or ``None``."""
+    """Return a sentence about missing requirements for torch.compile on an emulated GPU, or ``None``."""
     return missing_for_compiling(environment)
 
 
 def reports() -> tuple[str, ...]:
-    """Return a sentence for each report format that cannot be written here."""
+    """Return a sentence for each report format without its packages on this machine."""
     return tuple(lacking for report_format in FORMATS if (lacking := report_format.lacking()) is not None)
 
 
 def other_command() -> OtherCommand | None:
-    """Return the command ``gpumem`` that is first on the path, if it belongs to another package."""
+    """Return the first command ``gpumem`` on the path, if it belongs to another package."""
     return command_name.other_command()
 
 
 def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
-    """Import torch and open devices in a new process, and return what it reports.
+    """Import torch and open devices in a new process, and return its report.
 
-    If the process aborts or takes longer than 180 s, the result contains this as the trouble with torch and each device.
+    If the process aborts or takes longer than 180 s, the result names this as the trouble with torch and each device.
 
     Args:
         words: Words for ``--gpumem-device``: built-in devices, or a single emulated GPU.
-        environment: The environment variables of the process. It runs the same Python as this process.
+        environment: The environment variables for the new process, which runs the same Python as this process.
 
     Example:
         ``probe(["cuda", "cpu"], os.environ).devices`` has two `DeviceFacts`.
@@ -99,7 +99,7 @@ def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
 
 
 def _with_release(result: ProbeResult) -> ProbeResult:
-    """Add the release of an installed torch that cannot be imported."""
+    """Add the release of torch from its installed files, if torch cannot be imported."""
     try:
         release = version("torch")
     except PackageNotFoundError:

@@ -22,12 +22,12 @@ class TorchFacts:
     cuda: str | None = None
     """The CUDA release of this build, for example ``"13.0"``."""
     trouble: str | None = None
-    """The exception that the import raised, or the way in which the importing process ended."""
+    """The import's exception, or the way in which the importing process ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device that was opened and closed. No step ran on it.
+    """A device after it was opened and closed. No step ran.
 
     For example, on a machine without a GPU: ``DeviceFacts("cuda", trouble="no CUDA device: ...")``.
     """
@@ -48,7 +48,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Everything that a process reports after it imported torch and opened devices."""
+    """The report from a process after importing torch and opening devices."""
 
     torch: TorchFacts = field(default_factory=TorchFacts)
     devices: tuple[DeviceFacts, ...] = ()
@@ -71,13 +71,13 @@ class StoreFacts:
     """The project's store."""
 
     location: str
-    """Its folder or URL, without credentials."""
+    """The store's folder or URL, without credentials."""
     stored: tuple[StoredFacts, ...] = ()
     is_there: bool = True
     trouble: str | None = None
     """The reason why the store cannot be read."""
     restore: str | None = None
-    """The command that restores the store from git. ``None`` if the store exists, or git does not track it."""
+    """The command for restoring the store from git. ``None`` if the store exists, or git does not track it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +89,24 @@ class Facts:
     releases: Mapping[str, str]
     """Releases of Python, pytest and this plugin, by name."""
     driver: str
-    """The driver release that NVML reports, or ``unknown`` with NVML's error."""
+    """The driver release from NVML, or ``unknown`` with NVML's error."""
     torch: TorchFacts
     torch_emulated: TorchFacts
     """torch as imported on an emulated GPU. Empty if this machine cannot emulate a GPU."""
     devices: tuple[DeviceFacts, ...]
     store: StoreFacts
     compiling: str | None = None
-    """A sentence about what torch.compile lacks on an emulated GPU, with its fix."""
+    """A sentence about missing requirements for torch.compile on an emulated GPU, with the fix."""
     ignored: str | None = None
-    """The pyproject.toml nearest to this folder, if pytest ignores its settings because the root directory is above it."""
+    """The nearest pyproject.toml, if pytest ignores its settings because the root directory is above this file."""
     is_default_device: bool = False
     """True if no setting names the device."""
     unread: str | None = None
-    """A sentence about settings that are not read, for example in a mistyped table, with its fix."""
+    """A sentence about unread settings, for example in a mistyped table, with the fix."""
     reports: tuple[str, ...] = ()
-    """A sentence for each report format that cannot be written, with its fix."""
+    """A sentence for each report format without its packages, with the fix."""
     other_command: OtherCommand | None = None
-    """The command ``gpumem`` that a shell finds first, if it belongs to another package."""
+    """The first command ``gpumem`` on the path, if it belongs to another package."""
 
     def device_facts(self, word: str) -> DeviceFacts | None:
         """Return the facts about the device called ``word``."""
@@ -114,7 +114,7 @@ class Facts:
 
     @property
     def chosen(self) -> DeviceFacts | None:
-        """The device that the project measures on. ``auto`` chooses CUDA if it can be used, otherwise the CPU."""
+        """The project's device. ``auto`` chooses CUDA if CUDA can be used, otherwise the CPU."""
         if self.device != "auto":
             return self.device_facts(self.device)
         cuda = self.device_facts("cuda")

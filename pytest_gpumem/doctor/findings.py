@@ -136,13 +136,13 @@ def _public(release: str | int | None) -> str:
 
 
 def _cuda_build(release: str | None) -> str:
-    """Return the command that installs the CUDA build of the same torch release."""
+    """Return the command for installing the CUDA build of the same torch release."""
     requirement = f"torch=={_public(release)}" if release else "torch"
     return f"pip install --force-reinstall {requirement} --index-url {_PYPI} brings the CUDA build"
 
 
 def _install(release: str) -> str:
-    """Return the command that installs a release of torch with its build, for example ``"2.12.0+cpu"``."""
+    """Return the command for installing a torch release with its build, for example ``"2.12.0+cpu"``."""
     build = release.partition("+")[2]
     if re.fullmatch(r"cpu|cu[0-9]+|rocm[0-9.]+|xpu", build):
         return f"pip install torch=={release} --index-url {_BUILDS}/{build}"
@@ -235,7 +235,7 @@ def _convolutions(facts: Facts) -> Iterator[Finding]:
             continue
         wheel = re.search(r"\(pip install (.+?)\)", device.lacking)
         fact = device.lacking.replace(wheel[0], "").rstrip() if wheel else device.lacking
-        # pip also installs cuBLASLt, without which cuDNN is not used.
+        # pip also installs cuBLASLt. Without cuBLASLt, cuDNN is not used.
         yield Finding("limited", "convolutions", fact, f"pip install {wheel[1]}" if wheel else None)
 
 
@@ -387,7 +387,7 @@ def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts
 def differences(recorded: Environment, current: Environment) -> dict[str, tuple[str | int, str | int]]:
     """Return the recorded and the current value of each differing detail, for example ``{"torch": ("2.12.0", "2.13.0")}``.
 
-    A detail that only one environment has is left out.
+    Details that only a single environment has are left out.
     """
     pairs = {
         name: (value, current.details[name]) for name, value in recorded.details.items() if name in current.details
@@ -398,7 +398,7 @@ def differences(recorded: Environment, current: Environment) -> dict[str, tuple[
 def _moved(
     stored: StoredFacts, differing: Mapping[str, tuple[str | int, str | int]]
 ) -> dict[str, tuple[str | int, str | int]]:
-    """Return the differing details that can change a metric in the baselines."""
+    """Return the differing details on which a metric in the baselines depends."""
     decisive = {detail for name in stored.metrics for detail in METRICS[name].details}
     return {name: pair for name, pair in differing.items() if name in decisive}
 

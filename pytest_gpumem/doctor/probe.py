@@ -1,7 +1,7 @@
 """Import torch and open devices in a separate process: ``python -m pytest_gpumem.doctor.probe cuda cpu``.
 
 The process prints a `ProbeResult` as a line of JSON. If torch aborts, only this process ends. An emulated GPU needs a new
-process because it must exist before torch is imported.
+process, because the GPU must exist before torch is imported.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def import_torch() -> TorchFacts:
 
 
 def open_device(word: str, make: DeviceFactory) -> DeviceFacts:
-    """Make a device, open it to check that it can count bytes, read its conditions, and close it."""
+    """Open a device to check whether it can count bytes, read its conditions, and close it."""
     try:
         device = make()
         # Another process may hold the lock for minutes. This process times nothing, so it needs no lock.

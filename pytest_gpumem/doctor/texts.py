@@ -45,7 +45,7 @@ def lines(findings: Sequence[Finding], screen: Screen) -> list[Line]:
 
 
 def to_json(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return the findings, and the facts that they come from, as a JSON object."""
+    """Return the findings and all facts as a JSON object."""
     report = {
         "format": FORMAT,
         "exit_status": exit_status(facts),

@@ -69,28 +69,28 @@ class Baseline:
     recorded: str
     commit: str | None = None
     composition: Composition | None = None
-    """The largest rows at the peak; ``None`` if they were not recorded. If the peaks of the steps differ, the rows may come
+    """The largest rows at the peak; ``None`` if no rows were recorded. If the steps have different peaks, the rows may come
     from another step than the step with the highest peak."""
     runs: Runs | None = None
     """The step's times in the last accepted runs; ``None`` if no times were valid."""
     reason: str | None = None
-    """The reason why it was accepted, in one line; ``None`` without a reason."""
+    """The reason for accepting the measurement, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The operators of its counts, by metric. Baselines from older versions have none."""
+    """The operators behind each count, by metric. Baselines from older versions have no operators."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The judged metrics in bytes of each GPU, if the step used several. Baselines from older versions have none."""
+    """The judged metrics in bytes on each GPU, if the step used several GPUs. Baselines from older versions have none."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """Compositions of the other phases to which the step's peak may move, reduced by `Explanation.kept`."""
+    """Compositions in other phases, because the step's peak may move to one of them. `Explanation.kept` reduces them."""
     workspaces: int | None = None
     """`Measurement.workspaces` in bytes; ``None`` if nothing was reserved, and in baselines from older versions."""
     unused_before: int | None = None
     """`Measurement.unused_before` in bytes; ``None`` under the same conditions as `workspaces`."""
     step_peaks: tuple[int, ...] = ()
-    """The peaks of the steps in order, in bytes, if they differ. ``peak_allocated`` is the highest peak."""
+    """Each step's peak in order, in bytes, if the peaks differ. ``peak_allocated`` is the highest peak."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The peaks of the steps on each GPU, if the step used several."""
+    """Each step's peak on each GPU, if the step used several GPUs."""
     named_device: str | None = None
-    """The device that the test's marker named; ``None`` if it was measured on the session's device."""
+    """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
         # A count of 0 has no operators, even if an older version did not store them.
@@ -112,7 +112,7 @@ class Baseline:
         """Return this baseline reduced to a single GPU.
 
         An unlisted GPU had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
-        GPU that now has the largest peak.
+        GPU with the largest current peak.
 
         Args:
             device: The GPU, such as ``cuda:1``.
@@ -137,9 +137,8 @@ class Baseline:
     def is_equivalent(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
-        An equivalent baseline is not written. Another driver or torch release with equal bytes changes nothing. A
-        environment detail matters only if a metric depends on it, because the metric is uncertain if this detail
-        differs.
+        An equivalent baseline is not written. Another driver or torch release with equal bytes changes nothing. An
+        environment detail matters only if a metric depends on it, because such a metric is uncertain if the detail differs.
         """
         return (
             self.has_same_figures(other)
@@ -179,13 +178,13 @@ def baseline_of(
         measurement: The accepted measurement.
         recorded: The date: ``2026-11-02``.
         commit: The abbreviated commit hash; ``None`` without a git repository.
-        reason: The reason why it was accepted.
+        reason: The reason for accepting the measurement.
         named_device: The device that the test's marker names.
     """
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
-        # An entry without the metric stands for this value.
+        # A stored entry without the metric means this value, so do not store it.
         if value != METRICS[name].value_if_absent
     }
     devices = measurement.by_device if len(measurement.by_device) > 1 else {}
@@ -198,7 +197,7 @@ def baseline_of(
         for device, device_metrics in devices.items()
     }
     explanation = measurement.explanation
-    # An explanation from a run with another peak does not explain this peak, unless another step has that peak.
+    # The explanation comes from another run. It explains this measurement only if a measured step had the explained peak.
     recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
     kept_explanation = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
     entry = Baseline(
@@ -237,7 +236,7 @@ def baseline_of(
 
 
 def _composition_to_keep(peak: Composition) -> Composition:
-    """Return the composition without notes, and only with the modules whose calls differ from the module around them."""
+    """Return the composition without notes. It keeps only modules whose calls differ from the module around them."""
     return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 

@@ -1,6 +1,6 @@
-"""Causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
+"""Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
-The explanation for a single test has many rows, and most of them are consequences: the peak moved, so other tensors are live.
+The explanation for a single test has many rows, and most rows are consequences: the peak moved, so other tensors are live.
 Therefore the causes are the fewest lines that together explain most of the growth in most tests.
 
 Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""The most modules that a report names for a cause."""
+"""The most modules for a cause in a report."""
 _SEVERAL = 2
-"""The least number of tests with a common cause that exceed the same budget. A single test has its own text."""
+"""A budget is a cause if at least this number of tests exceed it. A single test's failure names its budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part that a cause explains, in the metric's unit."""
+    """The part of a growth that a cause explains, in the metric's unit."""
 
     growth: Growth
     amount: float
@@ -45,8 +45,8 @@ class Share:
 class Cause:
     """A change that explains growth in one or several tests.
 
-    ``lines`` begin with the line that explains most. They are empty if only the module or the category is known, and for
-    packages and budgets. For a holder they are the lines that allocated the tensors.
+    ``lines`` begins with the line that explains most. It is empty for packages and budgets, and if only the module or the
+    category is known. For a holder (an object that keeps tensors alive), ``lines`` names the lines that allocated the tensors.
 
     Example:
         In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
@@ -57,24 +57,24 @@ class Cause:
     kind: Literal["line", "holder", "packages", "budget"]
     lines: tuple[str, ...]
     modules: tuple[str, ...]
-    """Paths of the modules in which its lines ran, the most frequent first. The model itself has the name of its
-    class."""
+    """Paths to the modules in which the lines ran, the most frequent first. The model itself is named by its class."""
     operator: str
     tensors: str
-    """The tensors. For a budget, its metric and limit."""
+    """The tensors as text. For a budget, the metric and the limit."""
     category: str
     reason: str
     shares: tuple[Share, ...]
     holder: str = ""
     """The path to the object that keeps the tensors alive: ``"Net.seen[...]"``."""
     packages: tuple[str, ...] = ()
-    """A clause for each package whose release differs from the baseline in all of its tests."""
+    """A clause for each package whose release differs from the baseline in all tests with this cause."""
 
     @property
     def module(self) -> str:
         """The modules as one text.
 
-        If all paths have a common end, this is ``*.attn``. Otherwise the first paths are named: ``blocks.*.attn, Attention``.
+        If all paths have a common end, the text is this end: ``*.attn``. Otherwise the text names the first paths:
+        ``blocks.*.attn, Attention``.
         """
         if len(self.modules) < 2:
             return "".join(self.modules)
@@ -92,19 +92,19 @@ class Cause:
 
     @property
     def lacks_holder(self) -> bool:
-        """True if tensors are kept and no holder was found."""
+        """True if the step keeps tensors and no holder was found."""
         return self.kind == "line" and any(share.growth.metric in KEPT_METRICS for share in self.shares)
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """The ids of its tests."""
+        """The ids of the tests with this cause."""
         return tuple(sorted({share.growth.test for share in self.shares}))
 
     @property
     def metric(self) -> str:
-        """The metric with the most shares. If several metrics have equally many, the most important metric counts.
+        """The metric with the most shares. If several metrics have equally many shares, the most important metric counts.
 
-        For a holder only metrics of kept bytes count.
+        A holder explains kept bytes, so only their metrics count for a holder.
         """
         shares = [
             share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
@@ -114,7 +114,7 @@ class Cause:
 
     @property
     def total(self) -> float:
-        """The sum over its shares in `metric`, in the metric's unit."""
+        """The sum over the shares in `metric`, in the metric's unit."""
         return sum(share.amount for share in self._counted)
 
     @property
@@ -137,7 +137,7 @@ class CandidateCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes in a session, sorted by their number of tests. A growth's shares add up to the growth exactly."""
+    """The causes in a session, sorted by their number of tests. The shares in a growth add up to the growth exactly."""
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
@@ -179,7 +179,7 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the remaining alternatives, joined if their lines and holders are equal apart from package releases."""
+    """Return the remaining alternatives. Alternatives with equal lines and holders, apart from package releases, are joined."""
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
         for alternatives in explained.alternatives:
@@ -231,7 +231,7 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
                 growths_at[place].append(explained)
 
     def gain(place: Place) -> tuple[float, float]:
-        """Return the gain from a place, as a sum of ratios over the growths, and the amount at the place.
+        """Return the gain from a place, summed over the growths as ratios, and the amount at the place.
 
         Ratios make metrics with different units comparable.
         """
@@ -244,7 +244,7 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
             explained.at(place) for explained in growths_at[place]
         )
 
-    # The gain of a place never rises while other places are chosen. So a place whose current gain is still the largest is best.
+    # A place's gain never rises when other places are chosen. So if a place's recomputed gain is still the largest, choose it.
     heap = [
         (-first_gain, -total, place) for place in growths_at for first_gain, total in [gain(place)] if first_gain > 0
     ]
@@ -267,8 +267,8 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
     """Return the first place of each place's cause.
 
-    Lines with the same module and file are a single cause if they explain the same tests. A later line may explain fewer
-    tests.
+    Lines with the same module and file are a single cause if they explain the same tests. Lines chosen later may explain only
+    some of these tests.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
     for explained in growths:
@@ -291,10 +291,10 @@ def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict
 
 
 def _by_line(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> Collection[list[Place]]:
-    """Return places in groups: the places at a project line are a group, and every other place is its own group.
+    """Return places in groups: all places at a project line form one group, and every other place is its own group.
 
-    A project line is a single cause in all modules in which it ran. A model names a module by its attribute. A test for
-    this module alone names the module by its class.
+    A project line is a single cause even if its places name different modules. For example, the same module is called
+    ``blocks.*.attn`` in a model and ``Attention`` in a test that runs only this module.
     """
     package_places = {
         place
@@ -315,7 +315,7 @@ def _file(place: Place) -> str:
 def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict[Place, float]:
     """Return each cause's share in a growth, by the cause's first place.
 
-    If other tensors shrank, the growth is smaller than the sum of the parts. The shares are then reduced in proportion.
+    If other tensors shrank, the growth is smaller than the parts together. The shares are then reduced in proportion.
 
     Example:
         A peak grew by 6 MB: 8 MB more at line A, 2 MB more at line B and 4 MB less elsewhere. The shares are 4.8 MB and 1.2
@@ -338,7 +338,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
     Args:
         places: The places of the cause, the first chosen place first.
-        explained_shares: The growths that the cause explains, with its share in each.
+        explained_shares: The growths that the cause explains, each with the cause's share.
     """
     parts: dict[Place, Part] = {}
     for explained, _ in explained_shares:
@@ -373,20 +373,20 @@ def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of
 
 
 def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the parts that all paths end with."""
+    """Return the longest common end of all paths."""
     from_the_end = zip(*(reversed(path) for path in paths), strict=False)
     return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
 
 
 def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
-    """Return the clauses on packages that all growths have in common."""
+    """Return the clauses on packages in all growths."""
     return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
     """Yield causes for growth without a line.
 
-    Packages with other releases are a cause, and a budget that several tests exceed.
+    The causes are packages with other releases, and budgets that several tests exceed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
     for explained in growths:

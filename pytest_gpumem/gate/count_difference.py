@@ -50,13 +50,12 @@ _EQUAL_BY: tuple[Key, ...] = (
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
     """Return the new calls, and the disappeared calls with negative amounts. They add up to the count's change.
 
-    An operator has either new or missing calls, so moved calls are not shown. If an operator may have appeared at several
-    lines, the line with other new operators is chosen, and otherwise the line with the largest distance to the operator's old
-    line.
+    An operator gets either new or disappeared calls, never both, so moved calls are not shown. If an operator may have appeared
+    at several lines, a line with other new operators is chosen. Without such a line, the line farthest from the operator's
+    old line is chosen.
 
     A baseline lists only the places with the largest amounts. For all other places it stores amounts by operator. New calls
-    at places outside of the list are compared with these amounts. A remaining growth has no line, because any such place is
-    possible.
+    at unlisted places are compared with these amounts. A remaining growth has no line, because any unlisted place is possible.
 
     Example:
         The baseline has 8 ``addmm`` at ``mlp.py:12`` and this step has 8 at ``mlp.py:14`` and 4 at ``head.py:7``. The result
@@ -91,7 +90,7 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
 
 
 def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) -> list[Tally]:
-    """Return tallies with those for all layers in equal parts, if the other side distinguishes the layers of their module."""
+    """Split tallies for all layers into equal parts, if the other side distinguishes the layers in the tally's module."""
     layers: dict[tuple[str, str], set[Numbers]] = {}
     for tally in other_side:
         numbers = layer_of(tally.place)
@@ -103,7 +102,7 @@ def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) ->
 
 
 def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]]:
-    """Return the tallies with a place, and the amounts of the other tallies by operator."""
+    """Return the tallies with a place, and for the other tallies their amounts by operator."""
     placed, unplaced = [], Counter[str]()
     for tally in tallies:
         if tally.place == NOWHERE:
@@ -114,9 +113,9 @@ def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]
 
 
 def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
-    """Return a function: whether new calls may be at a place outside of the list in ``before``.
+    """Return a function that checks whether new calls may be at a place that ``before`` does not list.
 
-    It returns ``False`` if the place is listed, or if the calls have a larger amount than the smallest listed place.
+    The function returns ``False`` if the place is listed, or if the calls have a larger amount than the smallest listed place.
     """
     old_amounts, new_amounts = Counter[OperatorSite](), Counter[OperatorSite]()
     for amounts, tallies in ((old_amounts, before), (new_amounts, after)):
@@ -130,9 +129,9 @@ def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callabl
 def _without_common(
     old: list[Tally], new: list[Tally], key: Key, last: Collection[Tally] = ()
 ) -> tuple[list[Tally], list[Tally]]:
-    """Return both sides without the amount that each group has on both. Tallies in ``last`` lose their amounts last."""
+    """Return both sides without each group's common amount. Tallies in ``last`` lose their amounts last."""
     groups = grouped(old, new, key).values()
-    # The amount at each line from groups that the old side does not have.
+    # The amount at each line, from groups without tallies on the old side.
     new_at_line: Counter[tuple[str, str]] = Counter()
     for old_group, new_group in groups:
         for tally in new_group if not old_group else ():
@@ -145,7 +144,7 @@ def _without_common(
         def rank(tally: Tally, lines: Sequence[int] = lines) -> tuple[bool, int, int, int]:
             line = _file_and_line(tally)[1]
             distance = min((abs(line - old_line) for old_line in lines), default=0)
-            # The layers of a module with the smallest amounts are taken as unchanged.
+            # Assume that the layers with the smallest amounts are unchanged.
             return tally in last, new_at_line[_line(tally)], distance, tally.amount
 
         remaining_old += _without_amount(old_group, common)
@@ -154,7 +153,7 @@ def _without_common(
 
 
 def _without_amount(tallies: Iterable[Tally], amount: int) -> list[Tally]:
-    """Return the tallies without an amount, which is taken from the first tallies."""
+    """Return the tallies without an amount, which is subtracted from the first tallies."""
     remaining = []
     for tally in tallies:
         taken = min(amount, tally.amount)

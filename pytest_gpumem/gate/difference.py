@@ -1,4 +1,7 @@
-"""The difference of two compositions, by pure functions. Its changes add up to the peak's, and a refactoring has no changes."""
+"""The difference of two compositions, by pure functions.
+
+The changes in a difference add up to the change of the peak. A refactoring has no changes.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,9 @@ Example: an edit above ``model.py:88`` moves the line to ``model.py:90``. The fi
 line, so ``activation | blocks.*.attn | _softmax | 12 x float32[8, 12, 1024, 1024]`` is still equal to itself."""
 
 _MOVED_BY: tuple[Key, ...] = (
-    # A tensor with the same size that another module or operator now passes on.
+    # The same tensor from another module or operator.
     lambda row: (row.category, row.tensor, row.nbytes, row.count),
+    # The same tensor in another category.
     lambda row: (row.tensor, row.nbytes, row.count),
 )
 """Keys by which a missing row equals a new row at another place."""
@@ -100,7 +104,7 @@ class Change(NamedTuple):
     reason: str = ""
     """A clause with the reason, or an empty text if the reason is unknown: ``"was bfloat16, now float32"``."""
     alternatives: tuple[RowText, ...] = ()
-    """Rows that may have grown, the largest first, if `REST` grew and nothing proves which row did."""
+    """Rows that may have grown, the largest first, if a sum of smaller rows (`REST`) grew and nothing proves which row did."""
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +119,13 @@ class Change(NamedTuple):
         return row
 
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
-        """Return the change if only ``rows`` may have grown. A single row takes as many bytes as it can."""
+        """Return this change with only ``rows`` as alternatives.
+
+        A single row is split off: it takes as many bytes as it has, and the sum keeps the rest.
+
+        Example:
+            A sum grew by 900 bytes. If its only row has 700 bytes, the changes are +700 and +200 bytes.
+        """
         if len(rows) != 1:
             return (self._replace(alternatives=tuple(rows)),)
         (row,) = rows
@@ -135,7 +145,8 @@ class PeakMove:
     after: str
     """The phase of this peak."""
     compared: str
-    """The phase in which the two peaks are compared: ``after``, if the baseline recorded its live tensors."""
+    """The phase in which the two peaks are compared: ``after`` if the baseline recorded that phase's live tensors, otherwise
+    ``before``."""
     peak_before: int | None = None
     """Bytes of this step's peak in the phase ``before``."""
 
@@ -154,9 +165,10 @@ class Difference:
     after: int
     """This peak in bytes; if the peak moved, the peak in the compared phase."""
     changes: tuple[Change, ...]
-    """Each change as ``[row before, row after, reason, alternatives]``, the largest growth first. They add up to the change.
-    If both versions of the code are known, changes at changed lines come before the others. The alternatives are the rows
-    behind a sum over smaller rows, if the sum grew and nothing proves which row did.
+    """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
+    changes at changed lines come first if they have `LEAST_SHARE` of the growth.
+
+    In JSON, a change is ``[row before, row after, reason, alternatives]``.
     """
     moved: PeakMove | None = None
     """The phases of the peak, if it moved; otherwise ``None``."""
@@ -177,7 +189,7 @@ class Difference:
 
         Args:
             share: The share to explain: 0.8 is 80 %.
-            at_least: The number of changes to return, unless the next change is below 1 % of the difference.
+            at_least: The fewest changes, but none below 1 % of the difference once the share is explained.
             at_most: The largest number of changes.
         """
         grown = [change for change in self.changes if change.nbytes > 0]
@@ -247,7 +259,8 @@ def _difference_of_peaks(
 
 
 LEAST_SHARE = 0.1
-"""A row at a changed line comes before larger rows at unchanged lines if it has this share of the increase."""
+"""A row at a changed line comes before larger rows at unchanged lines if it has this share of the increase.
+The same share makes a graph change a cause (`difference`)."""
 
 
 def with_changed_lines(
@@ -372,8 +385,7 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Sort the largest increase first.
 
     Of two equal increases, the increase in forward comes before the increase in backward, because a tensor in backward
-    follows from a tensor in forward. Other equal increases are sorted by the increase at their line, divided by their own
-    size.
+    follows from a tensor in forward. Other equal increases: first the line whose rows grew most in total.
     """
     at_line = _growth_by_line((change.row, change.nbytes) for change in changes)
 
@@ -561,11 +573,12 @@ def _with_sums(
         # If both sides list a place, its row grew or shrank, and is in no sum.
         listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
         of_category = None if has_single_sum else category
+        # A baseline row may have shrunk into this step's sum. Rows with more than twice the sum's bytes disappeared instead.
         small_old, old_rows = _split_by_size(old_rows, of_category, current.smallest, 2 * new_sum.nbytes, listed)
         small_new, new_rows = _split_by_size(new_rows, of_category, baseline.smallest, None, listed)
         old_total, new_total = _sum_of(category, [old_sum, *small_old]), _sum_of(category, [new_sum, *small_new])
         blocks = 0 if has_single_sum else new_total.count - old_total.count
-        grown, alternatives[category] = _attribution(
+        grown, alternatives[category] = _attribution_by_graph(
             small_new, old_sum.nbytes, new_total.nbytes - old_total.nbytes, blocks, graph
         )
         changes += [Change(baseline_part, row) for baseline_part, row in grown if baseline_part is not None]
@@ -577,7 +590,9 @@ def _with_sums(
     return old_rows, new_rows, changes, alternatives
 
 
-def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: GraphChanges) -> Attribution:
+def _attribution_by_graph(
+    rows: list[Row], sum_bytes: int, growth: int, blocks: int, graph: GraphChanges
+) -> Attribution:
     """Return which rows grew, like `attribution`, but try rows that follow from a ``graph`` change first.
 
     If autograd recorded no call of a module in the baseline, its rows are new for certain. If they have more bytes than the
@@ -586,12 +601,12 @@ def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: Gr
     new_rows = [row for row in rows if graph.is_new(row)]
     remaining_growth = growth - sum(row.nbytes for row in new_rows)
     if not new_rows or growth <= 0:
-        return attribution(rows, most, growth, blocks)
+        return attribution(rows, sum_bytes, growth, blocks)
     if remaining_growth < 0:
-        return attribution(new_rows, most, growth, blocks)
+        return attribution(new_rows, sum_bytes, growth, blocks)
     other_rows = [row for row in rows if row not in new_rows]
     other_attribution = attribution(
-        other_rows, most, remaining_growth, max(blocks - sum(row.count for row in new_rows), 0)
+        other_rows, sum_bytes, remaining_growth, max(blocks - sum(row.count for row in new_rows), 0)
     )
     return Attribution((*((None, row) for row in new_rows), *other_attribution.grown), other_attribution.alternatives)
 

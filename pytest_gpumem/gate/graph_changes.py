@@ -1,7 +1,7 @@
 """Modules that autograd records now and did not record in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
 
-Each tensor that such a module saves for backward is a row with growth. The cause is the call to the outermost module. A report
-names this call in a sentence before the rows.
+Such a module now saves tensors for backward, and each of them is a row with growth. The cause is the call to the outermost such
+module. A report names this call in a sentence before the rows.
 
 Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
@@ -36,23 +36,24 @@ class GraphChange:
     """A module whose calls autograd records now, and did not record in the baseline."""
 
     kind: Kind
-    """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
+    """``no_grad`` if grad mode was off, ``no_backward`` if grad mode was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. Outside of any module's ``forward``, a function: ``step()``.
+    """The folded path to the outermost module: ``teacher``. Outside any module's ``forward``, a function's name: ``step()``.
 
-    Several functions in the same function are joined: ``left() and right()``.
+    Functions that the same function calls are joined: ``left() and right()``.
     """
     lines: tuple[str, ...]
-    """The lines that call it: ``models.py:41``. Some lines may not be a cause. For a part of a function, the lines in this
-    part."""
+    """The lines that call the module: ``models.py:41``. Some of these lines may not be a cause. If only a part of a function
+    changed, the lines in this part."""
     before: Calls
-    """Such calls in the baseline, as ``[calls, all calls]``. If all calls were such, they may be those of all modules
-    together.
+    """The calls in the baseline that autograd did not record, as ``[these calls, all calls]``.
+
+    If autograd recorded no call, the numbers may count the calls to all modules together.
     """
     now: Calls
-    """Such calls in this step, as ``[calls, all calls]``."""
+    """The calls in this step that autograd does not record, as ``[these calls, all calls]``."""
     within: tuple[str, ...] = ()
-    """The modules with the tensors that grew: ``teacher.blocks.*``. For a function, its lines."""
+    """The modules whose tensors grew: ``teacher.blocks.*``. For a function, the lines whose tensors grew."""
 
     @property
     def sentence(self) -> str:
@@ -97,14 +98,14 @@ class GraphChange:
         shown = list(self.lines[:_MOST_LINES])
         more = len(self.lines) - len(shown)
         shown += [counted(more, "other line")] if more else []
-        # If only some calls have changed, the baseline does not show which of these lines has changed.
+        # If only some calls changed, the baseline does not show which of these lines changed.
         last = " or " if is_partial else " and "
         return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 
 
 @dataclass(frozen=True)
 class GraphChanges:
-    """The modules whose calls autograd records now, with the modules within them."""
+    """The modules whose calls autograd records now and did not record in the baseline."""
 
     before: Composition
     after: Composition
@@ -112,7 +113,7 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes behind rows that grew, with the outermost modules and functions only."""
+        """Return the changes behind the growth in rows, only for the outermost modules and functions."""
         places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
@@ -124,8 +125,9 @@ class GraphChanges:
         """Yield the changes, joined if they come from the same part of a function.
 
         Example:
-            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The call of ``teacher`` is named, because its
-            line says more than a part of ``step()``. If the block calls several modules and functions, ``step()`` is named.
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The change names the call to ``teacher``, because
+            this line says more than a part of ``step()``. If the block calls several modules and functions, the change names
+            ``step()``.
         """
         groups: dict[tuple[Kind, str], list[GraphChange]] = {}
         for change in changes:
@@ -145,7 +147,7 @@ class GraphChanges:
                 yield replace(change, within=tuple(sorted(within)), lines=at)
 
     def _function_around(self, change: GraphChange) -> str:
-        """Return the function that contains all calls, or an empty text if there is no single function."""
+        """Return the function around all calls, or an empty text if there is no single function."""
         functions = {self.function_at.get(line, "") for line in change.lines}
         return functions.pop() if len(functions) == 1 else ""
 
@@ -154,9 +156,9 @@ class GraphChanges:
         return any(True for _ in self._around(row))
 
     def explain_for_certain(self, row: Row) -> bool:
-        """Return whether a row follows from such a change, even if the row did not grow.
+        """Return whether a row follows from such a change for certain, even if no growth is known for the row.
 
-        In a function that changed in part, other lines may have kept their grad mode, so nothing is certain.
+        If only a part of a function changed, its other lines may have kept their grad mode, so this change proves nothing.
         """
         return any(not change.is_of_a_part for change in self._around(row))
 
@@ -189,7 +191,7 @@ class GraphChanges:
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
         """Return the outermost changed modules and functions around a changed module's calls, or the module itself.
 
-        A partly changed function is not returned, because the calls may be in another part.
+        A function is not returned if only a part of it changed, because the calls may be in another part.
         """
         callers = self.callers.get(module, ())
         around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
@@ -212,7 +214,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Yield the changes, merged if all calls changed: ``left()`` and ``right()``, called in one function."""
+    """Yield the changes. Changes of all calls are merged: ``left()`` and ``right()``, if the same function calls both."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

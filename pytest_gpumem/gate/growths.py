@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""The share that causes have to explain in a growth. The rest are consequences."""
+"""The share of a growth that causes have to explain. The rest counts as a consequence."""
 LEAST = 0.1
-"""A line with a smaller share in a growth is not a cause."""
+"""A line that explains a smaller share of a growth is not a cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,8 +47,8 @@ class Growth:
 class Place(NamedTuple):
     """A line without the release of its package, and a module.
 
-    Tensors from before the step have no line, so their place is a category. The place of kept tensors is their holder,
-    wherever they were allocated.
+    Tensors from before the step have no line, so their place is a category. The place of kept tensors is the object that keeps
+    them alive (the holder), whatever line allocated them.
 
     Example:
         ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
@@ -84,7 +84,7 @@ class Part:
 
 
 class Alternatives(NamedTuple):
-    """Possible places for a part of a growth. Nothing proves the right place."""
+    """Possible places for a part of a growth. Nothing proves which place grew."""
 
     amount: float
     parts: Mapping[Place, Part]
@@ -110,7 +110,7 @@ class ExplainedGrowth:
 
 
 def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
-    """Return the growths in tests, sorted. A module at a line has the same name in all of them."""
+    """Return the growths in tests, sorted. The module at a line has the same name in all growths."""
     growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
     return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
 
@@ -118,8 +118,8 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
     """Yield the growths of a measurement.
 
-    Kept bytes, the peak, garbage and syncs come first. If none grew, other work is yielded, or else the time. If nothing is
-    known about the bytes, other work is yielded in addition.
+    Growth in kept bytes, in the peak, in garbage and in syncs is yielded first. If none of these grew, the growth of the first
+    other count is yielded, or else of the time. If no place of the bytes is known, the first other count is yielded as well.
     """
     worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
@@ -133,7 +133,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
         holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
         if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
-            # If a line has several holders, some may not be new. Those have no share in the growth of the peak.
+            # If a line has several holders, some may not be new, and an old holder has no share in the peak's growth.
             holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, holders_at) for name in chosen}
     alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
@@ -149,7 +149,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
             (Alternatives(new.missing, {place: kept_parts[place] for place in new.uncertain}),) if new.uncertain else ()
         )
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
-        # Nothing is known about the memory, for example because the test was not recorded. The work is known.
+        # No place of the memory is known, for example because the test was not recorded. The counts have places.
         parts |= {name: _parts(verdict, name, holders_at) for name in work[:1]}
     for name, metric_parts in parts.items():
         metric = worse[name]
@@ -164,7 +164,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
 
 
 KEPT_METRICS = frozenset({"growth", "retained"})
-"""Metrics whose cause is the holder."""
+"""Metrics whose cause is the holder: the object that keeps the tensors alive."""
 LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
 """Metrics whose composition is not stored in baselines."""
 
@@ -176,21 +176,20 @@ def _baseline_bytes(metric: MetricVerdict) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _NewParts(Generic[T]):
-    """The kept parts that are new or may be new."""
+    """The new and possibly new parts among the kept bytes."""
 
     certain: tuple[T, ...]
     """Parts that are new."""
     uncertain: tuple[T, ...] = ()
-    """Parts of which only some are new."""
+    """Parts among which only some are new."""
     missing: float = 0
-    """The bytes of the growth in ``uncertain``."""
+    """The bytes by which the ``uncertain`` parts grew together."""
 
 
 def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
     """Return which kept parts are new.
 
-    A baseline stores how many bytes were kept, not where. So a part that is not larger than these bytes may have existed
-    before.
+    A baseline stores how many bytes were kept, and not their places. So each part up to this size may have existed before.
 
     Example:
         A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
@@ -216,9 +215,9 @@ class KeptRows:
 
     rows: tuple[Row, ...] = ()
     uncertain: tuple[Row, ...] = ()
-    """The next rows after the certainly new rows, if only some are new and nothing proves which."""
+    """The rows after the certainly new rows, if some of them are new and nothing proves which ones."""
     before: float = 0
-    """The kept bytes in the baseline, which does not store their rows."""
+    """The kept bytes in the baseline. A baseline does not store their rows."""
     growth: float = 0
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
@@ -237,7 +236,7 @@ def kept_rows(verdict: Verdict) -> KeptRows:
     If the baseline kept bytes as well, the rows that grew at the peak decide which kept rows are new.
     """
     explanation = verdict.measurement.explanation
-    # A row is negative if blocks of other owners were freed meanwhile. Such a row does not help a reader.
+    # A row is negative if blocks from before the step were freed meanwhile. Such a row does not help a reader.
     rows = () if explanation is None else explanation.retained.rows
     rows = tuple(row for row in rows if row.operator != REST and row.nbytes > 0)
     worse = [
@@ -295,7 +294,7 @@ def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_H
 
 
 def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
-    """Return a kept row's place: the holder, or the row's line if no holder was found."""
+    """Return a kept row as a part with its place: the holder, or the row's line if no holder was found."""
     row_part = _part_of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
     if not holder.path:
         return row_part
@@ -309,7 +308,7 @@ class _HeldRows(NamedTuple):
     holder: Place
     rows: tuple[Row, ...]
     is_again: bool
-    """True if each step keeps such rows once more. The peak may then include the rows from several steps."""
+    """True if each step keeps these rows again. The peak may then include the rows from several steps."""
 
     def alike(self, row: Row) -> int:
         """Return the bytes in the holder's tensors with the same operator and shape as a row.
@@ -327,15 +326,15 @@ class _HeldRows(NamedTuple):
 def _holder_places(
     of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
 ) -> dict[Place, tuple[_HeldRows, ...]]:
-    """Return the holders for each line whose tensors they keep. These tensors are at the peak because they are kept.
+    """Return the holders for each line that allocated kept tensors. These tensors are at the peak because they are kept.
 
-    Lines with an uncertain holder are left out. Rows without a line and a module are left out as well, because they may be
-    other tensors.
+    Lines with an uncertain holder are left out. Kept rows without a line and a module are left out as well, because other
+    rows at the peak without a line may be unrelated tensors.
 
     Args:
         of_inputs: The holders of inputs.
         of_kept: The holders of kept tensors.
-        is_again: Whether each step keeps ``of_kept`` once more.
+        is_again: Whether each step keeps the tensors in ``of_kept`` again.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
     each_step_places: set[Place] = set()
@@ -359,7 +358,7 @@ def _holder_places(
 def _at_holders(
     row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
 ) -> list[tuple[Place, Part]]:
-    """Return a row at the peak as parts: at its holders if these are certain, otherwise at its line.
+    """Return a row at the peak as parts, at the row's holders if they are certain, otherwise at the row's line.
 
     If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
     """
@@ -417,7 +416,7 @@ def _alternatives(
     if metric not in KEPT_METRICS or explanation is None:
         return ()
     uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
-    # Small rows have no known line. If they are one alternative, the only other alternative would seem to be proven.
+    # Sums over small rows have no line and are no alternative. So a single remaining alternative proves nothing: leave it out.
     return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
 
 
@@ -439,17 +438,18 @@ def _alternatives_of_peak(
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
             for place, part in _at_holders(row, min(change.nbytes, row.nbytes), holders_at):
-                # Count a place once, because its rows together do not grow by more than the change.
+                # Count a place once, because its rows together cannot grow by more than the change.
                 parts.setdefault(place, part)
         peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
     return tuple(peak_alternatives)
 
 
 def with_proven_places(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
-    """Return growths whose alternatives are decided if another growth has a cause at one line.
+    """Return growths in which alternatives are replaced by their line, if another growth has a cause at this line.
 
-    Growths of the same measurement decide before others. Several lines decide only if they have no more bytes than the
-    growth. A single alternative proves nothing by itself, because smaller rows may have grown instead.
+    Causes in the same measurement decide first. If several alternatives are causes elsewhere, they decide only if they
+    together have no more bytes than the growth. A single alternative proves nothing by itself, because smaller rows may
+    have grown instead.
     """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
@@ -478,7 +478,10 @@ def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]
 
 
 def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
-    """Return the largest part at a line. If there are several parts, its module is left out, because any may be meant."""
+    """Return the largest part at a line.
+
+    If there are several parts, the module is left out, because any of their modules may be right.
+    """
     place, part = parts[0]
     return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 
@@ -505,8 +508,8 @@ def _parts_of_change(
 ) -> list[tuple[Place, Part]]:
     """Return a change as parts.
 
-    If the change follows from a graph change, its place is the caller. Otherwise it is the holder in ``holders_at``,
-    or else the line.
+    If the change follows from a graph change, the place is the caller. Otherwise the place is the holder in ``holders_at``, or
+    the line if there is no holder.
     """
     cause = next(
         (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),
@@ -522,7 +525,7 @@ def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Pa
     if row_part is None:
         return None
     lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
-    # If several callers are possible, all of them are the place. Calls from other lines are another cause.
+    # If several callers are possible, the place names all of them. Calls from other lines are another cause.
     place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
     return place, replace(row_part[1], lines=lines, module=cause.module, reason=cause.sentence)
 
@@ -539,8 +542,8 @@ def _with_inner_modules(growths: Sequence[ExplainedGrowth]) -> list[ExplainedGro
     """Return growths in which a module at a line has the same name in all tests: the shortest one.
 
     Example:
-        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs a block, so it is
-        ``attn``. In both growths the module becomes ``attn``.
+        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs a block, so the module
+        is ``attn``. Both growths then name ``attn``.
     """
     modules: dict[str, set[str]] = defaultdict(set)
     for explained in growths:

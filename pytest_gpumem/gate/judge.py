@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
     """Return the tolerances between figures from an emulated GPU and measured figures.
 
-    Each tolerance is at least the error that the benchmark found for the metric. Metrics without a known error are left out.
+    Each tolerance is at least the metric's error in the benchmark. Metrics without a known error are left out.
     """
     return {
         name: Tolerance(max(tolerance.relative, supported.relative), max(tolerance.absolute, supported.absolute))
@@ -50,7 +50,8 @@ def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolera
 
 
 MOST_BY_ENVIRONMENT = 0.40
-"""The most growth that another environment can explain, as a share. Further growth comes from the code.
+"""The most growth in bytes that another environment can explain, as a share of the baseline. Any further growth comes from
+the code.
 
 Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
 a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
@@ -126,7 +127,7 @@ MOSTLY_WORKSPACES = (
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
-    """Return a note on the change that comes from another torch release's workspaces."""
+    """Return a note if another torch release's workspaces changed the peak."""
     torch, baseline_torch = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
     if baseline.workspaces is None or torch == baseline_torch or measurement.workspaces == baseline.workspaces:
         return []
@@ -135,7 +136,7 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
     change = "is unchanged"
     if rest != old_rest:
         change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
-    # Code that runs once creates its workspaces during the run, and some after its peak.
+    # Code that runs once creates its workspaces while it runs, some of them after the peak, so the rest is unknown.
     change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     note = (
         f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "
@@ -146,12 +147,12 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
-    """Return the verdict with the changes in the composition of the peak, and the operators behind each larger count.
+    """Return the verdict with the changes in the peak's composition, and the operators behind each larger count.
 
     Args:
         verdict: The verdict on the measurement.
         measurement: The judged measurement. It may have been explained after the verdict.
-        baseline: The entry that the measurement was compared with.
+        baseline: The stored entry in the comparison.
     """
     if not isinstance(baseline, Baseline):
         return replace(verdict, measurement=measurement)
@@ -201,10 +202,10 @@ def _judge_on_devices(
 ) -> MetricVerdict:
     """Return the verdict on a metric. The step may use several devices.
 
-    If a device is worse than its baseline, the verdict on this device counts. Otherwise it is the verdict on the
-    measurement's own value, which names the device with the most bytes.
+    If the metric on a device is worse than in the baseline, the verdict on this device counts. Otherwise the verdict on the
+    measurement's own value counts, and names the device with the most bytes.
 
-    Arguments as for `_judge_metric`.
+    The arguments are the same as for `_judge_metric`.
     """
     overall = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
     by_device = {
@@ -241,9 +242,9 @@ def _on(measurement: Measurement, device: str) -> Measurement:
 
 
 def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
-    """Return whether the explanation describes the device of the baseline's composition.
+    """Return whether the explanation describes the same device as the baseline's composition.
 
-    This is the device with the largest peak.
+    A baseline's composition describes the device with the largest peak.
     """
     return explanation.gpu in (None, largest(baseline.by_device) or measurement.largest_device)
 
@@ -260,15 +261,15 @@ def _judge_metric(
 
     Args:
         metric: The metric.
-        limit: Its budget; ``None`` without one.
+        limit: The metric's budget; ``None`` without a budget.
         measurement: The measurement.
-        baseline: Its baseline; ``None`` if there is none.
+        baseline: The measurement's baseline; ``None`` without a baseline.
         why_not: The outcome if no comparison is possible, for example because the workload differs; otherwise ``None``.
         tolerance: The tolerance of the metric; ``None`` if the metric is not judged against a baseline.
     """
     value = measurement.metrics[metric.name]
     baseline_value = None if baseline is None else baseline.metrics.get(metric.name, metric.value_if_absent)
-    # A budget limits the whole program. It includes the first steps, which are not compared with a baseline.
+    # A budget limits the whole program, including the first steps, which are not compared with a baseline.
     highest = max((value, *measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, baseline_value, budget=limit)
@@ -282,7 +283,7 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return comparison
     if tolerance is not None and why_not is not None:
-        # A baseline for another workload is shown beside the value, but it does not decide.
+        # Show the figure from a baseline for another workload beside the value. This figure decides nothing.
         return MetricVerdict(metric.name, why_not, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
@@ -338,7 +339,7 @@ def _compare(
     elif is_beyond_tolerance and not (
         is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)
     ):
-        # The reason warns if another machine may have caused the improvement. The baseline would then fit that machine only.
+        # Warn if another machine may have caused the improvement, because such a baseline would only suit that machine.
         outcome, reason = Outcome.IMPROVED, _moved_by(metric.depends_on, metric, measurement, baseline)
     return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
@@ -350,8 +351,8 @@ SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
 def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
     """Return the bytes by which `peak_reserved` may differ from its baseline in the same step.
 
-    The allocator first uses free room in segments from earlier steps. With equal room the same step reserves the same
-    segments. With other room a block may fit, and so save a whole segment.
+    The allocator first uses free room in segments from earlier steps. With equal room, the same step reserves the same
+    segments. With more room, a block may fit into an earlier segment, and then the step reserves one segment less.
 
     Example:
         Both runs start without unused bytes: the step may differ by 2 MiB, one small segment. If this run starts with 30 MiB
@@ -368,8 +369,8 @@ def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
 def _doubt(
     metric: Metric, baseline_value: float, allowed: float, measurement: Measurement, baseline: Baseline
 ) -> str | None:
-    """Return why something other than the code may have caused a change for the worse; ``None`` without a reason."""
-    # The limit does not apply to counts, because a torch release may change them by any factor.
+    """Return the reason why a change for the worse may not come from the code; ``None`` without a reason."""
+    # This limit applies to bytes only, because a torch release may change counts by any factor.
     exceeds_environment = (
         metric.unit == "bytes"
         and measurement.metrics[metric.name] - baseline_value > MOST_BY_ENVIRONMENT * baseline_value
@@ -403,7 +404,7 @@ def _varied(metric: Metric, baseline_value: float, allowed: float, measurement: 
 
 
 def _keeps_more(measurement: Measurement) -> bool:
-    """Return whether each step keeps more bytes. The peak then rises by the same amount in each run with as many steps."""
+    """Return whether each step keeps more bytes. Then the peak rises in each step, by the same amount in each run."""
     growth = METRICS["growth"].tolerance
     return growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)
 
@@ -444,7 +445,7 @@ def failing_outcomes(
     Args:
         verdict: The verdict on the test.
         strict: Whether everything has to be compared (``--gpumem-strict``).
-        compares: Whether a regression is a failure (``--gpumem-baseline``). An update compares only to know what to write.
+        compares: Whether a regression is a failure (``--gpumem-baseline``). An update compares only to choose what to write.
         accepts: The outcomes to write into the store in this session. They do not fail the test.
     """
     if verdict.failed_by_itself:
@@ -455,7 +456,7 @@ def failing_outcomes(
     if verdict.missing:
         outcomes.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # If a test measured nothing, the session does not write or remove its baselines.
+        # If a test measured nothing, the session neither writes nor removes its baselines.
         accepts -= {Outcome.MISSING}
     if strict:
         failing = outcomes - PASSING

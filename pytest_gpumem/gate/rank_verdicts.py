@@ -19,19 +19,19 @@ class RankEnd:
     """A test's end on one rank."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
-    """``judged`` by the gate, ``raised`` an exception, ``skipped``, or ``followed``: it ended because another rank had ended
-    the test."""
+    """``judged`` by the gate, ``raised`` an exception, ``skipped``, or ``followed``, if the test ended on this rank because
+    another rank had ended it."""
     verdict: TestVerdict | None = None
     why: str = ""
     """The exception in one line, or the reason for the skip."""
     when: str = ""
-    """The phase that raised the exception: ``set-up`` or ``call``."""
+    """The phase with the exception: ``set-up`` or ``call``."""
     text: str = ""
     """pytest's text of the exception."""
 
     @property
     def failure(self) -> str:
-        """The exception's text, with a line before it. Empty if the test did not raise."""
+        """The exception's text after a line with the phase. Empty if the test did not raise."""
         return f"in its {self.when}: {self.why}\n\n{self.text}" if self.how == "raised" else ""
 
 
@@ -56,7 +56,7 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return a text with the ranks on which the test failed by itself, or on which only some ranks skipped."""
+    """Return a text with the ranks on which the test failed by itself, or with the ranks that skipped if others did not."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]
@@ -93,7 +93,7 @@ def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
 
 
 def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
-    """Return a clause with the reasons why ranks measured nothing. It names no ranks if all ranks have the same reason."""
+    """Return a clause with the reasons why ranks measured nothing. The clause names no ranks if all have the same reason."""
     ranks: dict[str, list[int]] = {}
     for number, why in enumerate(unmeasured):
         if why is not None:

@@ -23,7 +23,7 @@ MOST_ALTERNATIVES = 100
 MAY_BE_ALL = 0.8
 """A row with this share of the growth may have grown alone."""
 MAY_BE_A_PART = 0.1
-"""A row with this share of the growth may have grown together with others."""
+"""A row with this share of the growth may have grown together with other rows."""
 _NEGLIGIBLE = 0.01
 """A growth by less than this share of the sum has no alternatives. Example: a counter with 4 B beside 40 rows names no row."""
 
@@ -41,17 +41,17 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
     """Return which rows grew.
 
     A row is proven if only its blocks add up to the growth, while all other rows are unchanged. Otherwise a row grew for
-    certain only if it is larger than the sum. This rule does not depend on the listed rows, and keeps growth without a
-    line in proportion to the sum.
+    certain only if it is larger than the sum. This rule does not depend on the listed rows, so growth without a line is never
+    much larger than the sum.
 
     Example:
         Workspaces of 33.5 MB are listed, and the sum has 65.5 kB. A row with 6.5 MB is larger than the sum, so this row is new.
 
     Args:
-        rows: The rows that the baseline does not list. None is larger than the smallest listed row.
+        rows: The rows that the baseline does not list. The smallest listed row is at least as large as each of them.
         sum_bytes: Bytes of the sum.
         growth: Bytes by which the rows exceed the sum.
-        blocks: Blocks by which the rows exceed the sum, or 0 if the baseline does not know it.
+        blocks: Blocks by which the rows exceed the sum, or 0 if the baseline does not record a block count.
     """
     if growth <= 0:
         return Attribution()
@@ -61,7 +61,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
         return _attributed(new_blocks)
     remaining = growth - sum(row.nbytes for row in larger)
     if len(larger) == 1 and remaining < 0 and blocks < larger[0].count:
-        # All other rows are smaller than the sum, so the row had the missing bytes.
+        # The other rows cannot fill the sum, so this row already had the missing bytes in the baseline.
         (row,) = larger
         return Attribution(((replace(row, nbytes=-remaining, tensor="", count=row.count - max(blocks, 0)), row),))
     smaller = [row for row in rows if row not in larger]
@@ -80,8 +80,8 @@ class _Blocks(NamedTuple):
 def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
     """Return the new blocks if the sums prove them.
 
-    If the largest blocks add up to the growth, no other blocks do, because those have fewer bytes. Otherwise a single row
-    grew, unless two rows add up to the same bytes and blocks.
+    If the largest blocks add up to the growth, they are proven, because all other blocks have fewer bytes. Otherwise blocks of
+    equal size are proven, unless two rows add up to the same bytes and blocks.
     """
     if blocks <= 0:
         return []
@@ -131,7 +131,7 @@ def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
 def _alternatives(rows: Sequence[Row], growth: int, blocks: int) -> tuple[Row, ...]:
     """Return the rows that may have grown alone, or else the rows that may have grown together.
 
-    A row with fewer blocks than are new has not grown alone.
+    A row cannot have grown alone if it has fewer blocks than the growth.
     """
     alone = [row for row in rows if row.nbytes >= MAY_BE_ALL * growth and row.count >= blocks]
     return _at_most(alone or [row for row in rows if row.nbytes >= MAY_BE_A_PART * growth])

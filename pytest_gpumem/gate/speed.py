@@ -36,7 +36,7 @@ def judge_step_time(
     """Return the verdict on a step's time.
 
     A time from another machine is not compared. Its outcome is ``foreign`` if the test has a ``max_slowdown``, otherwise
-    ``recorded``. If the baseline has no times, because timing was off or the runs were disturbed, only the time is ``new``.
+    ``recorded``. If the baseline has no times, for example because its runs were disturbed, only the time is ``new``.
 
     Args:
         measurement: The measurement.
@@ -111,8 +111,8 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
     The throughput is over budget if the interval of each sample is below ``minimum`` and interference cannot explain this.
 
     Example:
-        The budget is 1,000 tokens/s. The median is 950 tokens/s, but the interval of one sample reaches 1,020 tokens/s. So
-        the outcome is ``uncertain``.
+        The budget is 1,000 tokens/s. The median is 950 tokens/s, but one sample's interval reaches 1,020 tokens/s, so the
+        outcome is ``uncertain``.
     """
     times, work = measurement.times, work_of(measurement, minimum)
     if times is None or work is None or times.median <= 0:
@@ -136,7 +136,7 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
     """Return the unit and the amount of a step's work; ``None`` if the work is unknown.
 
-    A budget decides the unit. A number from ``items=`` counts in the unit of the budget.
+    The budget decides the unit, also for a number from ``items=``.
     """
     work = measurement.work
     if minimum is not None:

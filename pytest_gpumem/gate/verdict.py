@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Outcome(str, Enum):
-    """The verdicts, in ascending order of their weight.
+    """The verdicts, from the least to the most serious.
 
-    Each metric gets a verdict. A measurement has the verdict with the most weight among its metrics, and a test the one with
-    the most weight among its measurements. A test that fails by itself is not judged.
+    Each metric gets a verdict. A measurement has the most serious verdict among its metrics. A test has the most serious
+    verdict among its measurements. A test that fails by itself is not judged.
 
     With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
     """
@@ -37,15 +37,15 @@ class Outcome(str, Enum):
     NEW = "new"
     """The test has no baseline on any device.
 
-    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds it. The
-    opposite, a baseline with a metric in bytes or counts that was not measured, or that cannot be compared between an
-    emulated GPU and a real one, is a note and no verdict.
+    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds the metric. In the
+    opposite case, only the baseline has a metric in bytes or counts, or the metric cannot be compared between an emulated GPU
+    and a real GPU. This is a note and no verdict.
 
     A time is ``new`` if the baseline has no times. Memory and counts were compared, so the measurement keeps their verdict, for
     example ``ok``. A note and the last line of the output count such tests, and only ``--gpumem-strict`` fails them."""
     FOREIGN = "foreign"
-    """The test has baselines on other devices only, which the output names. A time with ``max_slowdown`` is ``foreign`` if the
-    baseline's time comes from another machine."""
+    """The test has baselines on other devices only. The output names these devices. A time with ``max_slowdown`` is ``foreign``
+    if the baseline's time comes from another machine."""
     STALE = "stale"
     """The baseline belongs to another workload, for example to another batch size, and no figure in bytes grew by more than its
     tolerance. The output says what differs, and shows both figures."""
@@ -57,18 +57,17 @@ class Outcome(str, Enum):
 
     - the peaks of the steps differ, and the increase may be chance
     - a count differs from step to step, and its smallest value is within the tolerance
-    - a detail of the environment differs that moves this metric, for example the release of torch for a count. Each
-      [metric](metrics.md) names these details
+    - an environment detail differs, and this metric depends on it. For example, counts depend on the torch release. Each
+      [metric](metrics.md) names its details
     - for a time: the samples do not show a slowdown
 
     A difference between environments never explains more than 40 % of growth in bytes."""
     MISSING = "missing"
-    """The test came to its end, and has baselines on this device for measurements that it did not take.
+    """The test ended, and a baseline on this device belongs to a measurement that the test no longer takes.
 
-    A test is ``missing`` too if it was not measured at all although the device is there. For example, it lost its marker, its
-    fixture or its pattern in ``mark``. Another example: its marker or the settings now name a device that is not here, while
-    the device of its baseline is. This device is the session's, or the one that the marker named when the baseline was
-    recorded."""
+    A test is also ``missing`` if it was not measured although its baseline's device is available. For example, the test lost
+    its marker, its fixture or its pattern in ``mark``, or its marker or the settings now name an unavailable device. The
+    baseline's device is the session's device, or the device that the marker named when the baseline was recorded."""
     REGRESSED = "regressed"
     """Worse than the baseline by more than the tolerance. A figure in bytes regresses even if the baseline belongs to another
     workload."""
@@ -113,19 +112,19 @@ class MetricVerdict:
     value: float
     """The measured value."""
     baseline: float | None = None
-    """The value in the baseline; ``None`` without one."""
+    """The value in the baseline; ``None`` without a baseline."""
     allowed: float | None = None
     """The tolerated change; ``None`` if nothing was compared."""
     budget: float | None = None
-    """The limit; ``None`` without one."""
+    """The limit; ``None`` without a limit."""
     reason: str | None = None
-    """The reason why it was not compared, or is uncertain."""
+    """The reason why the value was not compared, or is uncertain."""
     interval: tuple[float, float] | None = None
     """The ends of the 95 % confidence interval of a time's ratio to the baseline."""
     of: str | None = None
     """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
     gpu: str | None = None
-    """The GPU whose bytes decided, ``cuda:1``, if the step used several."""
+    """The GPU whose bytes decided, ``cuda:1``, if the step used several GPUs."""
 
     @property
     def gated(self) -> bool:
@@ -134,12 +133,12 @@ class MetricVerdict:
 
     @property
     def lacks_time(self) -> bool:
-        """True if this is a time, and the baseline of the measurement has none yet."""
+        """True if this is a time, and the measurement's baseline has no time yet."""
         return self.metric == "step_time" and self.outcome is Outcome.NEW
 
 
 UNKNOWN_RELEASE = "?"
-"""The torch release in the origin of a baseline without this detail."""
+"""The torch release in an origin if the baseline does not record a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +152,9 @@ class Origin:
     torch: str
     """The version of torch."""
     commit: str | None = None
-    """The abbreviated hash of the commit that was checked out; ``None`` outside of a git repository."""
+    """The abbreviated hash of the checked-out commit; ``None`` outside a git repository."""
     reason: str | None = None
-    """The reason why it was accepted, in one line; ``None`` without one."""
+    """The reason for accepting the baseline, in one line; ``None`` without a reason."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Versions by name, as `Environment.packages`."""
 
@@ -169,15 +168,15 @@ class FormerTest:
     test: str
     """The id of the former test without its file."""
     metrics: tuple[MetricVerdict, ...] = ()
-    """The verdicts on bytes and counts against this baseline, without ``ok``, the most important first."""
+    """The verdicts on bytes and counts against this baseline, except for ``ok``, the most important first."""
     accept: str = ""
-    """The command that accepts the figures of the new test."""
+    """The command for accepting the new test's figures."""
     prune: str = ""
-    """The command that removes the baseline, if it belongs to a different test."""
+    """The command for removing the baseline, in case the two tests are different."""
 
     @property
     def fits(self) -> bool:
-        """True if all bytes and counts are those of the baseline, within their tolerances."""
+        """True if all bytes and counts equal the baseline's, within their tolerances."""
         return not self.metrics
 
 
@@ -192,17 +191,17 @@ class Verdict:
     origin: Origin | None = None
     """The origin of the baseline; ``None`` without a baseline."""
     reason: str | None = None
-    """A sentence with the reason why it could not be compared; ``None`` if it was compared."""
+    """A sentence with the reason why no comparison was possible; ``None`` after a comparison."""
     elsewhere: tuple[str, ...] = ()
     """The devices with baselines, if this device has none."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
-    """The changes in the composition of the peak, if both sides have one."""
+    """The changes in the peak's composition, if both sides have a composition."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """The changed operators for each larger count, if both sides know its operators. Disappeared operators have
     negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
-    """The unused baselines with the same step, batch and device, if the measurement has no baseline: its test may have been
-    renamed."""
+    """The unused baselines with the same step, batch and device, if the measurement has no baseline, because the test may have
+    been renamed."""
 
     @property
     def outcome(self) -> Outcome:
@@ -233,8 +232,8 @@ class Verdict:
     def deciding(self) -> MetricVerdict | None:
         """The metric with the measurement's outcome, or ``None`` if no metric changed.
 
-        If several have it, this is the metric in a failure's headline. Example: ``retained`` if a test keeps more bytes and
-        has the same peak.
+        If several metrics have this outcome, the result is the metric for a failure's headline. Example: ``retained``, if a
+        test keeps more bytes and its peak is unchanged.
         """
         changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
         return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)
@@ -253,7 +252,7 @@ class Cell:
     config: str
     """The text of the step config."""
     index: int
-    """The number of the row. The other rows are compared with the lowest, which is 0 without other parameters."""
+    """The row's number. Reports compare all rows with the lowest number, which is 0 if the test has no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +272,7 @@ NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no 
 """The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Parts of a test's run that can fail: a pytest phase, a subtest, or the process (by a crash)."""
+"""The parts of a test's run in which it can fail: a pytest phase, a subtest, or the process (by a crash)."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -299,27 +298,27 @@ class TestVerdict:
     verdicts: tuple[Verdict, ...] = ()
     """The verdict on each measurement."""
     unmeasured: str | None = None
-    """The reason why nothing was measured, as a clause; ``None`` if something was."""
+    """The reason why nothing was measured, as a clause; ``None`` if the test was measured."""
     failed_by_itself: bool = False
     """True if the test failed for another reason than the gate."""
     relations: int = 0
     """The number of relations that the test asserted with the fixture, all of them true."""
     cell: Cell | None = None
-    """Its place in a matrix of step configs; ``None`` outside of a matrix."""
+    """The test's cell in a matrix of step configs; ``None`` outside a matrix."""
     location: Location | None = None
-    """The location of its function; ``None`` if pytest does not know it."""
+    """The location of the test's function; ``None`` if pytest does not know the location."""
     failure: str | None = None
     """The text of the gate's failure; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
-    """The names of its measurements with a baseline on this device that it did not take."""
+    """The names of measurements that the test did not take although they have baselines on this device."""
     missing_on: tuple[str, ...] = ()
-    """The devices of these baselines, by slug, if the test was to be measured on another device, which this machine lacks."""
+    """The slugs of these baselines' devices, if the test names another device and this machine lacks that device."""
     accept: str | None = None
-    """The command that accepts the change behind the gate's failure; ``None`` if there is no such command."""
+    """The command for accepting the change behind the gate's failure; ``None`` without such a command."""
     bisect: str | None = None
-    """The command that finds the package behind a regression; ``None`` if the packages are those of the baseline."""
+    """The command for finding the package behind a regression; ``None`` if the packages equal the baseline's."""
     named_device: str | None = None
-    """The device that its marker names; ``None`` if it is measured on the session's device."""
+    """The device that the test's marker names; ``None`` if the test runs on the session's device."""
 
     @property
     def nodeid(self) -> str:

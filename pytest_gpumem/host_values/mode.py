@@ -640,7 +640,7 @@ class HostValues(TorchDispatchMode):
             tensor: A tensor. Tensors on other devices are ignored.
             is_known: Whether all written values are known.
             is_overwritten: Whether the whole storage was written. If not, unknown values may remain in the rest.
-            of_floats: Whether all unknown values passed through Python floats (`_Unknown.of_floats`).
+            of_floats: Whether all unknown values passed through Python floats (`_UnknownStorage.of_floats`).
         """
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
@@ -712,7 +712,7 @@ class HostValues(TorchDispatchMode):
             self.reads.of_routing(routing)
 
     def _is_of_floats(self, tensor: torch.Tensor) -> bool:
-        """Return whether all unknown values in a tensor, if any, passed through Python floats (`_Unknown.of_floats`)."""
+        """Return whether all unknown values in a tensor, if any, passed through Python floats (`_UnknownStorage.of_floats`)."""
         if not self.is_unknown(tensor):
             return True
         return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats

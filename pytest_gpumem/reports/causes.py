@@ -50,7 +50,7 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The first so many columns stay even if they are empty."""
+"""The number of first columns that stay even if they are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class SessionCauses:
 
 
 def causes_in(report: SessionReport) -> SessionCauses:
-    """Return the causes in a session, without growth that became the baseline."""
+    """Return the causes in a session, except for growth that an update accepted as the baseline."""
     grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
     return SessionCauses(
         causes_of(verdict for verdict in grown if not verdict.unmeasured),

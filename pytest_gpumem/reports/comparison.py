@@ -29,7 +29,7 @@ NOTHING_COMPARED = 2
 StoredKey = tuple[Key, str]
 """A measurement's key, and the slug of its device."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
-"""The reason why a test or measurement is not compared."""
+"""The word for the reason why a test or measurement is not compared."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
@@ -78,7 +78,7 @@ class ComparedRow:
     """A measurement on both sides.
 
     ``reason`` says in a sentence why the sides cannot be compared. ``notes`` are clauses. ``slug`` is the new side's device.
-    ``old_slug`` is the old side's device if exactly one of the two devices is emulated.
+    ``old_slug`` is the old side's device if only one of the two devices is emulated.
     """
 
     key: Key
@@ -168,7 +168,7 @@ class ComparisonReport:
     pairs: int | None = None
     """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
     tolerance: float = 0.0
-    """The tolerated slowdown for revisions that ran in turns, as a ratio."""
+    """The tolerated slowdown for revisions that ran in turns, as a share: 0.05 is 5 %."""
     packages: tuple[ChangedPackage, ...] = ()
     """The packages with different releases on the two sides."""
 
@@ -208,7 +208,7 @@ class Side:
         return self.figures[stored_key].metrics.get("peak_allocated")
 
     def reason_missing(self, key: Key) -> tuple[Word, str | None]:
-        """Return the reason why the side lacks a measurement: a word, and a clause if the side knows more."""
+        """Return the reason why the side lacks a measurement: a word, and a clause with details if they are known."""
         if key.file in self.not_collected:
             return "failed", "its file could not be collected"
         return self.unmeasured.get((key.file, key.test), ("gone", None))
@@ -360,7 +360,7 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 
 
 def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
-    """Return a clause on the side that lacks a judged metric; ``None`` if both or none have the metric.
+    """Return a clause on the side that lacks a judged metric; ``None`` if both sides have the metric, or neither.
 
     Times are skipped, because they have their own reasons.
     """

@@ -184,8 +184,8 @@ def accounting(report: ComparisonReport) -> str:
 def markdown(report: ComparisonReport, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
     """Return a section in GitHub's Markdown, for a comment or a job's summary.
 
-    A text longer than ``most`` characters loses explanations, the last first, and then half of the table's rows again and
-    again.
+    If the text is longer than ``most`` characters, explanations are removed, the last first. If this is not enough, the table's
+    rows are halved until the text fits.
 
     Args:
         report: The comparison.
@@ -227,7 +227,7 @@ def _markdown(
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
     for title, explanation_lines in explained:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in explanation_lines)), ""]
-    # The terminal showed the packages when they were installed.
+    # The terminal already showed the packages during their installation, so only this text lists them.
     packages = [f"packages: {'; '.join(map(str, report.packages))}"] if report.packages else []
     text += [f"- {escaping.plain(remark)}" for remark in (*packages, *remarks(report))]
     return "\n".join(text).rstrip() + "\n"

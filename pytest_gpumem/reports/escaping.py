@@ -15,7 +15,8 @@ _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 """Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
-A backslash does not help, because it is gone by then. A ``<span>`` separates such a text from the characters after it, as
+A backslash does not help, because GitHub removes it before the replacement.
+A ``<span>`` separates such a text from the characters after it, as
 GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
@@ -24,7 +25,9 @@ _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""Return ``text`` with invisible characters escaped as in Python: ``\n``, ``\x1b``, ``\ud800``. ``keep`` stays."""
+    r"""Return ``text`` with invisible characters escaped as in Python: ``\n``, ``\x1b``, ``\ud800``. Characters in
+    ``keep`` stay.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartTable:
-    """The largest parts of an amount (bytes, a count, or a change), and the sum of the others."""
+    """The largest parts of an amount (bytes, a count, or a change), and the sum of all other parts."""
 
     title: str
     figures: tuple[str, ...]
@@ -160,7 +160,7 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return the rows for a table, the largest first, without sums of smaller rows."""
-    # A row is negative if other owners' blocks were freed meanwhile. Readers cannot use such a row.
+    # A row is negative if blocks from before the step were freed meanwhile. Readers cannot use such a row.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
@@ -294,7 +294,9 @@ def _count_table(
 
 
 def ranked(tallies: Collection[Tally]) -> list[Tally]:
-    """Return a count's parts, the largest first. Parts at changed lines come first if they explain a fair share."""
+    """Return a count's parts, the largest first. Parts at changed lines come first if they explain
+    enough of the change.
+    """
     increase = sum(max(0, tally.amount) for tally in tallies)
 
     def rank(tally: Tally) -> tuple[bool, int]:
@@ -390,7 +392,8 @@ def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSyst
 
 
 def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
-    """Return a line for each of the first holders: ``"kept in: Net.seen[...]"``. Several holders have their bytes.
+    """Return a line for each of the first holders: ``"kept in: Net.seen[...]"``. If there are several
+    holders, each line also shows the bytes.
 
     Holders with less than 1 % of the bytes are omitted. For example, a list of losses is tiny beside the autograd graphs.
     """

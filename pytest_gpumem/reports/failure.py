@@ -144,7 +144,7 @@ def prune_command(*names: str, options: Sequence[str]) -> str:
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
-    """Return a table with the figures from before a test itself failed."""
+    """Return a table with the figures that a test measured before it failed by itself."""
     rows = [
         (METRICS[name].title, measurement.name, shown(name, value, units))
         for measurement in measurements
@@ -177,7 +177,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
 
 
 def _reasons(verdict: Verdict, failed_by: Collection[Kind], headline: str) -> list[str]:
-    """Return the reasons of the metrics that bear on a failure, without reasons that the headline already has.
+    """Return the metrics' reasons that belong to a failure, except for reasons in the headline.
 
     A reason that several metrics share appears once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
     """
@@ -258,7 +258,8 @@ def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
 
 
 def _quoted(word: str) -> str:
-    # Quote a test id as people do. Use shlex if that does not suffice, and bash's escapes for invisible characters.
+    # Put a test id in double quotes, as people do. If this is not enough, use shlex, or bash's escapes for invisible
+    # characters.
     if shlex.quote(word) == word:
         return word
     if Screen().legible(word) != word:

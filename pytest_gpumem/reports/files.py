@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 class ReportFiles:
-    """The files from ``--gpumem-report``. A session removes earlier ones when it begins to measure, and writes them at its end.
+    """The files from ``--gpumem-report``. A session removes earlier files when it begins to measure,
+    and writes the new files at its end.
 
     - Each file is replaced atomically, and its folder is created.
     - A killed session leaves no report, so an earlier report is never mistaken for its own.
     - A session that measures nothing leaves the files alone, unless its command line asked for them.
     - A report that cannot be written makes the session red. Reports that are written later contain the error.
-    - If pytest ends before any test runs (a usage error), the reports say this.
+    - If pytest ends before any test runs (a usage error), the reports say so.
     - A report never says ``passed`` if pytest's tests did not pass. It counts failures of tests that are not measured, and a
       session that another plugin made red is red in the report.
 

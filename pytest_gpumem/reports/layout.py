@@ -104,7 +104,7 @@ def _last(text: str, width: int) -> str:
 
 
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
-"""The meaning of a text. The words say the same, so a terminal without colours loses nothing."""
+"""The meaning of a text, shown by a colour. The words have the same meaning, so a terminal without colours loses nothing."""
 
 _GAP = 2
 _HANGING = 4
@@ -126,8 +126,8 @@ Line = tuple[Span, ...]
 class Column:
     """A column, and how it shrinks if the table is too wide.
 
-    ``least`` allows to shorten cells to that many cells on the screen. ``weight`` allows to omit the column, the smallest
-    weight first. A column with neither keeps its width. ``left`` aligns the cells left.
+    If ``least`` is set, texts may be shortened to this width in characters. If ``weight`` is set, the column may be omitted,
+    the smallest weight first. A column with neither keeps its width. ``left`` aligns the cells left.
     """
 
     title: str

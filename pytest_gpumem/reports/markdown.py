@@ -44,12 +44,14 @@ COMMENT_LIMIT = 65_536
 MOST_FOLDED = 50
 """The longest folded list of failed tests with the same causes."""
 LEAST_BYTES = 300
-"""A verdict always fits in so many bytes."""
+"""The number of bytes in which a verdict always fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An optional part of the report. The highest ``rank`` goes first, and within a rank the last part."""
+    """An optional part of the report. The part with the highest ``rank`` is omitted first, and within a rank the
+    last part.
+    """
 
     rank: int
     title: str
@@ -119,7 +121,7 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
         left_out.append(remaining.pop(number))
         size -= _size(left_out[-1].text) + 2
     text = _joined(list(remaining.values()), left_out)
-    # The accounting line can have kilobytes, because it contains reasons from tests.
+    # The accounting line can be several kilobytes long, because it contains reasons from tests.
     return text if _size(text) <= most else f"### {_VERDICTS[state_of(report)]}\n\n{_omitted([])}\n"
 
 
@@ -137,7 +139,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     not_failed = [row for row in rows if not row.status.fails]
     changed = _changed_table([measured for row in not_failed for measured in row.measured], units)
     if changed:
-        title = "Changed, and not failed for it"
+        title = "Changed without failing the test"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
     not_compared = reasons(
         (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update

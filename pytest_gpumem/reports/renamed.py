@@ -24,9 +24,9 @@ _Candidates = Mapping[int, Mapping[Test, FormerTest]]
 def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
     """Return ``results`` with the likely former name of each new test.
 
-    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests, which were both renamed
-    and changed, are paired by names. A file is ignored if some of its tests did not run, because a missing test may be the
-    renamed one.
+    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests were both renamed
+    and changed, so they are paired by names. A file is ignored if some of its tests did not run, because an apparently new
+    name could belong to one of them.
 
     Args:
         results: The results, on any devices.
@@ -52,13 +52,13 @@ def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -
 
 
 def _slug(result: TestResult) -> str | None:
-    """Return a new test's device; ``None`` if the test was not measured, or no unused baseline is like it."""
+    """Return a new test's device; ``None`` if the test was not measured, or has no possible former name."""
     verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
     return verdicts[0].measurement.environment.slug if any(verdict.candidates for verdict in verdicts) else None
 
 
 def _candidates(result: TestResult) -> dict[Test, FormerTest]:
-    """Return a test's possible former names, each with all metrics that do not fit."""
+    """Return a test's possible former names, each with all metrics whose figures do not match."""
     candidates: dict[Test, FormerTest] = {}
     for candidate in (former for verdict in result.verdict.verdicts for former in verdict.candidates):
         key = (candidate.file, candidate.test)
@@ -69,7 +69,10 @@ def _candidates(result: TestResult) -> dict[Test, FormerTest]:
 
 
 def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test]:
-    """Return an old test for each new test: first as many fitting pairs as possible, then pairs with similar names."""
+    """Return an old test for each new test.
+
+    First as many pairs with matching figures as possible are formed. The other new tests are paired by similar names.
+    """
     pairs: dict[int, Test] = {}
     for new in candidates:
         _place(new, pairs, candidates)
@@ -87,7 +90,10 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
 
 
 def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
-    """Pair ``new`` with a fitting old test. Other pairs may move to free it (augmenting path in bipartite matching)."""
+    """Pair ``new`` with an old test with matching figures.
+
+    If this old test is taken, its pair may move to another old test (an augmenting path in a bipartite matching).
+    """
     owners = {old: owner for owner, old in pairs.items()}
     reached: dict[Test, int] = {}
     waiting = [new]

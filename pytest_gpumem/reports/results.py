@@ -46,7 +46,7 @@ class Renaming:
     test: str
     """The former test's id without its file."""
     grown: MetricVerdict | None = None
-    """The metric beyond its baseline's tolerance; ``None`` if all metrics fit."""
+    """The metric beyond its tolerance; ``None`` if all metrics are within their tolerances."""
     accept: str = ""
     """The command to accept the new test's figures."""
     prune: str = ""
@@ -74,16 +74,16 @@ class TestResult:
     process that ran it crashed. ``None`` if it did not fail.
     """
     failed_by_gate: bool = False
-    """True if the gate failed it, and nothing else did."""
+    """True if only the gate failed the test."""
     unwritten: bool = False
     """True if the store could not be written, for example on a full disk, and lacks the accepted figures of this test."""
 
     renamed: Renaming | None = None
-    """Its likely former name; ``None`` if it has a baseline, or no unused baseline is like it."""
+    """The test's likely former name; ``None`` if the test has a baseline, or no unused baseline resembles it."""
 
     @property
     def has_grown_renamed(self) -> bool:
-        """True if it is worse than its former name's baseline."""
+        """True if the test is worse than the baseline under its former name."""
         return self.renamed is not None and self.renamed.grown is not None
 
     def is_held_back_by(self, update: UpdateMode | None) -> bool:
@@ -107,12 +107,12 @@ class _Run:
     """A test run, collected from its reports."""
 
     verdict: TestVerdict | None = None
-    """``None`` as long as no report has one: a test that is not measured has none."""
+    """The verdict; ``None`` until a report contains one. A test that is not measured never has a verdict."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """The outcome of each phase whose report has a verdict."""
     failed_in: FailedIn | None = None
     failed_beside_the_gate: bool = False
-    """True if it failed in another part than the call, which the gate fails."""
+    """True if the test failed outside its call. The gate only fails calls."""
 
     @property
     def is_repeated(self) -> bool:
@@ -255,9 +255,10 @@ def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
 def badness(result: TestResult) -> tuple[object, ...]:
     """Return a key that sorts several results of a test from the best to the worst.
 
-    A failure is worse than a pass, a measurement worse than none, and a serious outcome worse than a harmless one. `improved`
-    is better than `ok`, because the other run did not improve. The larger peak is worse, because a baseline with the
-    smaller peak would fail it. The text decides between equal results, so their order never does.
+    A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
+    outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
+    it would fail against a baseline with the smaller peak. The text decides between otherwise equal results, so the result
+    never depends on their order.
     """
     verdict = result.verdict
     outcome = verdict.outcome
@@ -287,8 +288,8 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
 
     - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
       ``uncertain`` tests, and tests ``with no baseline of time yet``, which compared memory and counts.
-    - Other tests were not compared with a baseline, and a word says why. For example, ``"2 gated, 3 new (2 also gated)"`` are
-      three tests, and a budget gated two of them.
+    - Other tests were not compared with a baseline, and a word says why. For example, ``"2 gated, 3 new (2 also gated)"`` means
+      three new tests, of which a budget gated two.
     - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
       baselines of ``accepted`` tests are replaced.
 

@@ -53,7 +53,7 @@ class Terms:
     units: UnitSystem = "si"
     """The units of the texts for people: ``si`` or ``iec``."""
     against: str | None = None
-    """The slug of the device whose baselines an emulated GPU was compared with (``--gpumem-against``); ``None`` for its own.
+    """The slug of the real GPU whose baselines were compared with an emulated GPU (``--gpumem-against``); otherwise ``None``.
     """
 
     @property
@@ -106,14 +106,13 @@ class SessionReport:
     not_run: tuple[tuple[str, str], ...] = ()
     """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
-    """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
+    """The collected tests and the selected tests. ``gpumem merge`` needs them to find unused baselines."""
     stored: StoreState = StoreState()
     """The store after the session."""
     closing_lines: tuple[str, ...] = field(default=(), metadata={KEY: "said"})
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
-    """The problems of the session, except for those in the following keys, those in the results, and that nothing was gated.
-    """
+    """Problems beside those in the following keys and in the results. That nothing was gated is not repeated here."""
     ended_early: str | None = None
     """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
@@ -125,9 +124,9 @@ class SessionReport:
     run counts.
     """
     merged: bool = False
-    """True if ``gpumem merge`` made the report. Then no test is left to another shard."""
+    """True if ``gpumem merge`` made the report. Then no other shard can still run the missing tests."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """The tests of each shard that measured none of them, each as ``[file, test]``, sorted."""
+    """For each shard without any measurement, its tests, each as ``[file, test]``, sorted."""
 
     @property
     def accounting(self) -> str:
@@ -150,9 +149,9 @@ class SessionReport:
 
         With ``--gpumem-baseline``:
 
-        - measured tests ran, and none was compared with a baseline (``nothing was gated: ...``, or with budgets or relations
-          ``no baseline was compared: ...``). A test that skips counts as a measured test that is ``unmeasured``, even if it
-          lost its marker and only its baselines are left
+        - measured tests ran, and none was compared with a baseline: ``nothing was gated: ...``. If budgets or relations were
+          checked, the sentence is ``no baseline was compared: ...``. A skipped test counts as an ``unmeasured`` test, even if
+          it lost its marker and only its baselines are left
         - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
           markers are gone and so is the GPU
         - the store is gone, and git has it. The sentence names the command that restores it
@@ -207,7 +206,7 @@ class SessionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences without effect on the exit status: on idle or narrowing settings, and on renamed tests."""
+        """Sentences that do not change the exit status: on idle settings, on tests that settings leave out, and on renames."""
         grown = [sentence for sentence in self.renamed_and_grown if sentence not in self.problems]
         return [*self.selection.warnings, *grown, *([self.renamed_alike] if self.renamed_alike is not None else [])]
 
@@ -215,8 +214,8 @@ class SessionReport:
     def idle_parts(self) -> list[str]:
         """A sentence for each device or shard that compared nothing, although the rest of a merged report did.
 
-        Each such part is red, because it may run on a machine of its own, and other parts do not replace its comparison. Tests
-        with their own skip do not count, because they would skip on every machine.
+        Each such device or shard makes the report red, because other devices or shards do not replace its comparison. Tests
+        that skip themselves do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):
             return []

@@ -41,7 +41,7 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
     if not baselines:
         return None
     metrics = [name for name in METRICS if _has_column(name, baselines, everything=everything)]
-    # On a narrow screen, omit the metrics that are judged first last.
+    # A narrow screen omits columns. The metrics with the first precedence are omitted last.
     weights = {
         name: None if METRICS[name].weight is None else len(metrics) - number for number, name in enumerate(metrics)
     }

@@ -49,7 +49,8 @@ def to_be_shown(
 ) -> list[ShownMeasurement]:
     """Return the measurements for the table, without ``ok`` ones.
 
-    A gating session also omits ``recorded`` ones. A session without a gate is run for its figures.
+    A gating session also omits ``recorded`` measurements. A session without a gate shows them, because people run it for its
+    figures.
 
     Args:
         measured: The measurements.
@@ -182,7 +183,7 @@ def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _not_compared(verdict: Verdict) -> str:
-    """Return the word for a measurement that was not compared. It may have exceeded its budget all the same."""
+    """Return the word for a measurement that was not compared. Such a measurement may still exceed its budget."""
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
     return "another workload" if grew else outcome.words if outcome in _WITHOUT_BASELINE else "not compared"

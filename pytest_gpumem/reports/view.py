@@ -54,14 +54,14 @@ class Status:
 
     @property
     def note(self) -> str:
-        """``failed`` or ``not failed`` if the status suggests the opposite; else empty."""
+        """``failed`` or ``not failed``, if the status alone suggests the opposite; otherwise empty."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"
 
     @property
     def severity(self) -> int:
-        """A rank that is higher for a more serious status."""
+        """A number that is higher for a more serious status."""
         return _SEVERITY.index(self.words)
 
     @property

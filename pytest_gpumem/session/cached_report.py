@@ -25,8 +25,8 @@ def write_cached_report(config: pytest.Config, report: SessionReport) -> str | N
     does not fail.
 
     Returns:
-        A sentence if a symbolic link leads from the cache out of the root directory, otherwise ``None``. A branch can contain
-        such a link, so nothing is written through it.
+        A sentence if a symbolic link leads from the cache out of the root directory; otherwise ``None``. Nothing is written
+        through such a link, because a stranger's branch can contain it.
     """
     cache = config.cache if hasattr(config, "cache") else None
     if cache is None or not report.results:
@@ -41,7 +41,7 @@ def write_cached_report(config: pytest.Config, report: SessionReport) -> str | N
                 "followed; remove the link, or set pytest's cache_dir to another folder"
             )
         path = cache.mkdir(_FOLDER) / _FILE
-        # If this report cannot be written, nobody must take the report of an older session for it.
+        # Remove the old report first. If writing fails, nobody must mistake the old report for this session's.
         path.unlink(missing_ok=True)
         write_atomically(path, to_json(report))
     return None

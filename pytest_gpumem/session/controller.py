@@ -1,6 +1,6 @@
 """The plugin that collects all measurements, updates the store, writes the reports, and ends the session.
 
-It runs in the process that sees every test's report: pytest-xdist's controller, or the only process.
+The plugin runs in the process with every test's report: pytest-xdist's controller, or the only process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """A plugin for the process that sees every report."""
+    """A plugin for the process with every test's report."""
 
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class Controller:
         self._began = False
         self._errors: list[str] = []
         self.report: SessionReport | None = None
-        """The report after all tests; ``None`` if no test was to be run."""
+        """The report after all tests; ``None`` before, or if pytest was not to run any test."""
         self._files = ReportFiles([settings.report_base / file for file in settings.report])
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:
@@ -120,7 +120,7 @@ class Controller:
         try:
             result = yield
         except BaseException as error:
-            # Ctrl-C, --maxfail or a crash: keep all measurements up to now.
+            # After Ctrl-C, --maxfail or a crash, keep all measurements up to now.
             self._complete = False
             self._finish(session, str(error) or type(error).__name__)
             raise
@@ -203,7 +203,7 @@ class Controller:
             self._errors.append(str(error))
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
-        """Report that the session cannot come to its end. The store is not updated.
+        """Report that the session ends early. The store is not updated.
 
         Args:
             verdict: The verdict on the running test; ``None`` if no measured test runs.
@@ -222,7 +222,7 @@ class Controller:
             capture.suspend_global_capture(in_=True)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.write("\n")  # ends the line with the letters of -q, which pytest has not ended
+            reporter.write("\n")  # End the line with pytest's letters for -q, because pytest has not ended it.
             self.pytest_terminal_summary(reporter)
             for line in failure_lines(self.report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
@@ -265,7 +265,7 @@ class Controller:
     def ended_red(self, status: int) -> None:
         """Write the report again, as red, if it passed and another plugin then changed the exit status.
 
-        The exit status for no collected tests changes nothing, because this may be a shard without measured tests.
+        The exit status for no collected tests is ignored, because a shard may contain no measured tests.
         """
         if self.report is not None and self.report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
             error = f"pytest ended with exit status {int(status)}, and no test made it red"
@@ -331,7 +331,7 @@ class Controller:
             return
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
-            # The report lacks errors from writing its files, and lines on unused baselines, which it has in another field.
+            # The report's lines omit errors from writing its files. Unused baselines have their own field.
             replace(report, errors=tuple(self._errors), closing_lines=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),

@@ -1,4 +1,4 @@
-"""Begin a session on an emulated GPU, before torch is imported and for all processes that the session starts."""
+"""Begin a session on an emulated GPU, before torch is imported and for all processes of the session."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def emulate_gpu_of_settings(config: pytest.Config) -> None:
     """Emulate a GPU if the option or the settings name an emulated GPU.
 
     Raises:
-        pytest.UsageError: This machine cannot emulate GPUs, torch is imported already, or no such GPU is known.
+        pytest.UsageError: This machine cannot emulate GPUs, torch is already imported, or the GPU is unknown.
     """
     arguments = config.known_args_namespace
     try:
         table = read_table(config.rootpath / "pyproject.toml") or {}
     except SettingsError:
-        table = {}  # the session reports the error when it reads its settings
+        table = {}  # The session reports this error when it reads its settings.
     word = table.get("device") if arguments.gpumem_device is None else arguments.gpumem_device
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        # If another project's session started this one, an environment variable has its GPU's figures.
+        # If another project's session started this session, an environment variable contains that project's GPU.
         own_gpus = {**described_gpus(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
         gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)

@@ -83,7 +83,7 @@ class Reporting(Protocol):
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
-    """Return the exit status of a pytest process that is about to end with ``status``.
+    """Return the exit status with which a pytest process ends in place of ``status``.
 
     With a gate, the status is not 0 if the session's report did not pass, and standard error says why. If the report passed and
     another plugin makes the session red later, the report is written again.
@@ -103,7 +103,7 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
 
 
 class EndOfProcess:
-    """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report passed. Forks are not affected.
+    """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report has passed. Forks are not affected.
 
     `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
 
@@ -127,16 +127,16 @@ class EndOfProcess:
             setattr(module, name, self._ours[name])
 
     def has_come(self, *, passed: bool) -> None:
-        """Put the functions back if the session has ``passed``.
+        """Restore the original functions if the session has ``passed``.
 
-        Otherwise they stay, and the original `os._exit` is removed from the functions that `atexit` calls.
+        Otherwise the replacements stay, and the original `os._exit` is removed from the functions that `atexit` calls.
         """
         if passed:
             self._process = None
         for module, name, original in self._originals:
             if not passed:
                 atexit.unregister(original)
-            elif getattr(module, name) is self._ours[name]:  # another library may have wrapped it
+            elif getattr(module, name) is self._ours[name]:  # Another library may have wrapped the replacement.
                 setattr(module, name, original)
 
     def _exit(self, status: int) -> NoReturn:
@@ -160,7 +160,7 @@ class EndOfProcess:
 
 
 def is_lost(session: Reporting | None) -> bool:
-    """Return whether a session ends with 0 without a report that passed. If so, print a red report or line."""
+    """Return whether a session would end with 0 without a passed report. If so, make the report red, or print a line."""
     report = None if session is None else session.report
     if report is not None and report.passed:
         return False
@@ -179,8 +179,8 @@ def is_lost(session: Reporting | None) -> bool:
 
 
 def _stat(program: Any) -> None:
-    # OSError if the program does not exist, because nothing would be replaced.
-    if not isinstance(program, int):  # a file descriptor
+    # Raise the OSError for a missing program, because in this case nothing would be replaced.
+    if not isinstance(program, int):  # An int is a file descriptor.
         Path(os.fsdecode(program)).stat()
 
 

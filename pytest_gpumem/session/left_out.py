@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.selection import Test
 
 _SETTINGS_FILE = "pyproject.toml"
-"""The file whose tests are models by name. A typed model has baselines although other runs do not collect it."""
+"""The file with the tests of named models. Other runs do not collect a typed model, although it has baselines."""
 _MOST_NAMED = 3
 
 
@@ -92,7 +92,7 @@ def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: SessionBa
 
 
 def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
-    """Return a sentence for each file that skipped itself, which is an error in strict mode.
+    """Return a sentence for each file that skipped itself. These sentences are errors in strict mode.
 
     Args:
         tests: The tests with baselines in such files.
@@ -150,7 +150,7 @@ def left_out_by_name(
 
 
 def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple[str, ...]:
-    """Return a sentence for each setting of names by which tests with baselines are left out.
+    """Return a sentence for each naming setting (``python_functions``) that leaves out tests with baselines.
 
     Args:
         settings: The left-out tests, each with its setting.
@@ -210,14 +210,14 @@ def selecting_options(config: pytest.Config) -> str | None:
 
 
 def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
-    """Return the pytest setting by which a test file is left out, for example ``"testpaths"``; ``None`` if it is not clear."""
+    """Return the pytest setting that leaves out a test file, for example ``"testpaths"``; ``None`` if unknown."""
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):
         testpaths = config.getini("testpaths")
         if config.args_source is type(config.args_source).TESTPATHS or config.args == testpaths:
             return "testpaths"
-        # A worker of pytest-xdist is given the paths without their source.
+        # pytest-xdist gives its workers the paths without saying whether they come from testpaths.
         return "testpaths or paths of addopts" if testpaths and hasattr(config, "workerinput") else "paths of addopts"
     for name in ("ignore", "ignore_glob"):
         patterns = [str(config.invocation_params.dir / word) for word in getattr(config.option, name, None) or ()]

@@ -55,7 +55,10 @@ def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
 
 @dataclass(eq=False, repr=False)
 class NoLongerMeasured:
-    """A plugin that fails these tests at the end of their calls. The session registers it if such tests were selected."""
+    """A plugin that fails tests without a measurement at the end of their calls, if they have baselines.
+
+    The session registers the plugin if such tests were selected.
+    """
 
     config: pytest.Config
     settings: Settings

@@ -1,7 +1,7 @@
 """Plan how measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first.
 
-For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. A further test with 40 GB
-waits until enough memory is free.
+For example, on an 80 GB GPU four workers run tests with needs of 30, 30, 12 and 8 GB at the same time. A further test with
+40 GB waits until enough memory is free.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GpuShare:
     why_alone: WhyAlone | None = None
     """The reason why the test has the whole GPU."""
     largest_need: int | None = None
-    """The test's largest need on any GPU with baselines. They order the tests in the same way in all workers."""
+    """The test's largest need on any GPU with baselines. These needs order the tests in the same way in all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class Packed:
         return f"packing: {'; '.join([*parts, *sorted(self.not_shared)]) or 'no measured test'}"
 
 
-NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, as torchrun gives each its own"}))
+NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, because torchrun gives each rank its own"}))
 """The result for a session under torchrun."""
 
 
 def needed_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
     """Return the bytes needed by a test on a GPU; ``None`` if its peak is not known.
 
-    The peak is the largest in the test's baselines, or the limit in its budget if it has no baseline. Reserved bytes
+    The peak is the largest in the test's baselines. Without a baseline, it is the limit in the budget. Reserved bytes
     (``peak_reserved``, ``max_reserved``) count before allocated bytes. The tolerance of ``peak_reserved`` is added, 2 % and at
     least two segments of 20 MiB, because reserved bytes vary by this amount at equal allocated bytes (`METRICS`).
 
@@ -117,8 +117,8 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Gpu
     """Return the tests in the order in which they should run.
 
     Tests with a shared GPU come first, by their largest need. Tests without a GPU follow, and then the tests with a whole
-    GPU. Workers may have different GPUs and pytest-xdist needs the same order in all of them, so the needs on this worker's GPU
-    do not decide.
+    GPU. pytest-xdist needs the same order in all workers, which may have different GPUs. So the needs on this worker's GPU do
+    not decide.
     """
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Planner:
             try:
                 device = self._devices.get(test.budget.device or self._settings.device)
             except DeviceUnavailable:
-                continue  # the test itself reports the missing device
+                continue  # The test itself reports the missing device.
             if device.shared_memory is None:
                 self.not_shared.add(_why_not_shared(device))
                 continue
@@ -171,7 +171,7 @@ class Planner:
         return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
 
     def _largest_need(self, test: MeasuredTest) -> int | None:
-        """Return the bytes that a test needs at most, by its baselines with a peak on any device, or by its budget."""
+        """Return a test's largest need in bytes, from its baselines on any device, or else from its budget."""
         if self._stored_peaks is None:
             self._stored_peaks = {}
             keys = self._store.keys()

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class GpumemSession:
     """The session in one process.
 
-    It reads the settings, selects the measured tests after the collection, and registers the plugins that measure, gate and
-    report. With pytest-xdist, the controller and each worker have a session of their own.
+    The session reads the settings, selects the measured tests after the collection, and registers the plugins that measure,
+    gate and report. With pytest-xdist, the controller and each worker have a session of their own.
     """
 
     def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
@@ -58,10 +58,9 @@ class GpumemSession:
 
         Args:
             config: pytest's configuration.
-            files: The files and folders collected without an error. This set and the next two grow during the
-                collection.
-            not_collected: The files and folders with an error.
-            skipped: The files skipped by themselves.
+            files: The files and folders that were collected without an error. The three sets grow during the collection.
+            not_collected: The files and folders with a collection error.
+            skipped: The files that skipped themselves.
 
         Raises:
             pytest.UsageError: A setting is wrong, or the store is broken.
@@ -101,7 +100,7 @@ class GpumemSession:
 
             check_store(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
-            # Workers get one test at a time, or the first worker would get all of the largest tests.
+            # Give workers one test at a time. Otherwise the first worker would get all of the largest tests.
             config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
@@ -111,7 +110,7 @@ class GpumemSession:
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
         """Return this process's rank session, or `OneProcess` without ranks.
 
-        A mistake in the launch is an error as soon as the session measures a test, or at once if a gate was typed.
+        If the launcher's variables are wrong, this is an error when the session measures a test, or at once with a typed gate.
         """
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
@@ -141,7 +140,7 @@ class GpumemSession:
         add_markers(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
-        """On an emulated GPU, deselect the tests that are not measured, because they need computed values."""
+        """On an emulated GPU, deselect all tests that are not measured, because such tests need computed values."""
         if not self.settings.device.startswith(EMULATED):
             return
         no_longer_measured = self._no_longer_measured(items)
@@ -151,7 +150,7 @@ class GpumemSession:
             self._config.hook.pytest_deselected(items=unmeasured)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Store with ``node`` which uncomputed values were read since the last call, while ``node`` was collected."""
+        """Store with ``node`` the reads of uncomputed values since the last call, during the collection of ``node``."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.host_values.scope import current
@@ -188,7 +187,7 @@ class GpumemSession:
         """Raise ``pytest.UsageError``. A worker runs no test instead, and the controller raises the error."""
         if self._worker is None:
             raise pytest.UsageError(error) from None
-        # An exception would look like a crash of the worker. So the controller gets the error, and ends the session.
+        # An exception would look like a crash of the worker. So send the error to the controller, which ends the session.
         self.selection = Selection(error=error)
         selected.clear()
 
@@ -333,7 +332,10 @@ class GpumemSession:
         return SessionBaselines(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
-        """Return the slug whose baselines are compared with a device, by default the session's; ``None`` if it is absent."""
+        """Return the slug whose baselines are compared with a device; ``None`` if the device is absent.
+
+        The default device is the session's.
+        """
         from pytest_gpumem.devices.registry import slugs_of
 
         slug = slugs_of(self._device_factories(), [device or self.settings.device])
@@ -361,9 +363,9 @@ class GpumemSession:
             self._controller.add_error(error)
 
     def lost(self, why: str) -> None:
-        """Report that the session does not come to its end.
+        """Report that the session ends early.
 
-        A lost rank is reported in another thread, because the main thread may wait for it forever.
+        A lost rank is reported in another thread, because the main thread may wait for the lost rank forever.
 
         Args:
             why: The reason, in one or more lines.
@@ -377,9 +379,9 @@ class GpumemSession:
             sys.stderr.write(f"gpumem: {why}\n")
 
     def leave(self, *, passed: bool) -> None:
-        """Wait, at the end of the process, until every rank has come to its end.
+        """Wait, at the end of the process, until every rank ends.
 
-        If the session has not ``passed``, `os._exit` stays replaced, because functions of `atexit` may call it with 0.
+        If the session has not ``passed``, `os._exit` stays replaced, because `atexit` functions may call `os._exit` with 0.
         """
         if self._end is not None:
             self._end.has_come(passed=passed)

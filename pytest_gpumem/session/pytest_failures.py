@@ -26,7 +26,7 @@ MOST_SHORT = 20
 
 
 def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
-    """Let pytest show each cause in one failure only. Other plugins got the whole texts before, and -vv shows them.
+    """Let pytest show each cause in one failure only. Other plugins already got the whole texts, and -vv shows them.
 
     Args:
         reporter: pytest's terminal reporter, before it shows failures.

@@ -1,7 +1,7 @@
 """The plugin for a rank's session, which keeps its tests in step with the other ranks.
 
-For example, if ``test_step`` raises an error on rank 1, rank 0 learns it and fails ``test_step`` as well, so no rank waits for
-another in a different test.
+For example, if ``test_step`` raises an error on rank 1, rank 0 gets this error and fails ``test_step`` as well. So no rank
+waits for another rank in a different test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_TEXT = 20_000
 """The most characters in an exception's text for other ranks. A longer text loses its beginning."""
 _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
-"""Exceptions that end the session, not only a test."""
+"""Exceptions that end the whole session instead of a single test."""
 
 
 @dataclass(eq=False, repr=False)
@@ -77,11 +77,11 @@ class RankHooks:
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
         self.ranks.watch.where = where = f"{item.nodeid} ({phase})"
-        with suppress(BoardError):  # the watch reports it
+        with suppress(BoardError):  # The watch reports the lost rank.
             self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
-        """Run a phase in a measured test. If an error ends the test in it, end the test on all ranks."""
+        """Run a phase in a measured test. If an error ends the test in this phase, end the test on all ranks."""
         try:
             result = yield
             errors = unittest_errors(item)

@@ -1,4 +1,4 @@
-"""The session of one rank among several: it exchanges tests and verdicts with the other ranks, so all decide alike.
+"""The session of one rank among several: the rank exchanges tests and verdicts with the other ranks, so all ranks decide alike.
 
 For example, with ``torchrun --nproc-per-node=2`` the same test runs on two ranks. Each rank sends its verdict to rank 0, which
 combines the verdicts, decides whether the test fails, and sends the decision back.
@@ -148,11 +148,11 @@ class RankSession(OneProcess):
             self.consensus.decide(decision)
 
     def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
-        """Tell the other ranks that this rank runs no more tests.
+        """Tell the other ranks about the end of this rank's tests.
 
         Args:
             failed: The failures on this rank outside of any verdict, each as a clause.
-            ended_early: Why this rank did not run all of its tests; ``None`` if it did.
+            ended_early: The reason why this rank did not run all of its tests; ``None`` if it ran all.
         """
         self._has_sent_end = True
         self.consensus.end_session([list(failed), ended_early])
@@ -176,7 +176,7 @@ class RankSession(OneProcess):
             if not self._has_sent_end:
                 with suppress(BoardError):
                     self.end_tests([], "its session ended before its first test")
-            # Rank 0 may serve the ranks' key-value store. It need not wait for ranks after they have seen its entry.
+            # Rank 0 may serve the key-value store, so it ends last. It need not wait for ranks that have seen its entry.
             with suppress(BoardError):
                 self.consensus.leave()
         finally:

@@ -1,4 +1,4 @@
-"""The baselines for a session, on its own device and on the devices that markers name."""
+"""The baselines for a session, on its own device and on the devices in markers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class SessionBaselines:
     """The baselines for a session, in a store with baselines for many devices.
 
-    If a marker named a device when a baseline was recorded, the baseline is for this device. Otherwise it is for the session's
-    device. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with ``device="cuda"``.
+    If a test's marker named a device at the recording, this device's baselines are read. Otherwise the
+    session's device decides. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with
+    ``device="cuda"``.
     """
 
     store: Store

@@ -107,7 +107,7 @@ class StoreAtEnd:
             return ()
         unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # An update reports no longer measured tests in a line of its own.
+            # An update reports no longer measured tests in a separate line.
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},
@@ -117,7 +117,7 @@ class StoreAtEnd:
         return (unused_line(unused_keys),) if unused_keys else ()
 
     def stored(self, results: list[TestResult], functions: Sequence[str]) -> StoreState:
-        """Return the data on the store that a merged report needs, because a single shard cannot find unused baselines.
+        """Return data on the store for a merged report, because a single shard cannot find unused baselines.
 
         Args:
             results: The session's results.
@@ -134,7 +134,7 @@ class StoreAtEnd:
         """Return a sentence if a session without a measured test ran tests with baselines on other devices.
 
         Args:
-            unmeasured: The tests that ran without being measured, as (file, test).
+            unmeasured: The tests without a measurement, as (file, test).
         """
         stored = self.store.keys(files={file for file, _ in unmeasured}) if unmeasured else ()
         slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in unmeasured}
@@ -159,7 +159,7 @@ class StoreAtEnd:
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
-    """Return a line on tests with baselines but without a measurement. No update changes such baselines."""
+    """Return a line on tests with baselines that are no longer measured. No update changes these baselines."""
     tests = [result.verdict for result in results if result.verdict.missing and not result.verdict.verdicts]
     if not tests:
         return []

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """A plugin that lets each test wait until its part of the GPU is free, and limits the test to this part.
+    """A plugin that lets each test wait until enough memory is free, and limits the test to its reserved memory.
 
-    If a test exceeds its reserved memory, it gets the whole GPU when it runs again (`Repeating`, or a plugin for reruns). For
-    example, a test with a known peak of 4.08 GB that now needs 5 GB raises an out-of-memory error and is repeated with the
+    If a test exceeds its reserved memory, the test gets the whole GPU when it runs again (`Repeating`, or a plugin for reruns).
+    For example, a test with a known peak of 4.08 GB that now needs 5 GB raises an out-of-memory error and is repeated with the
     whole GPU, so its report shows the 5 GB.
     """
 
@@ -42,7 +42,7 @@ class Turns:
         """Return whether the running test exceeded its reserved memory, even if the test caught the error."""
         if self._reservation is None or self._reservation.needed is None:
             return False
-        with suppress(RuntimeError):  # after an illegal access the device answers no calls
+        with suppress(RuntimeError):  # After an illegal access, the device answers no calls.
             return self._memory().refusals() > self._refusals
         return False
 
@@ -60,14 +60,14 @@ class Turns:
         memory = share.memory
         with memory.ledger.reserved(share.needed, memory.now) as reservation:
             self._reservation, self._running = reservation, share
-            with suppress(RuntimeError):  # after an illegal access, which the test itself will report
+            with suppress(RuntimeError):  # An illegal access came before. The test itself reports it.
                 self._refusals = memory.refusals()
                 memory.limit(reservation.limit)
             try:
                 return (yield)
             finally:
                 self._reservation = self._running = None
-                with suppress(RuntimeError):  # after an illegal access no memory can be freed
+                with suppress(RuntimeError):  # After an illegal access, no memory can be freed.
                     memory.limit(None)
                     memory.release()
 
@@ -119,7 +119,7 @@ def _is_left_to_other_plugins(item: pytest.Item) -> bool:
         return True
     reruns: object = option("reruns", None)
     if reruns is None:
-        with suppress(ValueError, KeyError):  # without that plugin the setting does not exist
+        with suppress(ValueError, KeyError):  # The setting exists only with that plugin.
             reruns = item.config.getini("reruns")
     return str(reruns or 0) != "0"
 
@@ -135,5 +135,5 @@ def _forget(item: pytest.Item) -> None:
         cached_result = getattr(fixturedef, "cached_result", None)
         if cached_result is not None and cached_result[2] is not None:
             fixturedef.cached_result = None
-            # Finalizers that the failed set-up registered have no fixture to finish, and pytest 9 expects none.
+            # Remove finalizers of the failed set-up: their fixture has no value to finish, and pytest 9 expects no finalizers.
             getattr(fixturedef, "_finalizers", []).clear()

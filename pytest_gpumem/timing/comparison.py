@@ -1,12 +1,14 @@
-"""Comparison of step times: a sample with the runs in a baseline, or two revisions with each other. Pure.
+"""Compare step times: a sample with a baseline's runs, or two revisions with each other. Pure.
 
-A step is *slower* if every sample shows all of the following:
+A step is slower if its samples are slower. Uncertain samples do not contradict two slower samples. A sample is *slower* if all
+of the following hold:
 
 - the ratio is beyond the tolerance, both in seconds and in clock cycles
+- the ratio in seconds without the part that a slower clock explains (`PACE`) is beyond the tolerance
 - the whole interval is beyond the tolerance, in seconds or in cycles
 - the whole interval in cycles is above 1, because seconds also vary with the machine's speed
 
-If other work disturbed a sample, or if the clock runs slower than in each run of the baseline, the largest possible effect of
+If other work disturbed a sample, or if the clock runs slower than in each baseline run, the largest possible effect from
 both is subtracted first (`pytest_gpumem.timing.validity`). A step that only looks slower is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
@@ -35,16 +37,20 @@ if TYPE_CHECKING:
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
-"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower."""
+"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower.
+For a tolerance above 12.5 %, the limit is twice the tolerance."""
 MOST_UNKNOWN_IN_TURNS = 2
-"""The same limit for an A/B comparison, in tolerances. More pairs of runs can narrow that interval."""
+"""The same limit for an A/B comparison, in tolerances. It is lower, because more pairs of runs can narrow the interval."""
 SLOWER_MACHINE = 0.03
-"""The share by which the clock may run slower than in a baseline's slowest run. Beyond this share, the clock's effect is
-subtracted from a slowdown. Up to the slowest run, the interval over runs already contains this effect."""
+"""If the clock runs slower than in the baseline's slowest run by more than this share, its effect is subtracted from a
+slowdown. A smaller loss is already within the variation between runs."""
 SLOWER_RUN = 0.10
-"""The share by which the clock may run slower in a run that is added to a baseline. Five slow runs would hide a slowdown."""
+"""The share by which the clock may run slower in a run that is added to a baseline, because five slow runs would hide a
+slowdown."""
 SLOWER_IN_TURNS = 0.02
-"""The same share for head against base in an A/B comparison, by the median over pairs. The runs in a pair are neighbours."""
+"""The share by which the head's clock may run slower than the base's in an A/B comparison, by the median over pairs.
+
+This share is smaller, because the runs in a pair follow each other."""
 AGREEING = 2
 """Samples that together prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
@@ -83,11 +89,10 @@ class Runs:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def extended_by(self, later: Runs) -> Runs:
-        """Return these runs followed by ``later`` runs, at most the last `MOST_RUNS` of them.
+        """Return these runs followed by ``later`` runs. Only the last `MOST_RUNS` runs are kept.
 
-        The result has cycles for all runs or for none. If only the earlier runs have cycles, the later runs are left out. If
-        only the later runs have cycles, the earlier runs are left out. Otherwise a single run would remove the cycles, and so
-        the control of the clock, from all others.
+        The result has cycles for all runs or for no run. If only one side has cycles, the other side's runs are left out.
+        Otherwise a single run without cycles would remove the cycles from all runs, and slower clocks would go unnoticed.
         """
         if not later.cycles and self.cycles:
             return self
@@ -97,7 +102,11 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run for a baseline, without the time spent waiting; ``None`` if the run was disturbed too much."""
+    """Return this run for a baseline, without the time that other work may have taken.
+
+    Returns:
+        The run; ``None`` if it was disturbed too much.
+    """
     sample = times.best
     if not sample.is_a_measure:
         return None
@@ -130,14 +139,15 @@ class Comparison:
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """Compare this run's samples with earlier runs.
 
-    The first sample is followed by repeated measurements. The step is slower if two samples show it and no sample
-    contradicts. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
+    The first sample is followed by repeated measurements. A single slower sample counts as slower, and the caller then
+    takes further samples. With several samples, the step is slower if two show a slowdown and no sample shows that the step is
+    not slower. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
     decides.
 
     Args:
-        samples: The samples of this run.
+        samples: This run's samples.
         baseline: The earlier runs.
-        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     comparisons = [_compare_sample(sample, baseline, tolerance) for sample in samples]
     if any(comparison.outcome != "faster" for comparison in comparisons):
@@ -163,13 +173,13 @@ def is_undecided(samples: Sequence[Sample], baseline: Runs, tolerance: float) ->
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
     """Compare two revisions that ran in turns.
 
-    A drift from pair to pair cancels out in their ratios. If there are enough undisturbed pairs, pairs with an invalid sample
-    do not count. Pairs are few, so the interval is a bootstrap over pairs and over the rounds in each pair. The interval is
-    widened by the ratio of Student's t to the normal distribution.
+    A drift from pair to pair cancels out in the ratios. If there are enough undisturbed pairs, pairs with an invalid sample
+    do not count. The interval is a bootstrap over pairs and over the rounds in each pair. Because pairs are few, the interval
+    is widened by the ratio of Student's t to the normal distribution.
 
     Args:
         pairs: At least one pair (base, head) of neighbouring runs.
-        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     usable = _usable_pairs(pairs)
     basis = f"as far as {counted(len(usable), 'pair of runs tells', 'pairs of runs tell')}"
@@ -195,8 +205,8 @@ def _usable_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Samp
 def typical_seconds(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[float, float]:
     """Return the seconds per step in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
 
-    Both are geometric means over the pairs. Medians over the runs of each side may have a ratio with the other sign, because
-    they include a drift from pair to pair.
+    Both are geometric means over the pairs. Medians over each side's runs include a drift from pair to pair, so they could show
+    a speedup although `compare_pairs` shows a slowdown.
     """
     sides = zip(*_usable_pairs(pairs), strict=True)
     base, head = (
@@ -263,7 +273,7 @@ def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
 def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
     """Return the counted rounds without the time that interference can explain.
 
-    First the time that other work took is subtracted. Then the rest is divided by the largest slowdown while the step ran.
+    Each round is divided by the factor for time taken by other work, then by the largest slowdown of the running step.
 
     Args:
         sample: The disturbed sample.
@@ -289,8 +299,8 @@ def _pace(sample: Sample) -> float | None:
 def slower_machine(current: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
     """Return a clause if the clock runs slower than a baseline's ``pace`` by more than ``most``; otherwise ``None``.
 
-    Cycles do not correct for this completely, because a slower machine affects work in memory differently from the fixed
-    piece of work that measures the pace.
+    Cycles do not fully correct for a slower machine, because it affects memory accesses differently from the fixed piece of
+    work that measures the pace.
     """
     if current.pace is None or pace is None:
         return None
@@ -313,18 +323,18 @@ def _judge(
     Args:
         seconds: The ratio in seconds.
         cycles: The ratio in clock cycles; ``None`` if the clock was not read.
-        tolerance: The tolerated ratio: 0.05 is 5 %.
+        tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
         invalid: The reason why the samples cannot show a slowdown; ``None`` if they can.
-        basis: A clause on the number of runs behind the known variation: ``as far as 3 runs tell``.
+        basis: A clause on the number of runs from which the variation is known: ``as far as 3 runs tell``.
         lost_pace: The factor by which the clock ran slower; ``None`` to compute it from the two ratios.
-        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a ratio; ``None``
+        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a share; ``None``
             for the limit for single runs.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
     looks_slower = min(interval.ratio for interval in intervals) > slower
     if cycles is not None:
-        # A slower clock slows the step by a power of its own ratio.
+        # A slower clock slows the step by a power (`PACE`) of the clock's ratio.
         lost_pace = seconds.ratio / cycles.ratio if lost_pace is None else lost_pace
         looks_slower = looks_slower and seconds.ratio / lost_pace**PACE > slower
     if looks_slower and any(interval.low > slower for interval in intervals) and intervals[-1].low > 1:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_TABULATED = 100
-"""The most values with a table, because tables grow quadratically. Larger samples are drawn one by
-one."""
+"""The most values with a table of probabilities, because tables grow quadratically. For more values, samples are drawn."""
 
 
 def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -> list[float]:
@@ -37,8 +36,8 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
     """Return the possible middle pairs in a sample, as indices of ordered values, with cumulated probabilities.
 
     If ``size`` is odd, both values of a pair are equal. The probabilities follow from order statistics (David and Nagaraja,
-    Order Statistics, 2.1 and 2.3): the probability that k values of a sample are among the first i of n values equals the
-    probability of k hits in n trials with i/n.
+    Order Statistics, 2.1 and 2.3): the probability that k sampled values are among the first i of n values equals the
+    probability of k successes in n trials that each succeed with probability i/n.
     """
     half = (size + 1) // 2
     at_most = [_probability_of_at_least(half, size, number / size) for number in range(size + 1)]
@@ -67,7 +66,7 @@ def _probability_of_at_least(hits: int, trials: int, share: float) -> float:
 
 
 LEVEL = 0.95
-"""The confidence of an interval. A verdict has further conditions than an interval beyond the tolerance."""
+"""The confidence of an interval. A verdict does not only depend on an interval."""
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
 """Prior spread between runs with the same code: the standard deviation over the logarithms of their medians."""
@@ -79,7 +78,7 @@ PRIOR_RUNS = 4
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio of medians (current / earlier) with the ends of its confidence interval. 1.05 is 5 % longer."""
+    """A ratio between medians (current / earlier) with its confidence interval. 1.05 is 5 % longer."""
 
     ratio: float
     low: float
@@ -94,8 +93,8 @@ class Interval:
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
     """Return the ratio between this run's median and the earlier runs' median, from a bootstrap over rounds and runs.
 
-    Rounds in a run are more alike than different runs. So both sides also vary by the spread between runs, with Student's t
-    because the spread is known from a few runs only.
+    Rounds in a run are more alike than different runs, so both medians also vary by the spread between runs. This spread is
+    widened by Student's t, because it is known from a few runs only.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
     rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict

@@ -1,4 +1,4 @@
-"""Sampling of a step's time: rounds with several steps until the median is known well enough or the time budget is spent."""
+"""Sample a step's time: rounds with several steps, until the median is known well enough or the time budget is spent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_SECONDS = 2.0
 
 
 class TimeBudget:
-    """The remaining seconds for timing in a test. A step may use half of them, so later steps also have time."""
+    """The remaining seconds for timing in a test. A step may use half of the rest, so later steps also have time."""
 
     __slots__ = ("_left", "_left_for_second_samples", "_seconds")
 
@@ -38,7 +38,7 @@ class TimeBudget:
 
     @property
     def second_sample(self) -> float:
-        """Seconds for a second sample of a step: as many as for the test's first sample."""
+        """Seconds for a step's second sample: the same as for the test's first sample."""
         return self._seconds / 2
 
     @property
@@ -59,28 +59,28 @@ class TimeBudget:
 
 
 SECONDS_A_ROUND = 0.02
-"""The least seconds in a round. In this time the clock's resolution and a launch do not matter."""
+"""The least seconds in a round, because the clock's resolution and a launch do not matter in this time."""
 PRECISION = 0.005
-"""Sampling stops if the median is known to this ratio in both directions, with a confidence of 95 %."""
+"""Sampling stops if the median is known within this share in both directions, with a confidence of 95 %."""
 ROUNDS_BEFORE_A_STOP = 12
 ROUNDS_OF_PHASES = 3
 _SHORTEST = 1e-9
-"""The seconds of a step during which the clock did not move. A ratio needs a time above 0."""
+"""Seconds for a step that was too short for the clock, because a ratio needs a time above 0."""
 
 
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """Take a sample of ``step``.
 
-    The first step decides how many steps make a round, and counts only if it fills a round by itself. If the first step was
-    slow to start, the second round is far too short. Then this round decides again, and neither counts. A disturbed round is
-    stored and does not count, and sampling goes on while there is time.
+    The first step decides how many steps make a round. It counts only if it fills a round by itself. If the first step started
+    slowly, the next round is far too short. Then this round decides again, and neither of them counts. A disturbed round is
+    stored but does not count, and sampling continues if time remains.
 
     All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
-    rank decides. A rank may wait for others in a step, so a disturbance on one rank counts on all.
+    rank decides. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all ranks.
 
     Args:
         step: Runs one step.
-        device: The device of the step.
+        device: The step's device.
         seconds: The approximate time for the sample.
         fewest: The least number of rounds.
 
@@ -120,7 +120,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
 
 class _Rounds:
-    """The rounds of a sample. The clock and possible disturbances are read after every few rounds."""
+    """A sample's rounds. The clock and possible disturbances are read after every few rounds."""
 
     def __init__(self, device: Device) -> None:
         self.timed: list[Round] = []
@@ -131,10 +131,10 @@ class _Rounds:
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
         self._unread = 0.0
-        """Seconds of the rounds since the latest reading."""
+        """Seconds in rounds since the latest reading."""
 
     def read_pace(self) -> None:
-        """Read how fast the clock runs. Call it after the first step, because an idle GPU has another clock."""
+        """Read how fast the clock runs. Call this method after the first step, because an idle GPU has another clock."""
         self._pace = self._device.pace()
 
     def begin(self) -> None:
@@ -149,7 +149,7 @@ class _Rounds:
 
         Args:
             seconds: Seconds per step on this rank.
-            took: Seconds of the round on the slowest rank.
+            took: The round's seconds on the slowest rank.
         """
         self._unread += took
         self.timed.append(Round(max(seconds, _SHORTEST)))
@@ -180,7 +180,7 @@ class _Rounds:
         self._before, self._unread = conditions, 0.0
 
     def are_enough(self) -> bool:
-        """Return whether the median is known. This is only computed after a reading, to do little between two rounds."""
+        """Return whether the median is known. It is only computed after a reading, to keep the pause between rounds short."""
         return self._read == len(self.timed) and self._device.consensus.all(_is_known(self.timed))
 
     def load(self) -> str | None:
@@ -191,7 +191,7 @@ class _Rounds:
         """Return the largest factors by which interference slowed the steps.
 
         Args:
-            disturbed: Whether rounds that count were disturbed as well.
+            disturbed: Whether some of the counted rounds were disturbed.
         """
         on_host = validity.slowdown(self._begun, self._before)
         shared = max(on_host.shared, self._gpu_slowdown) if disturbed else on_host.shared
@@ -214,7 +214,7 @@ def time_step(
     device: Device,
     time_budget: TimeBudget,
 ) -> Times:
-    """Time a step with exclusive use of the device.
+    """Time a step while no other measured test uses the device.
 
     Args:
         step: Runs one step.
@@ -223,7 +223,7 @@ def time_step(
         time_budget: The remaining seconds for timing.
 
     Returns:
-        A sample with the step's time, and the times of its phases.
+        A sample with the step's time, and the phases' times.
     """
     with exclusive_use(device) as refused:
         sample = sample_step(step, device, time_budget.share)
@@ -234,7 +234,7 @@ def time_step(
 
 @contextmanager
 def exclusive_use(device: Device) -> Iterator[str | None]:
-    """Keep other measured tests off the devices of all ranks. Yields the reason if this failed, like `Device.exclusive`."""
+    """Keep other measured tests off all ranks' devices. Yields the reason if this fails, like `Device.exclusive`."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())
@@ -242,7 +242,7 @@ def exclusive_use(device: Device) -> Iterator[str | None]:
 
 
 def invalidate_if_refused(refused: str | None, sample: Sample, device: Device) -> Sample:
-    """Return the sample. It is invalid if exclusive use was ``refused``, with this clause from `exclusive_use`."""
+    """Return the sample, invalid if exclusive use was refused. ``refused`` is the clause from `exclusive_use`, or ``None``."""
     if refused is None:
         return sample
     slowed = sample.slowed or Slowdown()
@@ -258,14 +258,14 @@ def time_phases(
 ) -> Mapping[str, float]:
     """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
-    A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. A step with
-    a single phase is not run.
+    A sample's rounds are not used for this, because they would include a clock reading at every boundary. For
+    a step with a single phase, nothing runs and the result is empty.
 
     Args:
         phases: The phases by name, each with a function that runs the phase.
         device: The step's device.
-        steps: The number of steps in a round.
-        time_budget: The remaining seconds. After its share is spent, there are fewer than `ROUNDS_OF_PHASES` rounds.
+        steps: The steps in a round.
+        time_budget: The remaining seconds. If their share is spent early, fewer than `ROUNDS_OF_PHASES` rounds run.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):

@@ -1,14 +1,15 @@
-"""Validity of times: the interference between two readings, its limits, and the slowdown that it explains. Pure.
+"""Judge whether times are valid: the interference between two readings, its limits, and the slowdown it explains. Pure.
 
 Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
 
 - Interference that *takes time* from the step, such as another process on its core, is known for each interval between two
-  readings. It is divided out there.
-- Interference that *slows* the running step is known for a whole sample. Sharing with a neighbour (caches, memory, the two
-  halves of a core) also slows the pace, so the larger factor counts. Cold caches after waiting do not show in the pace, which
-  is the best result from a few readings. So their factor multiplies the pace's factor.
+  readings. The times of this interval are divided by its factor.
+- Interference that *slows* the running step is known for a whole sample. The pace is the clock rate. Sharing with a neighbour
+  (caches, memory, the two halves of a core) slows the pace as well as the step, so the larger of both factors counts.
+  Cold caches after waiting do not show in the pace, because a pace is the best result from a few readings. So their factor
+  multiplies the pace's factor.
 
-Example: a thread waited for 10 % of a 20 ms round. Without waiting the round took 20 * 0.9 = 18 ms,
+Example: a thread waited for 10 % of a 20 ms round. Without the waiting, the round took 20 * 0.9 = 18 ms,
 so `time_factor` is 1 / 0.9 = 1.11.
 
 The constants for the CPU were measured on virtual machines with two cores (AMD EPYC, Intel Xeon): a step's time without
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""The largest share of the time that a thread may wait for a core. Waiting makes the step at least this much longer. It is
-0 % on a quiet machine, and was 1 % with a busy process on each other core. With a process that shared the core for a
-tenth of the time, waiting was 11 %, and steps took 12 % to 33 % longer."""
+"""The largest share of its time that a thread may wait for a core. Waiting makes the step at least this much longer. A
+thread waited 0 % on a quiet machine, and 1 % with a busy process on each other core. With a process that shared the core for
+a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
-"""The largest share that the hypervisor may take from a busy core's time. Its effect is the same as waiting."""
+"""The largest share that the hypervisor may take from a busy core's time. Stolen time has the same effect as waiting."""
 OTHERS = 0.25
-"""The largest share of the other cores for other processes. On two cores with a common L3 cache, computing on the
+"""The largest share that other processes may use on the other cores. On two cores with a common L3 cache, computing on the
 other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
 9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
 SLOWEST_CLOCK = 0.75
-"""The least share of the default SM clock. NVIDIA's nvbench discards samples below the same share."""
+"""The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
-"""``others`` adds up this number of counters in /proc/stat. Each may be a tick off."""
+"""The number of counters in /proc/stat that `_others` adds up. Each counter may be a tick off."""
 
 _TIMES = {1: "once", 2: "twice"}
 _SLOWDOWNS = {
@@ -56,11 +57,11 @@ every run."""
 
 
 def disturbance(before: Conditions, after: Conditions) -> str | None:
-    """Return a clause on everything that disturbed the time between two readings; ``None`` if nothing is known.
+    """Return a clause on all known disturbances between two readings; ``None`` if nothing disturbed the time.
 
     The function works for intervals of any length. Counters in ticks count only beyond their resolution, so a round of 20 ms
-    proves nothing about them and a sample of a second does. The clock is judged at the end, because a GPU is idle before its
-    first work.
+    proves nothing about them, but a sample that takes a second does. The clock is judged at the end, because a GPU is idle
+    before its first work.
     """
     return _clauses(
         _retried(before, after),
@@ -175,7 +176,7 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
 
 def _others(before: Conditions, after: Conditions) -> str | None:
     used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
-    # On a single core they take turns with the thread, so its waiting time shows them.
+    # On a single core, other processes take turns with the thread, so the thread's waiting time shows them.
     if used is None or after.cores is None or after.cores < 2:
         return None
     if used - _TICK_COUNTERS * after.tick / elapsed(before, after) <= OTHERS * (after.cores - 1):
@@ -208,7 +209,7 @@ def percent(ratio: float) -> str:
 
 OTHER_CORES = 0.2
 """The largest slowdown for each other busy core, as a share. At most 0.12 was measured while the pace stayed the same.
-Otherwise the pace shows a larger slowdown."""
+A larger slowdown shows in the pace."""
 REFILLING = 0.45
 """The largest slowdown for each second of waiting, divided by the seconds on a core: other processes fill the caches while
 the thread waits. At most 0.25 was measured on the EPYC with up to 60 % waiting (steps took 1.14 times as long at 40 %,
@@ -221,8 +222,8 @@ THROTTLED = 4.0
 """The largest slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown`` in
 nvml.h), and the factor 2 may count twice."""
 OTHERS_ON_GPU = 2.0
-"""The largest slowdown on a GPU for each process, including this process. They take turns with equal slices of time, and the
-factor may count twice."""
+"""The largest slowdown on a GPU for each process, including this process. The processes take turns with equal slices of time,
+and the factor may count twice."""
 SECONDS_A_RETRY = 1.0
 """The most seconds in which the allocator releases its cache, up to a whole GPU's memory, and allocates it again."""
 SECONDS_A_GRAPH = 100.0
@@ -248,7 +249,7 @@ def time_factor(before: Conditions, after: Conditions) -> float:
 def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
 
-    Stolen time is counted for all cores together. It may have been stolen from this step's core only.
+    The counters sum up stolen time over all cores, and all of it may be missing on this step's core.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
@@ -260,7 +261,7 @@ def slowdown(before: Conditions, after: Conditions) -> Slowdown:
 
 
 def gpu_slowdown(before: Conditions, after: Conditions) -> float:
-    """Return the largest factor by which a GPU ran slower than with its usual clock."""
+    """Return the largest factor by which a lowered clock slowed the GPU."""
     throttled = THROTTLED if is_throttled(before, after) else 1.0
     clock = sm_clock_share(after)
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
@@ -275,7 +276,7 @@ def contention_factor(conditions: Conditions) -> float:
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of the time in which the thread had no core.
+    """Return the thread's share of time without a core.
 
     If the device does not count waiting, return the share that other processes used.
     """

@@ -1,1 +1,1 @@
-"""Frozen values that are measured, recorded and reported, to and from plain ones. Nothing here imports torch."""
+"""Frozen values for measurements, recordings and reports, and their conversion to plain values. No module imports torch."""

@@ -1,4 +1,4 @@
-"""Composition of live bytes at a peak: rows by category, module, line, dtype and shape. Frozen values."""
+"""The composition of a peak: its live bytes in rows by category, module, line, dtype and shape. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 CATEGORIES = {
-    "parameter": "A module that ran, a fixture or the function passed to `measure` refers to it as a "
+    "parameter": "A module that ran, a fixture or the function passed to `measure` refers to the block as a "
     "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
-    "buffer": "One of these objects refers to it as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, float32[64], "
-    "256 B.",
-    "gradient": "A parameter refers to it as its gradient, or `DistributedDataParallel` sends gradients in it and the "
-    "rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
-    "optimizer state": "An optimizer that ran, or that a fixture refers to, keeps it for its parameters. "
+    "buffer": "One of these objects refers to the block as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, "
+    "float32[64], 256 B.",
+    "gradient": "A parameter refers to the block as its gradient, or `DistributedDataParallel` sends gradients in it "
+    "and the rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
+    "optimizer state": "An optimizer that ran, or in a fixture's value, keeps the block for its parameters. "
     "Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
-    "input": "It was allocated before the recording, and the batch, the function passed to `measure` or a fixture's value"
-    " refers to it. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
-    "activation": "Python code in forward or in a recomputed part allocated it, and it was still alive when the innermost"
-    " module returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four "
+    "input": "The block was allocated before the recording, and the batch, the function passed to `measure` or a "
+    "fixture's value refers to the block. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
+    "activation": "Python code in forward or in a recomputed part allocated the block, and it was still alive when the "
+    "innermost module returned (outside modules: when backward began its next node). Example: outputs of `addmm` that four "
     "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
-    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or an "
-    "autograd node allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
+    "temporary": "The block was allocated like an activation and freed earlier, but after its operator returned. Or an "
+    "autograd node allocated it in backward. Or an optimizer allocated and freed it in its step. Example: logits "
     "that `flatten` copies in the loss, float32[8, 255, 256], 2.09 MB.",
-    "workspace": "It was freed before the operator that allocated it, or the call of this operator, returned. Memory that"
+    "workspace": "The block was freed before the allocating operator, or the call of this operator, returned. Memory that"
     " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
-    "other": "None of these rules holds: it was allocated before the recording, or outside of modules without a backward,"
+    "other": "No rule above holds: the block was allocated before the recording, or outside modules without a backward,"
     " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
     "unattributed": "The step's bytes without a recorded block are one row. Example: a step has 40 MB, and "
     "its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
 """The categories for a block, each with its rule and an example.
 
-The first rule that holds decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
+The first matching rule decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
-"""The share that a baseline's rows cover in the peak."""
+"""The peak's share that a baseline's rows cover."""
 MOST_KEPT = 100
-"""The most rows that a baseline keeps. In a transformer, 30 rows cover 95 %. In a U-Net, whose blocks differ, 100 to 190
-rows do."""
+"""The most rows in a baseline. In a transformer, 30 rows cover 95 %. In a U-Net, 100 to 190 rows cover 95 %, because its
+blocks differ."""
 MOST_TIED = 50
-"""The most further rows that a baseline keeps because they have the same size as its last row."""
+"""The most further rows in a baseline with the same size as its last row."""
 REST = "smaller rows"
-"""The operator of a row that sums up the unlisted rows in its category."""
+"""The operator in a row for the sum over all unlisted rows in a category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
 
 
 NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
-"""Prefix of a note if the step raised when it was run once more for the explanation."""
+"""Prefix of a note if the step raised an exception when it ran once more for the explanation."""
 
 
 class MissingComposition(AttributeError):
-    """Raised if a measurement's composition was not recorded. The message says how to record compositions."""
+    """Raised if a measurement's composition was not recorded. The message says how to record one."""
 
 
 class CompositionError(ValueError):
@@ -77,8 +77,8 @@ class CompositionError(ValueError):
 class Row:
     """Memory blocks with the same category, module, line, operator, dtype and shape.
 
-    A row in backward has the module and line from the forward operator behind the node. Code that backward calls (a
-    checkpointed part, or the ``backward`` method of a ``torch.autograd.Function``) has its own module and line.
+    A row in backward has the module and line from the forward operator that made the autograd node. Code that backward calls (a
+    checkpointed part, or the ``backward`` method in a ``torch.autograd.Function``) has its own module and line.
 
     Example:
         ``Row("parameter", 65536, "blocks.*.0", "model.py:9", tensor="float32[64, 64]", count=4)``
@@ -91,27 +91,27 @@ class Row:
     module: str = ""
     """The innermost module's path, with layer numbers folded: ``blocks.*.attn``. The model itself
     has the name of its class. If several models ran, the path in a further model begins with its class:
-    ``Discriminator.fc``. Empty outside of modules."""
+    ``Discriminator.fc``. Empty outside modules."""
     site: str = ""
-    """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
-    there is none."""
+    """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty
+    without a frame in your own code."""
     library: str = ""
     """The library's line below ``site``, with its package and release:
     ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch itself."""
     operator: str = ""
-    """The operator that allocated (``_softmax``), or in backward the autograd node (``MulBackward0``). An
-    operator such as ``linear`` copies a weight at its first use under autocast. This copy has the operator ``autocast's
-    cached cast``."""
+    """The operator that allocated (``_softmax``), or in backward the autograd node (``MulBackward0``). Under
+    autocast, an operator such as ``linear`` copies a weight at the weight's first use. This copy has the operator
+    ``autocast's cached cast``."""
     tensor: str = ""
     """Dtype and shape: ``float32[8, 12, 1024, 1024]``. Empty if no tensor was seen in the blocks."""
     count: int = 1
     """The number of blocks."""
     layers: Layers = ()
-    """The row's layer numbers, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in ``module``. An
-    empty tuple stands for all layers."""
+    """The row's layer numbers, if layers differ: ``((0, 2),)``, with one inner tuple for each ``*`` in ``module``.
+    ``()`` stands for all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to the line, innermost first, with a tuple for each way:
-    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows that differ only in their
+    """The callers of the row's line, innermost first, with a tuple for each chain of callers:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 chains. Rows that differ only in their
     callers are equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
     """The caller to name before the line, for example a changed caller. Empty without a named caller."""
@@ -202,18 +202,18 @@ def row_from_text(text: str) -> Row:
 
 
 RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
-"""A row that is written as its text, including its callers."""
+"""A row in its text form, with callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
     """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
 
-    A pattern matches a module's folded path, or the path of a module around it: ``blocks.*.attn`` includes
+    A pattern matches a module's folded path, or the path to a module around it: ``blocks.*.attn`` includes
     ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may also match its ``path``.
 
-    Memory from earlier steps (a list of losses) counts as kept by this step. On CUDA, memory from before the recording is
-    known only if the step or the test refers to it.
+    Memory that earlier steps left behind (a list of losses) counts as kept by this step. On CUDA, memory from before the
+    recording is known only if the step or the test refers to the memory.
 
     Example::
 
@@ -225,16 +225,16 @@ class Composition(FrozenValue):
     """
 
     total: int
-    """Bytes of all blocks."""
+    """Bytes in all blocks."""
     rows: tuple[RowText, ...]
     """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The calls that backward repeated: their number, by their module's folded path."""
+    """The number of calls that backward repeated, by the module's folded path."""
     notes: tuple[str, ...] = ()
     """Clauses, for example if the recorded run had another peak than the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
     """The calls with grad mode off (``no_grad``, ``inference_mode``), by module: ``(1, 1)`` is 1 of 1 call. For a function
-    (``step()``) they are its own calls to torch functions."""
+    (``step()``), the numbers count its own calls to torch functions."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
     """The calls in forward with grad mode on that backward did not reach (``detach``, parameters without gradients), by
     module. Calls without a part in the graph and without allocations are left out.
@@ -254,11 +254,11 @@ class Composition(FrozenValue):
 
     @property
     def rest(self) -> int:
-        """The bytes that are in no row. They are 0 unless only the largest rows were kept."""
+        """The bytes in no row. The result is 0 unless only the largest rows were kept."""
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return a category's bytes in the modules that match a pattern.
+        """Return a category's bytes in modules with a matching path.
 
         Args:
             category: One of [the categories](#categories).
@@ -272,7 +272,7 @@ class Composition(FrozenValue):
         return sum(row.nbytes for row in self.rows if row.category == category and _is_within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the tensors' dtypes in the modules that match a pattern: ``{"bfloat16", "float32"}``.
+        """Return the tensors' dtypes in modules with a matching path: ``{"bfloat16", "float32"}``.
 
         Args:
             module: A pattern: ``"*.attn"``.
@@ -285,12 +285,13 @@ class Composition(FrozenValue):
     def kept(self) -> Composition:
         """Return the composition in the form that a baseline keeps, with at most 100 rows.
 
-        The largest rows are kept. They cover 95 % of all bytes, and 95 % without workspaces. The other rows are
-        joined to one row for each category, with the operator ``smaller rows``. ``no_grad`` and ``no_backward`` keep only the
-        modules that differ from the module around them, and the sum as ``(all)``.
+        The largest rows are kept until they cover 95 % of all bytes, and 95 % of the bytes without workspaces. The other
+        rows are joined to one row for each category, with the operator ``smaller rows``. ``no_grad`` and ``no_backward`` keep
+        the sum over all modules as ``(all)``, and only modules that differ from the module around them.
 
-        If up to 50 further rows have the same size as the last row, they are kept as well. Example: ``to_q``, ``to_k`` and
-        ``to_v`` have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
+        If at most 50 further rows have the same size as the last row, they are kept as well. Example: ``to_q``, ``to_k`` and
+        ``to_v`` have equal sizes. If the baseline lacked ``to_v``, nobody could tell ``to_v`` from a new row with this size.
+        Of more than 50 equal rows, only some are kept.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # Keep negative rows. Without them the kept rows could add up to more than the total.
@@ -332,7 +333,7 @@ def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
-    """Return a row for each named layer, by its numbers; nothing without named layers, or if they cannot have equal parts."""
+    """Return a row for each named layer by its numbers; empty without named layers, or if the row has no equal parts."""
     layers = numbers_in(row.layers) or set()
     if not layers or row.nbytes % len(layers) or row.count % len(layers):
         return {}
@@ -344,8 +345,8 @@ def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers
     """Join rows with single layers to as few rows as possible.
 
     Example:
-        ``_softmax`` has rows with 8 MB in the layers 0, 1 and 2 and a row with 4 MB in layer 3. The result has one row with
-        24 MB for ``h.{0-2}.attn`` and one with 4 MB for ``h.3.attn``.
+        ``_softmax`` has three rows with 8 MB each in the layers 0, 1 and 2, and a row with 4 MB in layer 3. The result is a row
+        with 24 MB for ``h.{0-2}.attn`` and a row with 4 MB for ``h.3.attn``.
 
     Args:
         rows: The rows.
@@ -412,9 +413,9 @@ class Holder(FrozenValue):
     kept: Composition
     """The tensors' composition."""
     first_use: bool = False
-    """True for a cache, which the measured run filled and the next run found full."""
+    """True for a cache: the measured run filled the cache, and the next run added nothing."""
     alternatives: tuple[str, ...] = ()
-    """The paths to several possible holders, if nothing proves which holder keeps the tensors; else empty.
+    """The paths to several possible holders, if nothing proves which holder keeps the tensors; otherwise empty.
 
     An empty path stands for a holder that was not found.
     """
@@ -454,27 +455,29 @@ class Explanation:
     """The result from a step's recorded run, a frozen value."""
 
     peak: Composition
-    """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before."""
+    """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before that moment."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of memory that the step left behind, after garbage collection."""
+    """The composition of the memory left behind by the step, after garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of memory that only Python's cyclic collector freed."""
+    """The composition of the memory freed only by Python's cyclic collector."""
     cycles: tuple[str, ...] = ()
     """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
     asked: int | None = None
-    """The requested bytes when memory ran out; ``None`` if it did not."""
+    """The bytes that were requested when memory ran out; ``None`` if memory did not run out."""
     over_time: OverTime | None = None
-    """The step's bytes over time, if a report is written (``--gpumem-report``). ``None`` otherwise, and if a step is
-    explained only to be accepted later.
+    """The step's bytes over time, if a report is written (``--gpumem-report``); otherwise ``None``.
+
+    If a step is explained only because it may be accepted later, the value is also ``None``.
     """
     holders: tuple[Holder, ...] = ()
-    """The holders for the tensors in ``retained``, the most bytes first. Their rows add up to the rows in ``retained``."""
+    """The holders for the tensors in ``retained``, the most bytes first. All their rows add up to ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of replaced inputs, such as ``self.last_output``. Each step frees and makes these inputs anew. A failure
-    names the holders under ``what grew`` with the line that makes the inputs, unless several lines make tensors with this
-    size."""
+    """The holders of replaced inputs, such as ``self.last_output``: each step frees such an input and makes a new one. A
+    failure names the holders
+    and the line that makes the inputs under ``what grew``. If several lines make tensors with this size,
+    the line is left out."""
     gpu: str | None = None
-    """The run's GPU, ``"cuda:1"``, if the process sees several."""
+    """The run's GPU, ``"cuda:1"``, if the process sees several GPUs."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """The compositions at the peaks of all other phases with allocations."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
@@ -485,7 +488,7 @@ class Explanation:
     def kept(self) -> Explanation:
         """Return the explanation with only the largest rows in each composition, as `Composition.kept`.
 
-        A phase is kept if its peak is at least half of the step's peak, because the peak may move there. The peak's
+        Another phase is kept if its peak is at least half the step's peak, because the peak may move there. The peak's
         composition keeps all module calls.
         """
         near = {

@@ -18,7 +18,7 @@ NOWHERE = 0
 
 
 class AllocationEvent(NamedTuple):
-    """An allocation (``nbytes`` > 0) or a free (``nbytes`` < 0) of a block.
+    """A block's allocation (``nbytes`` > 0) or free (``nbytes`` < 0).
 
     An event with ``from_other_thread`` comes from another thread, so the operators, nodes and calls around it did not cause it.
     """

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 PACE = 1.6
-"""The exponent with which a lost pace may slow a step. A pace that is 2 times lower explains a time that is 2**1.6 = 3.03
-times longer.
+"""The exponent with which a lost pace may slow a step. If the pace is halved, the exponent
+explains a time that is 2**1.6 = 3.03 times longer.
 
-The speed of a virtual machine moved by 1.75 times with little other work. The exponent was 1.1 in the median of 577 pairs
-of runs, and 1.66 at the 90th percentile. Other work that goes through memory slows the step more, and the other factors
-cover it. With 2, 5 % of steps with twice the time could not be distinguished from a slow machine there, with 1.6
-about 1 %. Comparisons of a step with itself failed equally often (8 of 3,000)."""
+The speed of a virtual machine changed by a factor of 1.75 with little other work. In 577 pairs of runs there, the exponent's
+median was 1.1 and its 90th percentile 1.66. Other work that uses memory slows the step more, and other factors cover this.
+With the exponent 2, 5 % of the steps with twice the time could not be distinguished from a slow machine, with 1.6 about 1 %.
+With both exponents, comparisons of a step with itself failed equally often (8 in 3,000)."""
 UNREAD_PACE = 3
 """The exponent of a sample's factor if no pace can be compared: by itself, sharing made steps up to 1.76 times as long."""
 
@@ -52,7 +52,7 @@ class Conditions:
     other_processes: int | None = None
     """The number of processes from other sessions on the GPU, without processes that NVML reports as idle."""
     other_pids: frozenset[int] = frozenset()
-    """Their pids. Empty if only their number is known: in a container, pids belong to another namespace."""
+    """The pids of these processes. Empty if only their number is known, because a container has other pids."""
 
 
 @dataclass(frozen=True, slots=True)

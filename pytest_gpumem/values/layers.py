@@ -18,7 +18,7 @@ Numbers = tuple[int, ...]
 Layers = tuple[tuple[int, ...], ...]
 """The selected layers, with a tuple of numbers for each ``*`` in a path.
 
-All combinations are selected. Without any tuples, all layers are. Example: ``((0, 1), (5,))`` in
+All combinations of these numbers are selected. ``()`` selects all layers. Example: ``((0, 1), (5,))`` in
 ``layers.*.experts.*`` means ``layers.0.experts.5`` and ``layers.1.experts.5``."""
 
 FOLDED = "*"
@@ -54,14 +54,14 @@ def with_layers(path: str, layers: Layers) -> str:
 def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
     """Return path numbers as few combinations of layers.
 
-    If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` has an empty tuple.
+    If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` gets an empty tuple.
 
     Example:
         ``fewest_combinations({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
 
     Args:
         numbers: The layer numbers in the paths.
-        all_numbers: The layer numbers in all modules with this folded path, if they are known.
+        all_numbers: All layer numbers that occur for the same path with ``*`` (``blocks.*``), if known.
     """
     numbers, all_numbers = set(numbers), set(all_numbers)
     if numbers == all_numbers or not numbers:
@@ -104,7 +104,7 @@ def _combinations(numbers: set[Numbers]) -> list[Layers]:
 
 
 def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Layers:
-    """Return a combination with an empty tuple for each ``*`` at which all numbers occur."""
+    """Return a combination. A ``*`` at which all numbers occur gets an empty tuple."""
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])
@@ -161,7 +161,7 @@ def kinds_of(
         all_layers: All layers of the module.
 
     Returns:
-        For each combination its layers, their number, and the amounts in one layer.
+        For each combination, a tuple with the layers, the number of layers, and the amounts in one layer.
     """
     layers_with: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():

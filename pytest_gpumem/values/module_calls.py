@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 EVERYWHERE = "(all)"
-"""The path that stands for all modules together."""
+"""The path for all modules together."""
 
 _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
@@ -40,7 +40,7 @@ class Caller(NamedTuple):
     """A caller of a module, as a named tuple."""
 
     module: str
-    """The folded path of the module around the call; empty outside of modules."""
+    """The folded path to the module around the call; empty outside modules."""
     line: str
     """The calling line: ``models.py:41``; empty if unknown."""
 
@@ -50,7 +50,7 @@ ModuleCalls = dict[str, Calls]
 
 
 def calls_from_text(text: str) -> tuple[str, Calls]:
-    """Return the path and the calls that `Calls.text` wrote.
+    """Return the path and the calls from a text by `Calls.text`.
 
     Raises:
         ValueError: The text has another form.
@@ -73,11 +73,11 @@ def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 class KindsOfSteps:
     """Module calls in several steps, with each kind of step counted once.
 
-    Two steps are alike if the property holds for equal shares of each module's calls.
+    Two steps have the same kind if, in each module, the same share of the calls has the property.
 
     Example:
         Ten training steps and two validations are two kinds. The result has the calls from one training step and one
-        validation, whatever the number of steps.
+        validation, regardless of how many steps ran.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class KindsOfSteps:
 
     @property
     def callers(self) -> dict[str, tuple[Caller, ...]]:
-        """The callers with grad mode on, by the path of the called module."""
+        """The callers with grad mode on, by the called module's path."""
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
 
@@ -128,13 +128,13 @@ def _added(steps: Iterable[ModuleCalls]) -> ModuleCalls:
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """Return the fewest entries from which all others follow, because a module without an entry is like the module around it.
+    """Return the fewest entries from which all other entries follow: a module without an entry is like the module around it.
 
-    The result has an entry for all modules together, and only this entry if all modules are alike. A result of `outermost` is
-    returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
+    The result has an entry for all modules together. If all modules are alike, it is the only entry. A result from `outermost`
+    is returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
 
     Example:
-        Grad mode was off in both calls of ``teacher`` and of ``teacher.blocks.*``, and on in the call of ``student``. The
+        Grad mode was off in both calls to ``teacher`` and ``teacher.blocks.*``, and on in the call to ``student``. The
         result has entries for ``(all)`` and ``teacher``. ``teacher.blocks.*`` follows from ``teacher``.
     """
     if EVERYWHERE in calls:
@@ -172,8 +172,8 @@ def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
 def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
     """Return the module's calls with the property in ``baseline``, if fewer calls have the property in ``current``.
 
-    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise calls may have
-    disappeared, and others may be new.
+    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise the calls with
+    the property may have disappeared, and other calls may be new.
 
     Args:
         baseline: The calls in the baseline, possibly reduced by `outermost`.
@@ -181,7 +181,8 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
         module: A module's or function's path.
 
     Returns:
-        The module's calls in ``baseline``, or the calls around it; ``None`` if no fewer calls have the property.
+        The module's calls in ``baseline``. If the module has no entry, the calls to the module around it. ``None`` if no fewer
+        calls have the property.
     """
     module_calls = current.get(module)
     path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)
@@ -202,7 +203,7 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
 
 
 def _outer_paths(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, from the innermost to the outermost."""
+    """Yield the paths to the modules around a module, from the innermost to the outermost."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

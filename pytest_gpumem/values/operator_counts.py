@@ -30,7 +30,10 @@ _SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """The place where an operator was called. In backward, the forward call behind the node. Empty if unknown."""
+    """The place of an operator's call. In backward, this is the place of the forward call behind the autograd node.
+
+    All fields are empty if the place is unknown.
+    """
 
     module: str = ""
     """The innermost module's path, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
@@ -39,9 +42,9 @@ class OperatorSite:
     library: str = ""
     """Package, file and line of the library's frame below ``site``. Empty without a library."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to the line, as in `Row`."""
+    """The callers of the line, as in `Row`."""
     named: str = field(default="", compare=False)
-    """The caller that is named before the line, as in `Row`."""
+    """The caller to name before the line, as in `Row`."""
     reason: str = field(default="", compare=False)
     """A clause about the line: ``"changed line"``."""
 
@@ -63,12 +66,12 @@ class Tally:
     """
 
     operator: str
-    """``addmm`` for an ATen operator, ``library::name`` for other operators. Syncs and launches may have a function or a
-    kernel."""
+    """``addmm`` for an ATen operator, ``library::name`` for other operators. For syncs and launches, the name may belong to a
+    function or a kernel."""
     amount: int
     """Calls, FLOPs, syncs or launches."""
     place: OperatorSite = NOWHERE
-    """The place. Empty unless lines were recorded."""
+    """The call's place. Empty unless lines were recorded."""
 
 
 def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
@@ -88,7 +91,7 @@ def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 MOST_KINDS = 3
-"""The most kinds of layers at a line. If there are more, all layers become one row."""
+"""The most kinds of layers at a line. If a line has more kinds, all layers become one row."""
 
 
 def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:

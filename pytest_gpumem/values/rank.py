@@ -32,13 +32,13 @@ def name_on(rank: Rank, name: str) -> str:
 
 
 def rank_in(name: str) -> Rank | None:
-    """Return the rank at the end of a measurement's name; ``None`` if it was measured without ranks."""
+    """Return the rank at the end of a measurement's name; ``None`` if the name has no rank."""
     match = _NAMED.fullmatch(name)
     return None if match is None else Rank(int(match[2]), int(match[3]))
 
 
 def without_rank(name: str) -> str:
-    """Return the name that the test gave a measurement."""
+    """Return a measurement's name without its rank."""
     match = _NAMED.fullmatch(name)
     return name if match is None else match[1]
 

@@ -1,4 +1,4 @@
-"""Rates of two steps: memory saving, time increase, and the return on the time. Pure."""
+"""Rates between two steps: the memory saving, the time increase, and the saving divided by the increase. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection of the tests that a session measures. Frozen."""
+"""A session's collected and selected tests. Frozen."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Test = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tests that were collected and selected, each as ``[file, test]``."""
+    """The collected and the selected tests, each as ``[file, test]``."""
 
     measured: frozenset[tuple[str, str]] = frozenset()
-    """The measured tests that were selected to run."""
+    """The selected measured tests."""
     files: frozenset[str] = frozenset()
     """The test files whose tests were all selected."""
     budgets_without_effect: tuple[str, ...] = field(default=(), metadata={KEY: "idle_budgets"})
     """Sentences on settings without an effect: patterns (``budget``, ``mark``) without a matching test, and a table
     ``[tool.gpumem]`` above pytest's root directory, which pytest does not read."""
     error: str | None = None
-    """The usage error that stopped the collection."""
+    """The usage error, if one stopped the collection."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The collected tests that are measured. Another shard may run the deselected ones among them."""
+    """The collected measured tests, including deselected tests, which another shard may run."""
     collected_files: frozenset[str] = frozenset()
     """The completely collected test files, even if tests were deselected."""
     skipped: frozenset[tuple[str, str]] = frozenset()
@@ -34,8 +34,8 @@ class Selection:
     """The tests with baselines in collected files that ``python_functions`` or ``python_classes`` leave out. Their baselines
     are not unused."""
     omitted: tuple[str, ...] = ()
-    """Sentences on tests with baselines that only settings leave out: ``"tests/test_a.py was not collected ..."``. In strict
-    mode they are ``errors``."""
+    """Sentences on tests with baselines if settings, and not typed options, leave them out:
+    ``"tests/test_a.py was not collected ..."``. In strict mode they are ``errors``."""
 
     @property
     def warnings(self) -> tuple[str, ...]:

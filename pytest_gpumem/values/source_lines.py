@@ -13,7 +13,7 @@ _PACKAGE = re.compile(r"(?<!\S)(\S+) \S+: ")
 _MOST_DIGITS = 18
 
 Chain = tuple[str, ...]
-"""The callers of a line, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
+"""A line's callers, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
 MOST_CHAINS = 4
 """The most chains in a row. A helper in a large model is called from dozens of lines."""
 _CALLED_BY, _NEXT_CHAIN = " < ", " ; "
@@ -78,7 +78,7 @@ def without_release(line: str) -> str:
 
 
 def package_of(line: str) -> str:
-    """Return the package of a line, or an empty text for a project line."""
+    """Return a line's package, or an empty text for a project line."""
     match = _PACKAGE.match(line)
     return match.group(1) if match else ""
 

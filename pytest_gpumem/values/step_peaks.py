@@ -26,7 +26,7 @@ class StepPeaks:
     reserved: tuple[int, ...] = ()
     """The reserved bytes at each step's peak. Empty if the device does not reserve memory."""
     left_out: int = 0
-    """The number of first steps, which create state. Budgets include them. The metrics and baselines do not."""
+    """The number of first steps, which create state. Budgets include these steps. Metrics and baselines leave them out."""
 
     @property
     def repeated(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def spread(peaks: Sequence[int]) -> str:
 def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
     """Return whether a higher maximum may be chance, because the steps' peaks vary.
 
-    It is not chance in four cases:
+    The higher maximum is not chance in four cases:
 
     - The peaks in ``lower`` are all equal.
     - Each step needs at least as much as the same step in ``lower``. A loop with a fixed seed shows this, and chance does

@@ -28,7 +28,7 @@ class PhaseSpan:
 class OverTime(FrozenValue):
     """A step's bytes at each moment, from its beginning to its end. All series have the same length.
 
-    The recording takes time, so the moments are further apart than in the step itself.
+    Recording takes time, so the moments are further apart than in an unrecorded step.
     """
 
     time_ns: tuple[int, ...]

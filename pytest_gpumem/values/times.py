@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 FEWEST_ROUNDS = 6
 """The number of rounds whose smallest and largest time enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
 MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
-"""The most interference in a run that later runs are compared with: slowed by 1.25 times, and 1.1 times longer through other
-work. The latter run waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
+"""The most interference in a run that may become a baseline: a slowdown by 1.25, and a factor of 1.1 for other work's time.
+
+With the factor 1.1, a thread waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
 exactly known than waiting (`pytest_gpumem.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Several steps that were timed together, about 20 ms in total."""
+    """Several steps timed together, about 20 ms in total."""
 
     seconds: float
     """Seconds per step."""
@@ -33,7 +34,7 @@ class Round:
     """The clock rate: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
     piece of work. ``seconds * pace`` is a step's time in cycles."""
     disturbed: str | None = None
-    """A clause that names other work on the machine; ``None`` if the round was quiet."""
+    """A clause on other work on the machine; ``None`` if the round was quiet."""
     taken: float = 1.0
     """The largest factor by which the other work can have made the round longer."""
 
@@ -57,7 +58,7 @@ class Sample:
     steps: int = 1
     """The number of steps in a round."""
     invalid: str | None = None
-    """A clause with the reason why no verdict may depend on this sample alone."""
+    """A clause with the reason why a verdict needs more than this sample; ``None`` for a valid sample."""
     slowed: Slowdown | None = None
     """The largest factors by which an invalid sample can have been slowed."""
 
@@ -69,13 +70,13 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The rounds that count: the quiet rounds if there are at least 6, otherwise all rounds."""
+        """The counted rounds: the quiet rounds if there are at least 6, otherwise all rounds."""
         quiet = tuple(timed for timed in self.rounds if timed.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds per step in each round that counts."""
+        """Seconds per step in each counted round."""
         return tuple(timed.seconds for timed in self.counted)
 
     @property
@@ -90,7 +91,7 @@ class Sample:
 
     @property
     def is_a_measure(self) -> bool:
-        """True if later runs may be compared with this sample, because it was disturbed little or not at all."""
+        """True if other work disturbed this sample little or not at all, so later runs may be compared with it."""
         taken = statistics.median(timed.taken for timed in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWDOWN_OF_RUN and taken <= MOST_TIME_FACTOR_OF_RUN)
 
@@ -106,7 +107,7 @@ class Sample:
 
     @property
     def cycles(self) -> float | None:
-        """Median cycles per step; ``None`` if the clock was not read in every round that counts."""
+        """Median cycles per step; ``None`` if the clock was not read in every counted round."""
         cycles = [timed.cycles for timed in self.counted]
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
@@ -177,7 +178,7 @@ class Times(FrozenValue):
     """The times of a step."""
 
     samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
-    """One sample, or several if the first was in doubt."""
+    """One sample, or several samples if the first left doubt."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Median seconds by phase."""
 
@@ -216,7 +217,7 @@ def interval_of_median(values: Sequence[float], level: float) -> tuple[float, fl
     ordered = sorted(values)
     count = len(ordered)
     outside, below = 0.0, 0
-    # Cut `below` values off each side, as long as at most (1 - level) / 2 of all samples are lost there.
+    # Cut `below` values off each side while the probability that the median is there is at most (1 - level) / 2.
     while below < (count - 1) // 2:
         outside += math.comb(count, below) / 2**count
         if outside > (1 - level) / 2:

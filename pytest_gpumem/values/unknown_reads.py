@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pytest_gpumem.units import word_form
 
 DECIDED = "an uncomputed value decided a branch"
-"""Prefix of a note that fails a test in strict mode, because another value might have needed other memory."""
+"""Prefix of a note that fails a test in strict mode, because the right value might have needed other memory."""
 _MOST_LINES = 5
-"""The most lines that a note names."""
+"""The most lines in a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class UnknownReads:
     other: Mapping[str, int] = field(default_factory=dict)
     """All other reads: the use of the value is unknown, or does not affect memory."""
     routed: Mapping[str, str] = field(default_factory=dict)
-    """The first line that read a result of an assumed routing, by the routing's name."""
+    """The first line with a read from an assumed routing, by the routing's name."""
 
     def __add__(self, more: UnknownReads) -> UnknownReads:
         return UnknownReads(
@@ -33,7 +33,7 @@ class UnknownReads:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on branches, other reads and an assumed routing, with their lines. There are none without reads."""
+        """Return notes on branches, other reads and an assumed routing, with their lines; empty without reads."""
         notes = [f"{DECIDED} at {_listed(self.decided)}"] if self.decided else []
         other_reads = {line: times for line, times in self.other.items() if line not in self.decided}
         if other_reads:

@@ -256,7 +256,7 @@ def test_ranks_do_not_pack_where_the_settings_ask_for_it(project, run_ranks):
     project.settings("[tool.gpumem]\npack = true\n")
     result = run_ranks(project.path, 2)
     assert result.status == 0, result.output
-    assert "packing: ranks share no GPU, as torchrun gives each its own" in result.output
+    assert "packing: ranks share no GPU, because torchrun gives each rank its own" in result.output
 
 
 def test_a_test_that_one_rank_measures_and_another_does_not_is_told(project, run_ranks):
