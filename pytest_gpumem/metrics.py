@@ -227,10 +227,10 @@ class MetricAttributes:
     """Bytes that every further step keeps: a leak. A repeating step has 0, and so does a baseline without this metric.
 
     If one of a step's last five runs left bytes behind, 18 more runs follow. If some of these kept bytes, but too
-    seldom to be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the
-    highest live bytes after the runs rise from the first half of the runs to the second. If steps allocate different amounts,
-    only steps with equal amounts are compared. In a `gpumem.loop` growth comes from the last 12 steps, or 24. A region, a
-    call and a ``load`` do not have this metric.
+    seldom to be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the
+    lowest and the highest live bytes after the runs rise from the first half of the runs to the second. If steps allocate
+    different amounts, only steps with equal amounts are compared. In a `gpumem.loop` growth comes from the last 12 steps,
+    or 24. A region, a call and a ``load`` do not have this metric.
     """
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")

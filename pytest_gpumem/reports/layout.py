@@ -126,8 +126,8 @@ Line = tuple[Span, ...]
 class Column:
     """A column, and how it shrinks if the table is too wide.
 
-    If ``least`` is set, texts may be shortened to this width in characters. If ``weight`` is set, the column may be omitted,
-    the smallest weight first. A column with neither keeps its width. ``left`` aligns the cells left.
+    If ``least`` is set, texts may be shortened to this many cells on the screen. If ``weight`` is set, the column may be
+    omitted, the smallest weight first. A column with neither keeps its width. ``left`` aligns the cells left.
     """
 
     title: str

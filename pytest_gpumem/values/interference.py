@@ -28,7 +28,7 @@ class Conditions:
     """The monotonic clock's time in seconds."""
 
     retries: int | None = None
-    """How often the allocator found no memory, released its cache and tried again."""
+    """The number of times when the allocator found no memory, released its cache and tried again."""
     graphs: int | None = None
     """Graphs that torch.compile has compiled in this process."""
 

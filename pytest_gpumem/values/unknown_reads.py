@@ -16,7 +16,7 @@ _MOST_LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class UnknownReads:
-    """How often each line (``"/path/train.py:88"``) read an uncomputed float."""
+    """The number of reads of uncomputed floats at each line (``"/path/train.py:88"``)."""
 
     decided: Mapping[str, int] = field(default_factory=dict)
     """Reads that decided a branch."""
