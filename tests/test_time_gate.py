@@ -111,8 +111,8 @@ class Timed:
     ) -> None:
         """``seconds`` of a step in each sample; ``retries`` of the allocator in each round.
 
-        ``load`` are the shares of the time that the thread ``waited``, and that ``others`` used: in all samples, or in
-        those that are named.
+        ``load`` has shares of the time: ``waited`` for the thread, and ``other_cpu_seconds`` for other processes. They hold in
+        all samples, or only in the named samples.
         """
         said = {"seconds": seconds or (0.010,), "pace": pace, "retries": retries, "machine": machine, "jitter": jitter}
         said |= {"busy_samples": busy_samples, "load": load}
@@ -235,9 +235,9 @@ def test_a_slowdown_in_samples_that_stay_disturbed_is_uncertain_and_says_by_what
     timed.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
 
 
-BUSY = {"others": 0.9, "waited": 0.05}
+BUSY = {"other_cpu_seconds": 0.9, "waited": 0.05}
 """A neighbour on the other core."""
-CROWDED = {"others": 1.5, "waited": 0.5}
+CROWDED = {"other_cpu_seconds": 1.5, "waited": 0.5}
 """Two neighbours, with which the step shares its core."""
 
 

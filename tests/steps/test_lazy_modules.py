@@ -76,7 +76,7 @@ def test_a_model_can_be_trained_after_it_was_first_used_in_inference(bench):
     step = measure_infer_step(bench, model, torch.ones(8, WIDTH))
     assert step.workload.parameters == PARAMETERS
     assert not any(parameter.is_inference() for parameter in model.parameters())
-    assert train(bench, model).figures.settled
+    assert train(bench, model).figures.is_settled
 
 
 def test_a_lazy_module_that_is_never_called_counts_nothing(bench):

@@ -107,7 +107,7 @@ def test_a_config_with_nothing_to_act_on_says_what_it_missed(bench, run, model, 
     ],
 )
 def test_one_that_has_something_to_act_on_is_measured(bench, run, config):
-    assert run(bench, Model, config).figures.settled
+    assert run(bench, Model, config).figures.is_settled
 
 
 # Blocks that are never called
@@ -212,4 +212,4 @@ def test_blocks_that_are_never_called_are_named_with_a_config_that_works(bench, 
     assert str(caught.value).endswith(f"with '{example}'")
     step = train(bench, model, example)
     assert step.recomputed >= 2
-    assert step.figures.settled
+    assert step.figures.is_settled
