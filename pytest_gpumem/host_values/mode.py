@@ -210,7 +210,7 @@ class HostValues(TorchDispatchMode):
         self._has_left = False
         """True once an uncomputed value has been on the host."""
         self.values_read = 0
-        """How often the host has read an uncomputed value."""
+        """The number of the host's reads of uncomputed values."""
         self.is_watched = False
         """True while a watched method reads a tensor, because the method records the read itself."""
         self.answer = _Answer()

@@ -47,7 +47,7 @@ _MENDS = {
 """Advice about a read, by its clause."""
 
 Use = Literal["kept", "branch", "order", "integer"]
-"""How a float is used. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
+"""The use of a float. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
 
 
 class Reads:

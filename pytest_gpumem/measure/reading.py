@@ -41,7 +41,7 @@ class Figures:
     turnover: int = 0
     """The sum of all allocations, including freed blocks."""
     held_change: int = 0
-    """How much the bytes held by the test's fixtures on purpose grew. These bytes do not count as retained."""
+    """The growth of the bytes that the test's fixtures hold on purpose. These bytes do not count as retained."""
     workspaces: int = 0
     """The workspaces in the peak, held by libraries during an operation or between operations."""
     workspaces_before: int = 0

@@ -27,7 +27,7 @@ COUNT = 4
 LEAST_IN_8_BITS = 4096
 """Tensors with fewer elements keep full-precision state, in both torchao and bitsandbytes."""
 BLOCK_IN_8_BITS = 256
-"""How many values share a scale (torchao's ``block_size``)."""
+"""The number of values that share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)

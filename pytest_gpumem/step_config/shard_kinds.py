@@ -44,7 +44,7 @@ class ShardKind:
     fully: bool = False
     """True if ``fully_shard`` shards the parameters, block by block."""
     reshard_after_forward: bool | None = None
-    """Whether ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
+    """True if ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
     replicas: bool = False
     """True if the number after the colon is the number of model copies."""
     degree: bool = False
@@ -224,12 +224,12 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks share the batch."""
+        """The number of ranks that share the batch."""
         return self.world // math.prod(degree for _, degree in self.sharding.parts)
 
     @property
     def shards(self) -> int:
-        """How many shards ``fully_shard`` creates from a parameter."""
+        """The number of shards that ``fully_shard`` creates from a parameter."""
         return self.data_ranks // self.sharding.replicas if self.sharding.fully else 1
 
 

@@ -20,7 +20,7 @@ SHOWN = "test_steps.py::test_ones"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    assert len(files_of("add-an-option")) == 4
+    assert len(files_of("add-an-option")) == 5
     return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-an-option")
 
 
