@@ -70,7 +70,7 @@ class RunResult:
     together: int = 1
     """The most processes on a device at the same time. Their peaks are added up."""
     retries: int = 0
-    """The number of allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
+    """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
     ran_out: OutOfMemory | None = None
     message: str = ""
