@@ -137,8 +137,9 @@ class Baseline:
     def is_equivalent(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
-        An equivalent baseline is not written. Another driver or torch release with equal bytes changes nothing. An
-        environment detail matters only if a metric depends on it, because such a metric is uncertain if the detail differs.
+        An update does not write an equivalent baseline. If only the driver or the torch release differs and all bytes are
+        equal, the baselines are equivalent. A different detail matters only if a metric depends on it, because this
+        metric is then uncertain.
         """
         return (
             self.has_same_figures(other)
@@ -151,7 +152,7 @@ class Baseline:
             # A tolerance applies to the bytes beside workspaces. Baselines from older versions do not record workspaces.
             and (other.workspaces is not None or self.workspaces is None)
             and (other.unused_before is not None or self.unused_before is None)
-            # Sessions on other devices find the test's baselines by this device.
+            # With this device, sessions on other devices can find the test's baselines.
             and self.named_device == other.named_device
         )
 
@@ -236,7 +237,7 @@ def baseline_of(
 
 
 def _composition_to_keep(peak: Composition) -> Composition:
-    """Return the composition without notes. It keeps only modules whose calls differ from the module around them."""
+    """Return the composition without notes, and with only those modules whose calls differ from the module around them."""
     return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 

@@ -1,10 +1,10 @@
 """Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
-The explanation for a single test has many rows, and most rows are consequences: the peak moved, so other tensors are live.
-Therefore the causes are the fewest lines that together explain most of the growth in most tests.
+The explanation for a single test has many rows, and most rows are consequences: the peak moved to another moment of the
+step, so other tensors are live. Therefore the causes are a few lines that together explain most of the growth in most tests.
 
 Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
-line explains 80 % of the growth in each test, this line is the only cause.
+line explains at least 80 % of the growth in each test, it is the only cause.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""The most modules for a cause in a report."""
+"""The most modules in a cause's text if their paths have no common end. Further modules are only counted."""
 _SEVERAL = 2
 """A budget is a cause if at least this number of tests exceed it. A single test's failure names its budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a growth that a cause explains, in the metric's unit."""
+    """A part of a growth, in the metric's unit: either the part explained by a cause, or the part without a cause."""
 
     growth: Growth
     amount: float
@@ -104,7 +104,7 @@ class Cause:
     def metric(self) -> str:
         """The metric with the most shares. If several metrics have equally many shares, the most important metric counts.
 
-        A holder explains kept bytes, so only their metrics count for a holder.
+        For a holder, only the shares in ``growth`` and ``retained`` count, if there are any.
         """
         shares = [
             share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
@@ -137,7 +137,10 @@ class CandidateCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes in a session, sorted by their number of tests. The shares in a growth add up to the growth exactly."""
+    """The causes in a session, sorted by their number of tests.
+
+    For each growth, the shares in ``causes`` and ``not_explained`` add up to exactly the growth.
+    """
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
@@ -179,7 +182,10 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the remaining alternatives. Alternatives with equal lines and holders, apart from package releases, are joined."""
+    """Return the candidate causes: alternatives without proof that are at least `LEAST` of their growth.
+
+    Alternatives with the same lines or holders are joined. Package releases in the lines are ignored.
+    """
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
         for alternatives in explained.alternatives:
@@ -215,9 +221,9 @@ def _order(cause: Cause) -> tuple[object, ...]:
 
 
 def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
-    """Return the fewest places that together explain the share `ENOUGH` in each growth, if possible.
+    """Return few places that together explain the share `ENOUGH` in each growth, if possible.
 
-    The algorithm is greedy: it always takes the place with the largest gain.
+    The algorithm is greedy, so the places are not always the fewest: it always takes the place with the largest gain.
 
     Example:
         Two tests grew by 10 MB each. Line A explains 9 MB in both tests, and line B explains 1 MB in the first test. A is
@@ -265,10 +271,10 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
 
 
 def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
-    """Return the first place of each place's cause.
+    """Join places into causes. Return for each place the first place of its cause.
 
-    Lines with the same module and file are a single cause if they explain the same tests. Lines chosen later may explain only
-    some of these tests.
+    A line joins an earlier line's cause if both have the same file and module, and if the line explains no other tests than
+    the cause.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
     for explained in growths:
@@ -364,7 +370,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
-    """Return the modules at places, the most frequent first. A single module has the path from the largest row."""
+    """Return the modules at places, the most frequent first. A single module has the path from the largest part."""
     counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:
@@ -379,14 +385,14 @@ def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
-    """Return the clauses on packages in all growths."""
+    """Return the clauses on packages shared by all growths."""
     return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
-    """Yield causes for growth without a line.
+    """Yield the causes of this kind for growths without another cause.
 
-    The causes are packages with other releases, and budgets that several tests exceed.
+    Such causes are packages with other releases, and budgets that several tests exceed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
     for explained in growths:

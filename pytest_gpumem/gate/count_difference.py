@@ -1,4 +1,4 @@
-"""The difference of two counts by operator and line. Pure."""
+"""The difference between two counts of operators, by operator and line. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _EQUAL_BY: tuple[Key, ...] = (
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the new calls, and the disappeared calls with negative amounts. They add up to the count's change.
+    """Return the new calls, and the disappeared calls with negative amounts. Their amounts add up to the count's change.
 
     An operator gets either new or disappeared calls, never both, so moved calls are not shown. If an operator may have appeared
     at several lines, a line with other new operators is chosen. Without such a line, the line farthest from the operator's
@@ -129,7 +129,7 @@ def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callabl
 def _without_common(
     old: list[Tally], new: list[Tally], key: Key, last: Collection[Tally] = ()
 ) -> tuple[list[Tally], list[Tally]]:
-    """Return both sides without each group's common amount. Tallies in ``last`` lose their amounts last."""
+    """Return both sides without each group's common amount, which is subtracted from the tallies in ``last`` last."""
     groups = grouped(old, new, key).values()
     # The amount at each line, from groups without tallies on the old side.
     new_at_line: Counter[tuple[str, str]] = Counter()
@@ -153,7 +153,7 @@ def _without_common(
 
 
 def _without_amount(tallies: Iterable[Tally], amount: int) -> list[Tally]:
-    """Return the tallies without an amount, which is subtracted from the first tallies."""
+    """Return the tallies after subtracting ``amount`` from the first ones."""
     remaining = []
     for tally in tallies:
         taken = min(amount, tally.amount)

@@ -30,7 +30,7 @@ _BACKWARD = re.compile(r"Backward\d*$")
 CHANGED_LINE = "changed line"
 """Beginning of a reason for an increase at a line that only one version of the code has."""
 AMONG_SMALLER = "among smaller rows in the baseline"
-"""Reason for an increase if the baseline has the row's earlier bytes only in a sum over smaller rows."""
+"""Reason for an increase if the baseline does not list the row, but includes its earlier bytes in a sum over smaller rows."""
 
 
 def _without_amounts(row: Row) -> Row:
@@ -68,7 +68,7 @@ _MOVED_BY: tuple[Key, ...] = (
     # The same tensor in another category.
     lambda row: (row.tensor, row.nbytes, row.count),
 )
-"""Keys by which a missing row equals a new row at another place."""
+"""Keys for moved rows: a disappeared row and a row at its new place have the same key."""
 
 _CHANGED_BY: tuple[Key, ...] = (
     _without_amounts,
@@ -85,7 +85,7 @@ _CHANGED_BY: tuple[Key, ...] = (
     # Another dtype from another operator: ``x > 0`` became ``(x > 0).float()``.
     lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
-"""Keys by which a row is a changed form of an earlier row.
+"""Keys for changed rows: a row and its changed form have the same key.
 
 Example: autocast was lost, so ``bfloat16[8, 4, 256, 256]`` from ``_softmax`` is now ``float32[8, 4, 256, 256]``. The
 third key has the shape and no dtype, and pairs both rows: ``was bfloat16, now float32``."""
@@ -121,7 +121,7 @@ class Change(NamedTuple):
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
         """Return this change with only ``rows`` as alternatives.
 
-        A single row is split off: it takes as many bytes as it has, and the sum keeps the rest.
+        A single row becomes a change of its own, with at most the row's bytes. The sum's change has the remaining bytes.
 
         Example:
             A sum grew by 900 bytes. If its only row has 700 bytes, the changes are +700 and +200 bytes.
@@ -138,7 +138,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMove:
-    """A peak in another phase than before."""
+    """A peak in another phase than the baseline's peak."""
 
     before: str
     """The phase of the baseline's peak: ``backward``."""
@@ -189,7 +189,8 @@ class Difference:
 
         Args:
             share: The share to explain: 0.8 is 80 %.
-            at_least: The fewest changes, but none below 1 % of the difference once the share is explained.
+            at_least: The least number of changes. Once the share is explained, smaller changes than 1 % of the difference are
+                left out.
             at_most: The largest number of changes.
         """
         grown = [change for change in self.changes if change.nbytes > 0]
@@ -266,10 +267,10 @@ The same share makes a graph change a cause (`difference`)."""
 def with_changed_lines(
     difference: Difference, mark: Callable[[Row], str], is_own: Callable[[Row], bool] = lambda _: True
 ) -> Difference:
-    """Return a difference that marks the increases at changed lines and lists them first.
+    """Return a difference in which increases at changed lines are marked and come first.
 
-    An increase at an unchanged line is a consequence of a change elsewhere. If some alternatives are at changed lines, only
-    these remain.
+    An increase at an unchanged line is a consequence of a change elsewhere. If some of an increase's alternatives are
+    at changed lines, only these alternatives remain.
 
     Args:
         difference: The difference.
@@ -299,12 +300,12 @@ def _with_changed_alternatives(change: Change, mark: Callable[[Row], str]) -> tu
 
 
 def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
-    """Return a difference whose increases and alternatives name a caller before the line that allocates.
+    """Return a difference whose increases and alternatives show a caller before the allocating line.
 
     Args:
         difference: The difference.
-        named: Returns the lines to name for a row. If it returns several lines, the first is named, and the reason lists all
-            of them.
+        named: Returns the callers to show for a row. If it returns several callers, the row shows the first caller, and the
+            reason lists all of them.
     """
 
     def of_alternative(row: Row) -> Row:
@@ -371,7 +372,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         and graph.explain(change.row)
         and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # Do not put a graph change before all rows if it explains almost nothing.
+    # Leave out a graph change that explains almost nothing, because reports show it before all rows.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -382,7 +383,7 @@ def _joined(*reasons: str) -> str:
 
 
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
-    """Sort the largest increase first.
+    """Return the changes sorted by their increase, the largest first.
 
     Of two equal increases, the increase in forward comes before the increase in backward, because a tensor in backward
     follows from a tensor in forward. Other equal increases: first the line whose rows grew most in total.
@@ -552,7 +553,7 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
 def _with_sums(
     baseline: _Side, current: _Side, graph: GraphChanges
 ) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
-    """Move rows into the sums of their own side if the other side may have summed them up as well.
+    """Move rows into the sum of their own side if the other side's sum may include them as well.
 
     Example:
         The baseline lists rows down to 1 MB and has a sum of 8 MB. This step has two rows with 0.9 MB that the baseline does
@@ -612,7 +613,7 @@ def _attribution_by_graph(
 
 
 def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
-    """Return a sum without the bytes of listed rows, or nothing if no bytes remain."""
+    """Return a sum without the bytes of listed rows, or an empty list if no bytes remain."""
     nbytes = total.nbytes - sum(row.nbytes for row in listed_rows)
     return [Row(total.category, nbytes, operator=REST)] if nbytes else []
 

@@ -1,7 +1,7 @@
 """Modules that autograd records now and did not record in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
 
-Such a module now saves tensors for backward, and each of them is a row with growth. The cause is the call to the outermost such
-module. A report names this call in a sentence before the rows.
+Such a module now saves tensors for backward, and the rows of these tensors grow. The cause is the call to the outermost module
+with such a change. A report describes this call in a sentence before the rows.
 
 Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
@@ -113,7 +113,7 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes behind the growth in rows, only for the outermost modules and functions."""
+        """Return the changes that made rows grow, only for the outermost modules and functions."""
         places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
@@ -152,11 +152,11 @@ class GraphChanges:
         return functions.pop() if len(functions) == 1 else ""
 
     def explain(self, row: Row) -> bool:
-        """Return whether the growth of a row follows from such a change."""
+        """Return whether the growth of a row follows from these changes."""
         return any(True for _ in self._around(row))
 
     def explain_for_certain(self, row: Row) -> bool:
-        """Return whether a row follows from such a change for certain, even if no growth is known for the row.
+        """Return whether a row certainly follows from these changes, even if no growth is known for the row.
 
         If only a part of a function changed, its other lines may have kept their grad mode, so this change proves nothing.
         """
@@ -214,7 +214,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Yield the changes. Changes of all calls are merged: ``left()`` and ``right()``, if the same function calls both."""
+    """Yield the changes, merged if the same function calls both (``left()`` and ``right()``) and all their calls changed."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

@@ -1,4 +1,4 @@
-"""Growths in a session: each metric of a measurement that is worse, and the places in the code that explain it. Pure."""
+"""Growths in a session: each metric that is worse in a measurement, and the places in the code that explain it. Pure."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Growth:
     amount: float = field(compare=False)
 
     def is_beside(self, other: Growth) -> bool:
-        """Return whether both growths belong to the same measurement."""
+        """Return whether both growths come from the same measurement."""
         return (self.test, self.name, self.device) == (other.test, other.name, other.device)
 
 
 class Place(NamedTuple):
-    """A line without the release of its package, and a module.
+    """A place in the code: a line without its package's release, and a module.
 
     Tensors from before the step have no line, so their place is a category. The place of kept tensors is the object that keeps
-    them alive (the holder), whatever line allocated them.
+    them alive (the holder). The line that allocated them does not matter.
 
     Example:
         ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
@@ -68,7 +68,7 @@ class Part:
     amount: float
     largest: float
     lines: tuple[str, ...]
-    """The lines, with the line of the largest row first."""
+    """The lines that allocated the rows, first the line of the largest row."""
     module: str
     operator: str
     tensors: str
@@ -110,7 +110,7 @@ class ExplainedGrowth:
 
 
 def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
-    """Return the growths in tests, sorted. The module at a line has the same name in all growths."""
+    """Return the growths in tests, sorted. If a line's module has different paths in the tests, the shortest path is used."""
     growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
     return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
 
@@ -164,7 +164,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
 
 
 KEPT_METRICS = frozenset({"growth", "retained"})
-"""Metrics whose cause is the holder: the object that keeps the tensors alive."""
+"""Metrics for kept bytes. Their cause is the holder: the object that keeps the tensors alive."""
 LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
 """Metrics whose composition is not stored in baselines."""
 
@@ -176,7 +176,7 @@ def _baseline_bytes(metric: MetricVerdict) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _NewParts(Generic[T]):
-    """The new and possibly new parts among the kept bytes."""
+    """The parts of kept bytes, divided into new and possibly new parts since the baseline."""
 
     certain: tuple[T, ...]
     """Parts that are new."""
@@ -187,9 +187,10 @@ class _NewParts(Generic[T]):
 
 
 def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
-    """Return which kept parts are new.
+    """Return which kept parts are new since the baseline.
 
-    A baseline stores how many bytes were kept, and not their places. So each part up to this size may have existed before.
+    A baseline stores how many bytes were kept, and not their places. So a part with at most this many bytes may be in the
+    baseline.
 
     Example:
         A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
@@ -211,7 +212,7 @@ def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: flo
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The rows that a step or a call keeps, new rows first."""
+    """The rows of memory kept after a step or call. Rows that are new since the baseline come first."""
 
     rows: tuple[Row, ...] = ()
     uncertain: tuple[Row, ...] = ()
@@ -358,7 +359,7 @@ def _holder_places(
 def _at_holders(
     row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
 ) -> list[tuple[Place, Part]]:
-    """Return a row at the peak as parts, at the row's holders if they are certain, otherwise at the row's line.
+    """Return a row at the peak as parts. Their places are the row's holders if these are certain, otherwise the row's line.
 
     If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
     """
@@ -366,7 +367,7 @@ def _at_holders(
     if row_part is None:
         return []
     place, part = row_part
-    # Rows of a holder do not name a changed caller before their line, so compare the row without its caller.
+    # A holder's rows do not have a `named` caller, so compare the row without its caller.
     unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
     kept_bytes = {
         held_rows: row_bytes

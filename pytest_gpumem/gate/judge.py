@@ -283,7 +283,7 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return comparison
     if tolerance is not None and why_not is not None:
-        # Show the figure from a baseline for another workload beside the value. This figure decides nothing.
+        # The baseline is for another workload: its figure is shown beside the value, but decides nothing.
         return MetricVerdict(metric.name, why_not, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
@@ -416,7 +416,7 @@ def _peaks_in(side: Measurement | Baseline) -> tuple[int, ...]:
 
 
 def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return a clause on how the peaks of the steps differ; ``None`` if they are equal on both sides."""
+    """Return a clause on how the steps' peaks differ from each other; ``None`` if all are equal in both runs."""
     current, baseline_peaks = (
         spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline))
     )
@@ -470,7 +470,7 @@ def failing_outcomes(
 
 
 def failing_metrics(verdict: Verdict, failing: Collection[object], kind: Kind = "memory") -> list[str]:
-    """Return the metrics of a kind for which a measurement fails."""
+    """Return the metrics of a kind whose outcome is in ``failing``."""
     return [
         metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].kind == kind
     ]

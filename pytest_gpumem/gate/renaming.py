@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Tolerance
 
 MOST_CANDIDATES = 20
-"""The most former tests that a measurement keeps: those with the nearest names."""
+"""The most former tests for a measurement. The tests with the nearest names are used."""
 
 
 def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline) -> bool:

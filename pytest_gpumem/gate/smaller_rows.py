@@ -32,7 +32,7 @@ class Attribution(NamedTuple):
     """Rows with proven growth, and rows with possible growth."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """Each proven row, after its part in the baseline's sum. Example: 4 of its 12 blocks."""
+    """Each proven row, after its part in the baseline's sum: for example 4 of its 12 blocks, or ``None``."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
@@ -40,8 +40,8 @@ class Attribution(NamedTuple):
 def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -> Attribution:
     """Return which rows grew.
 
-    A row is proven if only its blocks add up to the growth, while all other rows are unchanged. Otherwise a row grew for
-    certain only if it is larger than the sum. This rule does not depend on the listed rows, so growth without a line is never
+    A row certainly grew if only its blocks add up to the growth, and all other rows are unchanged. Otherwise a row certainly
+    grew only if it is larger than the sum. This rule does not depend on the listed rows, so growth without a line is never
     much larger than the sum.
 
     Example:

@@ -92,7 +92,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode in the reason of a time without a baseline; ``"all"`` for any other reason."""
+    """Return the update mode that ``metric.reason`` names for a time without a baseline; ``"all"`` for any other reason."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 

@@ -72,7 +72,7 @@ class Outcome(str, Enum):
     """Worse than the baseline by more than the tolerance. A figure in bytes regresses even if the baseline belongs to another
     workload."""
     OVER_BUDGET = "over_budget"
-    """More than the limit of a marker or of the settings, or less than ``min_throughput``."""
+    """Above a limit from a marker or the settings, or below ``min_throughput``."""
 
     @property
     def words(self) -> str:
