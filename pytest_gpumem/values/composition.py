@@ -53,7 +53,7 @@ MOST_KEPT = 100
 """The most rows in a baseline. In a transformer, 30 rows cover 95 %. In a U-Net, 100 to 190 rows cover 95 %, because its
 blocks differ."""
 MOST_TIED = 50
-"""The most further rows in a baseline with the same size as its last row."""
+"""The most additional rows in a baseline. Such a row has the same size as the last row within the limit."""
 REST = "smaller rows"
 """The operator in a row for the sum over all unlisted rows in a category."""
 
@@ -114,7 +114,7 @@ class Row:
     ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 chains. Rows that differ only in their
     callers are equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
-    """The caller to name before the line, for example a changed caller. Empty without a named caller."""
+    """A caller shown before the line, for example a changed caller. Empty without such a caller."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -294,7 +294,7 @@ class Composition(FrozenValue):
         Of more than 50 equal rows, only some are kept.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
-        # Keep negative rows. Without them the kept rows could add up to more than the total.
+        # Negative rows must stay, because otherwise the kept rows could add up to more than the total.
         kept_rows = [row for row in self.rows if row.nbytes < 0]
         old_sums = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
         rows = [row for row in self.rows if row.nbytes >= 0 and row.operator != REST]
@@ -333,7 +333,7 @@ def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
-    """Return a row for each named layer by its numbers; empty without named layers, or if the row has no equal parts."""
+    """Return a row for each layer in ``row.layers``, by its numbers; empty without layers, or if the row has no equal parts."""
     layers = numbers_in(row.layers) or set()
     if not layers or row.nbytes % len(layers) or row.count % len(layers):
         return {}
@@ -394,7 +394,7 @@ HOLDER_NOT_FOUND = "holder not found"
 MOST_ALTERNATIVES = 3
 """The most alternatives that a holder's path names."""
 FIRST_USE = "filled by the first use"
-"""The text before a cache: the measured run filled the cache, and the next run added nothing."""
+"""The text before a holder that is a cache: the measured run filled the cache, and the next run added nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,15 +473,14 @@ class Explanation:
     """The holders for the tensors in ``retained``, the most bytes first. All their rows add up to ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
     """The holders of replaced inputs, such as ``self.last_output``: each step frees such an input and makes a new one. A
-    failure names the holders
-    and the line that makes the inputs under ``what grew``. If several lines make tensors with this size,
-    the line is left out."""
+    failure lists the holders and the line that makes the inputs under ``what grew``. If several lines make tensors with this
+    size, the line is left out."""
     gpu: str | None = None
     """The run's GPU, ``"cuda:1"``, if the process sees several GPUs."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """The compositions at the peaks of all other phases with allocations."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers with grad mode on, by the folded path of the called module or function (``step()``, ``Net.target()``)."""
+    """The callers with grad mode on, by the folded path of the called module or function (``step()``, ``Net.target()``)."""
     function_at: Mapping[str, str] = field(default_factory=dict)
     """The function around each line with grad mode on, except lines in a module's ``forward``: ``step()``."""
 

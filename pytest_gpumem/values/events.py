@@ -1,7 +1,7 @@
 """Events of a recorded step: allocations and frees, and the operators and marks around them.
 
-All sources share this contract: the CPU's profiler, CUDA's allocator history, and fake tensors. Tokens have the order in which
-they happened, and spans nest. The module does not use torch, so a recording can be stored and read anywhere.
+The CPU's profiler, CUDA's allocator history, and fake tensors all produce these events. They have the order in which they
+happened, and spans nest. The module does not use torch, so a recording can be stored and read anywhere.
 
 Example: ``a @ b`` is ``SpanBegin(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``SpanEnd(180)``.
 """

@@ -1,4 +1,4 @@
-"""Interference with a timed step: readings of counters, which only grow, and of gauges."""
+"""Interference with a timed step, as readings of counters (stolen seconds), which only grow, and gauges (a clock rate)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ median was 1.1 and its 90th percentile 1.66. Other work that uses memory slows t
 With the exponent 2, 5 % of the steps with twice the time could not be distinguished from a slow machine, with 1.6 about 1 %.
 With both exponents, comparisons of a step with itself failed equally often (8 in 3,000)."""
 UNREAD_PACE = 3
-"""The exponent of a sample's factor if no pace can be compared: by itself, sharing made steps up to 1.76 times as long."""
+"""The exponent for a sample's factor if no pace can be compared. Sharing alone made steps up to 1.76 times as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _combinations(numbers: set[Numbers]) -> list[Layers]:
 
 
 def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Layers:
-    """Return a combination. A ``*`` at which all numbers occur gets an empty tuple."""
+    """Return a combination with an empty tuple for each ``*`` at which all numbers occur."""
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])

@@ -128,7 +128,7 @@ def _added(steps: Iterable[ModuleCalls]) -> ModuleCalls:
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """Return the fewest entries from which all other entries follow: a module without an entry is like the module around it.
+    """Return the fewest entries that imply all other entries. A module without an entry is like the module around it.
 
     The result has an entry for all modules together. If all modules are alike, it is the only entry. A result from `outermost`
     is returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.is_counted_by_operator)
 """The metrics that count operators."""
 MOST_PLACES = 150
-"""The most places that a baseline keeps for a metric. All other places are reduced to their operators.
+"""The most places that a baseline keeps for a metric. Calls at all other places are stored by operator, without a place.
 
 A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators."""
 
@@ -42,9 +42,9 @@ class OperatorSite:
     library: str = ""
     """Package, file and line of the library's frame below ``site``. Empty without a library."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The callers of the line, as in `Row`."""
+    """The callers of the line, in the same form as in `Row`."""
     named: str = field(default="", compare=False)
-    """The caller to name before the line, as in `Row`."""
+    """A caller shown before the line, for example a changed caller. Empty without such a caller."""
     reason: str = field(default="", compare=False)
     """A clause about the line: ``"changed line"``."""
 
@@ -71,7 +71,7 @@ class Tally:
     amount: int
     """Calls, FLOPs, syncs or launches."""
     place: OperatorSite = NOWHERE
-    """The call's place. Empty unless lines were recorded."""
+    """The call's place. It is empty if lines were not recorded."""
 
 
 def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
@@ -225,7 +225,7 @@ KeptTallies = Annotated[
     tuple[Tally, ...],
     Form(tuple[str, ...], lambda tallies: to_texts(reduced_tallies(tallies), with_callers=True), from_texts),
 ]
-"""Tallies that are written with only the places with the largest amounts."""
+"""Tallies in the same text form. Only the places with the largest amounts are written."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:

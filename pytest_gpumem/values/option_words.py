@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_DEVICE = "cuda"
-"""The device if none is named."""
+"""The device if neither an option, a setting nor a marker names a device."""
 EMULATED = "emulated:"
 """Prefix for emulated GPUs."""
 NO_CUDA = "no CUDA device"

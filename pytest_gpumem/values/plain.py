@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 KEY = "key"
-"""The entry in a field's metadata that names its key."""
+"""The entry in a field's metadata with the field's key in JSON."""
 
 
 class Form(NamedTuple):
@@ -43,7 +43,7 @@ def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
     """Return the ``kind`` that `to_plain` turned into plain values.
 
     The texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"`` are accepted as numbers. Keys without a field are ignored, and
-    fields without a key get their defaults. A report is checked by its schema before.
+    fields without a key get their defaults. A report is checked against its schema before this function is called.
 
     Args:
         kind: The class of the value.

@@ -43,7 +43,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
     Args:
         site: The user's line.
         library: The library's line.
-        named: A caller to name before the allocating line.
+        named: A caller to show before the allocating line; empty for none.
     """
     allocating = library or site
     if not named or named == allocating:

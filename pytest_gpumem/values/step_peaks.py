@@ -1,4 +1,4 @@
-"""The steps' peaks in a measurement."""
+"""The peaks of the steps in a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """The peaks in all measured steps in order, in bytes.
+    """The peaks of all measured steps, in order and in bytes.
 
     Example:
         >>> StepPeaks((900, 700, 700), left_out=1).repeated
@@ -55,8 +55,8 @@ def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float
     The higher maximum is not chance in four cases:
 
     - The peaks in ``lower`` are all equal.
-    - Each step needs at least as much as the same step in ``lower``. A loop with a fixed seed shows this, and chance does
-      not.
+    - Each step needs at least as much as the same step in ``lower``. This happens in a loop with a fixed seed, and is
+      unlikely by chance.
     - The lowest peak in ``higher`` is above the maximum in ``lower``.
     - The maximum is higher than in ``lower`` by more than the range in ``lower``.
 

@@ -36,7 +36,7 @@ class Round:
     disturbed: str | None = None
     """A clause on other work on the machine; ``None`` if the round was quiet."""
     taken: float = 1.0
-    """The largest factor by which the other work can have made the round longer."""
+    """The largest factor by which other work can have made the round longer."""
 
     @property
     def own(self) -> float:
@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def is_a_measure(self) -> bool:
-        """True if other work disturbed this sample little or not at all, so later runs may be compared with it."""
+        """True if other work disturbed this sample only a little, so later runs may be compared with it."""
         taken = statistics.median(timed.taken for timed in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWDOWN_OF_RUN and taken <= MOST_TIME_FACTOR_OF_RUN)
 
@@ -217,7 +217,7 @@ def interval_of_median(values: Sequence[float], level: float) -> tuple[float, fl
     ordered = sorted(values)
     count = len(ordered)
     outside, below = 0.0, 0
-    # Cut `below` values off each side while the probability that the median is there is at most (1 - level) / 2.
+    # Cut `below` values off each side. The median is among them with a probability of at most (1 - level) / 2.
     while below < (count - 1) // 2:
         outside += math.comb(count, below) / 2**count
         if outside > (1 - level) / 2:
