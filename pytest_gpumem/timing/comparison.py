@@ -102,7 +102,7 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run for a baseline, without the time that other work may have taken.
+    """Return this run in the form for a baseline, without the time that other work may have taken.
 
     Returns:
         The run; ``None`` if it was disturbed too much.
@@ -139,10 +139,10 @@ class Comparison:
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """Compare this run's samples with earlier runs.
 
-    The first sample is followed by repeated measurements. A single slower sample counts as slower, and the caller then
-    takes further samples. With several samples, the step is slower if two show a slowdown and no sample shows that the step is
-    not slower. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
-    decides.
+    ``samples[0]`` is the first measurement, and the others repeat it. If there is only one sample and it is slower, the step
+    counts as slower, and the caller takes further samples. With several samples, the step is slower if two show a slowdown
+    and no sample shows that the step is not slower. The step is faster if all samples agree. Interference only adds time, so
+    the sample with the smallest slowdown decides.
 
     Args:
         samples: This run's samples.
@@ -159,7 +159,7 @@ def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comp
     decisive = min(comparisons, key=lambda comparison: (by_importance.index(comparison.outcome), comparison.ratio))
     slower = [comparison for comparison in comparisons if comparison.outcome == "slower"]
     if decisive.outcome == "uncertain" and len(slower) >= AGREEING:
-        # An uncertain sample does not contradict.
+        # An uncertain sample does not contradict the others.
         return min(slower, key=lambda comparison: comparison.ratio)
     return decisive
 

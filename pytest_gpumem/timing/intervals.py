@@ -66,7 +66,7 @@ def _probability_of_at_least(hits: int, trials: int, share: float) -> float:
 
 
 LEVEL = 0.95
-"""The confidence of an interval. A verdict does not only depend on an interval."""
+"""The confidence of an interval. A verdict also depends on other conditions than an interval."""
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
 """Prior spread between runs with the same code: the standard deviation over the logarithms of their medians."""

@@ -59,7 +59,7 @@ class TimeBudget:
 
 
 SECONDS_A_ROUND = 0.02
-"""The least seconds in a round, because the clock's resolution and a launch do not matter in this time."""
+"""The least seconds in a round. In such a round, the clock's resolution and the duration of a launch do not matter."""
 PRECISION = 0.005
 """Sampling stops if the median is known within this share in both directions, with a confidence of 95 %."""
 ROUNDS_BEFORE_A_STOP = 12
@@ -71,8 +71,9 @@ _SHORTEST = 1e-9
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """Take a sample of ``step``.
 
-    The first step decides how many steps make a round. It counts only if it fills a round by itself. If the first step started
-    slowly, the next round is far too short. Then this round decides again, and neither of them counts. A disturbed round is
+    The time of the first step decides how many steps make a round. The first step counts only if it fills a round by itself. If
+    it was unusually slow, the next round is far too short. Then this round decides the number again, and neither the step nor
+    the round counts. A disturbed round is
     stored but does not count, and sampling continues if time remains.
 
     All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
@@ -234,7 +235,7 @@ def time_step(
 
 @contextmanager
 def exclusive_use(device: Device) -> Iterator[str | None]:
-    """Keep other measured tests off all ranks' devices. Yields the reason if this fails, like `Device.exclusive`."""
+    """Keep other measured tests off all ranks' devices. Yield the reason if this fails, otherwise ``None``."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())

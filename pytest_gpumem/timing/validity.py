@@ -276,9 +276,9 @@ def contention_factor(conditions: Conditions) -> float:
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the thread's share of time without a core.
+    """Return the share of time in which the thread was ready to run and had no core.
 
-    If the device does not count waiting, return the share that other processes used.
+    If the device does not count this time, return the share that other processes used.
     """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
