@@ -1,4 +1,4 @@
-"""Find out whether the command line leaves tests out, and which command runs an item again."""
+"""Find out whether the command line leaves tests out, and which command runs a test (an item) again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, if pytest with the item's id does not run it."""
+"""The command that runs an item again, for items that ``pytest ID`` does not run."""
 
 WORKER_IS_WHOLE = "gpumem_whole"
 """The key for `is_whole_run` in a worker's input. A worker of pytest-xdist cannot compute the answer, because it
@@ -44,7 +44,7 @@ _SETTINGS = ("addopts", "testpaths", "python_files", "python_classes", "python_f
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether nobody typed paths or a test selection, so only settings leave tests out.
+    """Return whether no paths and no test selection were typed, so only settings can leave tests out.
 
     For example, ``pytest -n 2 --gpumem-baseline`` in the root directory is a whole run, even with ``addopts = -k fast``. A run
     with a typed ``-k fast`` is not.

@@ -40,7 +40,7 @@ def read_value(kind: Kind, value: Any, where: str) -> Any:
 
 
 def convert(kind: Kind, value: Any, where: str) -> Any:
-    """Return the setting for a value that already has a type of its kind. Raises `SettingsError`, which contains ``where``.
+    """Return the setting for a value whose type already fits its kind. Raises `SettingsError`, which contains ``where``.
 
     For example, ``convert(DURATION, "500 ms", "pyproject.toml: time_budget")`` returns 0.5.
     """
@@ -49,7 +49,7 @@ def convert(kind: Kind, value: Any, where: str) -> Any:
 
 
 def _line(text: str, where: str) -> str:
-    # A command-line argument can contain bytes that are not UTF-8, but a file of the store cannot.
+    # A command-line argument can contain bytes that are not UTF-8, but a file in the store cannot contain them.
     line = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
     if not line:
         raise SettingsError(f"{where} is empty, expected the reason for accepting the change")
@@ -148,4 +148,4 @@ _CONVERSIONS: Mapping[Kind, Callable[[Any, str], Any]] = {
     DURATION: _duration,
     SECONDS: _seconds,
 }
-"""The conversions. Values of the other kinds are settings already."""
+"""The conversions by kind. Values of other kinds need no conversion."""

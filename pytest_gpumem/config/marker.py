@@ -77,9 +77,9 @@ def remember_markers(item: pytest.Item) -> None:
 
 
 def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
-    """Fail a test that got a marker too late to have an effect. Without a gate, only warn.
+    """Fail a test if it got a marker after the session selected the measured tests. Without a gate, only warn.
 
-    Otherwise a gate would silently pass a test that its author wanted to gate.
+    Such a marker has no effect, so otherwise a gate would silently pass a test whose author wanted a gate.
     """
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_MARKERS, ()):
         return

@@ -1,4 +1,4 @@
-"""The markers' arguments, each with its limit, its reader and its help."""
+"""The markers' arguments: for each, the limited metric, a function that reads its value, and its help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _size(value: object) -> int:
 
 
 def _with_unit(value: object) -> str:
-    """Return the probable size for a number: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
+    """Return the probable size for a number without a unit: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         return "6.5 GB"
     return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))

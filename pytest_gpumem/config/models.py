@@ -32,7 +32,7 @@ _PLAIN = StepConfig("fp32")
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A test without a test file: a step of a named model with one config."""
+    """A test without a test file: it measures a step of a named model with a single config."""
 
     model: ModelName
     batch: BatchSize | None = None

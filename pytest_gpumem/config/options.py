@@ -62,9 +62,9 @@ class Option:
         self.default = default
         """The default as help shows it, if neither the option nor the key is set."""
         self.details = details
-        """Markdown for the page of the options, which help leaves out."""
+        """Markdown that only the page of the options shows, and not the help."""
         self.is_key = is_key
-        """True if ``[tool.gpumem]`` may have the option as a key. Other options are for a single session."""
+        """True if the option may also be a key in ``[tool.gpumem]``. Other options apply to a single session."""
         self.in_accept = in_accept
         """True if the option affects measurements, so a command for accepting a result repeats it.
 
@@ -341,7 +341,7 @@ def arguments_of(option: Option) -> dict[str, Any]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        # argparse gets no default, so a key in [tool.gpumem] can apply. It gets a dest, or pytest would compare every option.
+        # The default is None, so a key in [tool.gpumem] can apply. Without `dest`, pytest would search all options for a dest.
         group.addoption(
             option.flag, dest=option.dest, default=None, help=option.help_with_default, **arguments_of(option)
         )

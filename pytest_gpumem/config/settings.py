@@ -85,7 +85,7 @@ class Settings:
     time: bool | None = None
     """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
     pack: bool = False
-    """True if tests share a GPU by their known peaks."""
+    """True if tests run on a GPU at the same time, as far as their known peaks fit."""
     explain: ExplainMode = DEFAULT_EXPLAIN
     artifacts: str | None = None
     """The folder for timelines and snapshots. A relative path starts in ``artifacts_base``."""
