@@ -65,12 +65,12 @@ class MeasuringContext:
         )
 
     def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Return the storages in reach from ``held`` on a device. The default is the context's device."""
+        """Return the storages on a device that can be reached from ``held``. The default is the context's device."""
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
-        """Yield the creating line for each tensor made in the block, by address. Without ``sites`` there are no lines."""
+        """Yield the line that created each tensor within the context, by address. Without ``sites`` there are no lines."""
         by_address: dict[int, Site] = {}
         with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
             yield by_address

@@ -124,8 +124,8 @@ def count_step(
         step: Runs the step.
         device: The step's device.
         is_compiled: True if torch.compile has compiled the step.
-        repeats: True if the step is known to repeat. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer if a
-            step raises.
+        repeats: True if all steps are known to be equal. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer
+            if a step raises.
 
     Returns:
         The counts. If the step raises, ``failure`` has the exception. The memory figures stay valid, because earlier runs of
@@ -150,7 +150,7 @@ def count_step(
         first_line = str(error).strip().partition("\n")[0]
         return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
     if not repeats:
-        # Take all operator counts first, then all kernel counts. Alternating counts would each see only every second step.
+        # Take all operator counts first, then all kernel counts. If they alternated, each would see only every second step.
         for count in (operators, launches):
             try:
                 counted += [count() for _ in range(FURTHER_COUNTED_STEPS)]
@@ -160,7 +160,7 @@ def count_step(
 
 
 def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
-    """Return each count's largest value among several steps, with its tallies. Some steps may lack a count."""
+    """Return each count's largest value among several steps, with this step's tallies. Some steps may lack a count."""
     largest: dict[str, tuple[Tally, ...]] = {}
     lowest: dict[str, int] = {}
     for name in counted[0]:
@@ -255,7 +255,7 @@ def _count_operators(
         stack.enter_context(host.tracking_counters())
         if places is not None:
             stack.enter_context(places.watching())
-        # The mode entered last sees an operator first. `flops` decomposes composite operators, so `flops` comes after
+        # The mode that was entered last handles an operator first. `flops` decomposes composite operators, so it comes after
         # `watched_operators`, which then counts the operators that really run.
         stack.enter_context(watched_operators(run_operator))
         stack.enter_context(flops)

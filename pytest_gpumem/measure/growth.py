@@ -1,6 +1,6 @@
 """Growth: the bytes kept by every further step.
 
-Live bytes also change with a filling cache, or with batches in different sizes. These functions distinguish both from a leak.
+Live bytes also change while a cache fills, or with batches in different sizes. These functions distinguish both from a leak.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills.
 
-    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not
-    grow with this garbage, it does not grow without this garbage. If memory grows and there was garbage, the steps run again,
+    At first, garbage is collected only once, after all steps. Uncollected garbage can only add growth. So if memory does not
+    grow with this garbage, it does not grow without it. If memory grows and there was garbage, the steps run again,
     with a collection after each step.
 
     Args:
@@ -122,8 +122,8 @@ def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
     If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. In this case,
-    growth needs stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the
-    earlier half.
+    bytes count as growth only with stronger evidence: no fall between steps with equal allocations, or a later half entirely
+    above the earlier half.
     """
     live = _live(window)
     growth = growth_per_step(live)

@@ -1,4 +1,4 @@
-"""Turn taking between a training loop and the measuring code.
+"""Switch between a training loop and the measuring code.
 
 The measuring code runs a step whenever it needs figures. A training loop cannot be called step by step. So both are
 coroutines in one thread (greenlet), and control switches between them at each boundary between two steps:
@@ -42,8 +42,8 @@ class Loop:
     """A loop and its measuring code.
 
     Args:
-        measure: Measures the loop, and runs its steps with `next_step`. The loop's first boundary calls it. `end` raises
-            the exceptions from ``measure``.
+        measure: Measures the loop, and runs its steps with `next_step`. The first call to `boundary` starts
+            ``measure``. `end` raises its exceptions.
     """
 
     def __init__(self, measure: Callable[[], object]) -> None:

@@ -74,7 +74,7 @@ class HostTensors:
 
     @contextmanager
     def tracking_counters(self) -> Iterator[None]:
-        """Add the counters from each optimizer step within the context. Empty the set at the end."""
+        """Within the context, add each optimizer's counters (`_COUNTERS`) to the set before it steps. Then empty the set."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         if not self.is_stand_in:
