@@ -1,4 +1,4 @@
-"""Contract for a backend: a folder or bucket with the store's files."""
+"""The interface of a backend: a folder or bucket with the store's files."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of entries: the run's date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
+    """The origin of an update's entries: the date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
 
     recorded: str
     commit: str | None
@@ -32,7 +32,7 @@ class Changes:
     """The changes that an update makes, with the measurements and stored entries behind them."""
 
     measured: Mapping[Key, tuple[Verdict, Baseline]]
-    """Each measurement's verdict, and its entry without any stored values."""
+    """Each measurement's verdict, and the entry from this run alone, without stored values."""
     stored: Mapping[Key, Baseline | NoBaseline]
     """The stored entries, by the same keys."""
     entries: Mapping[Key, Baseline]

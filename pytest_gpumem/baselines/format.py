@@ -1,4 +1,4 @@
-"""The file format: TOML text to entries and back. Pure. Every error names its key.
+"""The file format: convert TOML text to entries and back. Pure. Every error names the key.
 
 A file contains a test file's baselines on a single device. It is sorted, so equal entries have equal text. A measurement's
 table is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
@@ -51,7 +51,7 @@ _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "ba
 _OPTIONAL = ("commit", "reason", "named_device")
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
-"""The key for the peak that belongs to the composition, if another step has the highest peak."""
+"""The key for the composition's own peak, if it comes from another step than the highest peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
@@ -243,7 +243,7 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
     device = _value(values, "device", str, where)
     slug = _value(values, "slug", str, where)
     if expected is not None and slug != expected:
-        # The figures would be compared with another device.
+        # Otherwise the figures would be compared with figures from another device.
         raise FormatError(
             f"{where}.slug is {slug!r}, but the file is in the folder {expected!r}; restore the file from version control, "
             f"or move it into the folder {slug!r}"

@@ -48,7 +48,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """A text that is not a valid store file, so its baseline is unknown."""
+    """Stands for a text that is not a valid store file, so its baseline is unknown."""
 
     why: str
 

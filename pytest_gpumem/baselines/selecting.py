@@ -1,4 +1,4 @@
-"""Selection by test id or pattern, and baselines whose tests are gone. Pure."""
+"""Find baselines by test id or pattern, and baselines whose tests no longer exist. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
     """Return up to three test ids or file names with a similar spelling, the nearest first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
-    # The pattern may lack the folders or the file, or misspell them.
+    # In the pattern, the folders or the file may be missing or misspelled.
     targets = {name: name for name in (*tests, *(file.rpartition("/")[2] for file in files))}
     targets |= {test.rpartition("::")[2]: test for test in reversed(tests)}
     close = difflib.get_close_matches(pattern, list(targets), n=3, cutoff=0.6)

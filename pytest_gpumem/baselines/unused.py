@@ -1,4 +1,4 @@
-"""Baselines whose tests are gone, according to a collection."""
+"""Baselines whose tests no longer exist, according to pytest's collection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """Baselines in a store whose tests are gone. The store is read at the first query for a device."""
+    """The baselines in a store whose tests no longer exist. The store is read at the first query for a device."""
 
     store: Store
     tests: Collection[tuple[str, str]]

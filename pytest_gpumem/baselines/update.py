@@ -34,7 +34,7 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
         {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
     ),
 }
-"""The outcomes that an update accepts. It writes the measured figures, and removes measurements that a test no longer takes."""
+"""The outcomes that each mode accepts. ``all`` also accepts that measurements are missing, and removes their entries."""
 
 
 def entries_to_write(
@@ -45,12 +45,12 @@ def entries_to_write(
     ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
     leaves all other metrics. ``all`` accepts everything. An entry's times are always written together.
 
-    An entry's reason belongs to its last accepted change. A further change without a reason removes it. Times from a
-    further run do not count as a change.
+    An entry's reason belongs to its last accepted change. A further change without a reason removes it, but ``new``
+    leaves it. Times from a further run do not count as a change.
 
     Args:
         mode: The value for ``--gpumem-update``.
-        measured: Verdicts and new entries for passed tests.
+        measured: For each accepted measurement, the verdict and the entry from this run.
         stored: The stored entries, by the same keys.
     """
     entries: dict[Key, Baseline] = {}
@@ -77,9 +77,10 @@ def entries_to_write(
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
-    """Return ``earlier`` with improved metrics lowered.
+    """Return ``earlier`` with the new values of improved metrics.
 
-    The result is ``None`` if no metric improved, or if neither environment fits all new figures.
+    The result is ``None`` if no metric improved. It is also ``None`` if neither this run's nor the stored environment is
+    valid for the lowered and the other figures together, or if a detail in another metric's ``decided_by`` differs.
     """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
@@ -96,7 +97,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         environment = earlier.environment
     else:
         return None
-    # A metric stays absent if its absence has a meaning.
+    # A metric stays absent if its absence stands for a value (`value_if_absent`).
     taken = {
         name: value
         for name, value in entry.metrics.items()
@@ -148,7 +149,7 @@ def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
-    """Return a clause for each measurement whose times ``mode`` accepts, but which cannot be stored."""
+    """Return a clause for each measurement whose times ``mode`` accepts, although these times cannot be stored."""
     return [
         reason
         for key, (verdict, entry) in measured.items()
@@ -158,9 +159,10 @@ def times_left_out(
 
 
 def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
-    """Return why a run's times cannot be stored, as a clause; ``None`` if they can.
+    """Return why a run's times cannot be stored, as a clause; ``None`` if they can, or if the run was not timed.
 
-    Times are refused if they are invalid, or if they do not fit the stored runs.
+    Times are refused if they are invalid, or if the machine was slower than in the stored runs. They are also refused if the
+    clock rate could not be read although the stored runs have clock rates, unless the speed changed.
     """
     times = verdict.measurement.times
     if times is None:
@@ -180,8 +182,8 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """Return ``entry``, completed from ``earlier`` if both have the same workload.
 
     If the session took no composition (``--gpumem-explain=never``) and the peak is equal, the stored composition is kept. If
-    the session took no times (``--no-gpumem-time``) or they are refused, the stored times are kept. Otherwise this run is
-    added to the stored runs.
+    the session took no times (``--no-gpumem-time``) or they are refused, the stored times are kept. If the machine
+    differs or the speed changed, this run replaces the stored runs. Otherwise this run is added to them.
     """
     if entry.workload != earlier.workload:
         return entry
@@ -208,7 +210,7 @@ def _tallies_of(
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines in ``entry``."""
+    """Return ``earlier``'s tallies for metrics for which ``entry`` has the same operators and amounts, but no lines."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
