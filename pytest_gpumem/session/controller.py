@@ -120,7 +120,7 @@ class Controller:
         try:
             result = yield
         except BaseException as error:
-            # After Ctrl-C, --maxfail or a crash, keep all measurements up to now.
+            # After Ctrl-C, --maxfail or a crash, report the measurements so far.
             self._complete = False
             self._finish(session, str(error) or type(error).__name__)
             raise
@@ -149,7 +149,7 @@ class Controller:
         self._errors += [
             f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
             for result in self._results.rewritten()
-            # Without a gate a project may turn a test's own failure into another outcome.
+            # Without a gate, a project's hooks may turn a test's own failure into another outcome.
             if result.verdict.failure is not None or self._settings.gates
         ]
         if self._settings.gates:
@@ -191,7 +191,7 @@ class Controller:
             if sentence is not None and self._settings.update is None:
                 self._errors.append(sentence)
             elif sentence is not None:
-                # A person may have removed the store to record all baselines anew.
+                # Somebody may have removed the store to record all baselines anew.
                 self._closing.append(f"{STORE}{sentence}")
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Name test files with baselines if settings leave them out of a run without a typed selection.
+"""Report test files with baselines if settings leave them out of a run without a typed selection.
 
 Example: ``tests/test_gpt.py was not collected (left out by testpaths), and 2 tests in it have baselines on cpu-x86_64: let
 pytest collect the file, or delete cpu-x86_64/tests/test_gpt.py.toml from the store``.
@@ -150,7 +150,7 @@ def left_out_by_name(
 
 
 def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple[str, ...]:
-    """Return a sentence for each naming setting (``python_functions``) that leaves out tests with baselines.
+    """Return a sentence for each name setting (``python_functions``, ``python_classes``) that leaves out tests with baselines.
 
     Args:
         settings: The left-out tests, each with its setting.

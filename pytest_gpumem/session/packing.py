@@ -36,7 +36,7 @@ WhyAlone = Literal["timed", "of unknown peak"]
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """A test's part in a GPU."""
+    """The part of a GPU that a test uses."""
 
     memory: SharedMemory
     needed: int | None
@@ -57,7 +57,7 @@ class Packed:
     repeated: frozenset[str] = frozenset()
     """The tests that exceeded their reserved memory, and ran once more with the whole GPU."""
     not_shared: frozenset[str] = frozenset()
-    """Reasons why tests share nothing on a device, as clauses."""
+    """Reasons why tests do not share a device, as clauses."""
 
     def merged(self, other: Packed) -> Packed:
         """Return the combined figures of two workers in one session."""
@@ -131,7 +131,7 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Gpu
 
 
 class Planner:
-    """Finds each measured test's part in its GPU.
+    """Finds the part of its GPU that each measured test uses.
 
     Its methods raise `StoreError` and `BackendError` if the store cannot be read, and ``OSError`` for the GPU's ledger.
     """

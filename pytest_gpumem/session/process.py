@@ -171,14 +171,14 @@ class GpumemSession:
         )
 
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
-        """Prepare for measuring, after pytest has collected and selected tests.
+        """Prepare the measurements after pytest has collected and selected tests.
 
         Args:
             everything: All collected tests.
             selected: The selected tests. A pytest-xdist worker empties the list instead of raising an error.
 
         Raises:
-            pytest.UsageError: A marker is wrong, also of a deselected test, or a device has no such name.
+            pytest.UsageError: A marker is wrong (even on a deselected test), or a marker names an unknown device.
         """
         if self._has_found_measured(everything, selected):
             self._select(everything, selected)
@@ -222,7 +222,7 @@ class GpumemSession:
             if selected and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
                 return
-            # All ranks have the same options and must have the same tests, so they decide alike.
+            # All ranks have the same options and must have the same tests, so they make the same decision.
             if (selected or self._gate_typed) and isinstance(self._ranks, RankSession):
                 unmeasured = {item: test for item, (test, _) in no_longer_measured.items()}
                 self._join(self._ranks, items, {**selected, **unmeasured})

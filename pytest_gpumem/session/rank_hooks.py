@@ -77,7 +77,7 @@ class RankHooks:
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
         self.ranks.watch.where = where = f"{item.nodeid} ({phase})"
-        with suppress(BoardError):  # The watch reports the lost rank.
+        with suppress(BoardError):  # `Watch` reports the lost rank.
             self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
