@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
-"""The `Measurement` attributes for which a step has to be explained.
+"""The `Measurement` attributes that exist only if a step is explained.
 
 A step is explained if the test function reads such an attribute. If another module reads it, the test has to pass
 ``explain=True``.
@@ -108,7 +108,7 @@ class ExplainPolicy:
         return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: baseline}))
 
     def should_explain_error(self, error: BaseException) -> bool:
-        """Return whether memory ran out and no debugger needs the error's frames, which an explanation clears."""
+        """Return whether memory ran out and no debugger needs the error's frames. An explanation clears these frames."""
         return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 
     def report_out_of_memory(self, explanation: Explanation) -> None:

@@ -50,8 +50,8 @@ def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -
 class SharedFixtures:
     """Shared fixtures that are set up, with the readings lost (`Device.lost`) and values read (`Device.take_reads`) in each.
 
-    A fixture's problem is also a problem for each fixture and test with this fixture. For example, if the set-up of a session
-    fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears ``model`` down.
+    If a fixture has lost readings, all fixtures and tests with this fixture have lost them as well. For example, if the set-up
+    of a session fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears ``model`` down.
     """
 
     _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class SharedFixtures:
     """Uncomputed values read so far, in the order of ``_reason_stack``."""
 
     def begin(self) -> None:
-        """Begin with a new test."""
+        """Reset the test's own readings before a new test."""
         self._reason_stack[0] = None
         self._reads_stack[0] = NOTHING_READ
 
@@ -186,7 +186,7 @@ class FixtureSetup:
             return (yield from self._set_up(device, fixturedef, request, node if serves_measured_test else None))
         if not (is_shared and serves_measured_test):
             return (yield)
-        # An unmeasured test uses the fixture first.
+        # An unmeasured test is the first to use the fixture.
         try:
             device = self._devices.get(self._default_device)
             device.open()
@@ -218,7 +218,7 @@ class FixtureSetup:
     ) -> Generator[None, object, object]:
         """Set up the fixture and record its bytes.
 
-        If the fixture cuts a recording short, the test has no figures and does not fail.
+        If the fixture ends the recording early, the test has no figures and does not fail.
         """
         run = self.run
         was_set_up = False

@@ -58,7 +58,7 @@ _VERDICT_RECORDED = "gpumem_verdict_recorded"
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
-    """Return the run of a test in its set-up or call. From this call on, the test measures by its fixture.
+    """Return the run of a test in its set-up or call. From now on, only the fixture measures in this test.
 
     Returns:
         The run; ``None`` if this machine lacks the test's device.
@@ -134,7 +134,7 @@ class Measuring:
         except DeviceUnavailable as unavailable:
             verdict = judging.not_measured(why := str(unavailable), self.devices.slugs)
             item.stash[_NO_DEVICE] = why, verdict
-            # The test may skip itself, or fail by itself, before the gate looks for its baselines.
+            # Let the test skip itself, or fail by itself, before the gate looks for its baselines.
             record_verdict(item, measured.not_measured(why))
             if measured.has_fixture and not judging.failing(verdict):
                 refuse(item)
@@ -176,7 +176,7 @@ class Measuring:
         item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
-        """Write a line while a test runs, past pytest's capturing of its output. This also works in pytest-xdist's workers."""
+        """Write a line to the terminal while a test runs, although pytest captures output. It also works under pytest-xdist."""
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")

@@ -136,7 +136,7 @@ def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
       ``gpumem.train_step.peak_allocated`` is 303410. Invisible characters in the measurement's name are written as in Python.
 
     A failing verdict is the test's own failure, so ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat it like any
-    other failure. If a plugin reruns a test, its last run counts. If a test runs several times for another reason
+    other failure. If a plugin reruns a test, the last run counts. If a test runs several times for another reason
     (``--keep-duplicates``, ``--dist each``), its worst result counts. If a test fails by itself, the report section
     ``gpumem`` shows its measurements so far, and ``gpumem out of memory`` shows the memory at an out-of-memory error.
     """
@@ -324,7 +324,7 @@ class Judging:
 
         Args:
             judged: The measurement with its times.
-            decides_only: Take a second sample only if the test fails without it.
+            decides_only: Whether to take a second sample only if the test fails without this sample.
         """
         times = judged.measurement.times
         assert times is not None, "the caller asks about timed steps only"
@@ -418,7 +418,7 @@ class Judging:
         return verdict if idle is None else replace(verdict, failure=idle)
 
     def _accept_all(self) -> str:
-        """Return the command for accepting all figures of the test under its new name."""
+        """Return the command that accepts all figures of the test under its new name."""
         argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
             f"{self.measured.file}::{self.measured.test}"
         )

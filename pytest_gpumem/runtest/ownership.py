@@ -56,7 +56,7 @@ class Ownership:
 
     device: Device
     others: tuple[Ownership, ...] = ()
-    """The ownerships of the device's `others`. Each fixture's set-up is recorded on them as well."""
+    """The ownerships on the other devices (`Device.others`). Each fixture's set-up is recorded on these devices as well."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _nested_gains: list[int] = field(default_factory=list)
     """For each fixture in its set-up, the bytes gained by its requested fixtures, the innermost last."""
@@ -147,7 +147,7 @@ class Ownership:
         )
 
     def values(self, item: pytest.Item) -> list[object]:
-        """Return the values in reach of the test: its arguments, its class's attributes, and its fixtures' values."""
+        """Return the values that the test can reach: its arguments, its class's attributes, and its fixtures' values."""
         return [*_values_of(item), *map(_value_of, self._serving(item))]
 
     def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
