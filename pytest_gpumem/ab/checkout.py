@@ -73,7 +73,7 @@ class Checkout:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed at the end. This process holds a lock in it, so other processes know that it is used."""
+    """Make a folder that is removed at the end. A lock in the folder shows other processes that this process uses it."""
     from filelock import FileLock
 
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
@@ -125,7 +125,7 @@ def _is_leftover(folder: Path) -> bool:
 def worktrees(
     checkout: Checkout, revisions: Mapping[str, Revision], folder: Path, stop: Stop
 ) -> Iterator[tuple[dict[str, Path], list[str]]]:
-    """Make a detached worktree for each revision, which changes no branch, index or file in the checkout.
+    """Make a detached worktree for each revision. No branch, index or file in the checkout changes.
 
     Args:
         checkout: The checkout.

@@ -63,7 +63,7 @@ class Collector:
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
                 "why": message_of(report),
-                # The verdict at teardown repeats the call's verdict.
+                # The report on the teardown contains the same verdict as the report on the call.
                 "verdict": payload if report.when != "teardown" else "",
             }
         )

@@ -104,7 +104,7 @@ def reports_in_turns(
     """Yield a report after each pair of runs, until more pairs would not change it.
 
     Args:
-        take: Runs a side, given the side and the run's number from 1.
+        take: Runs a side once. The arguments are the side and the run's number, from 1.
         compare: Returns the report on pairs (base, head).
         most_pairs: The largest number of pairs.
     """
@@ -148,7 +148,7 @@ def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> b
 def _is_decided(speed: ComparedChange, previous: ComparedChange | None, tolerance: float) -> bool:
     if speed.outcome is Outcome.OK:
         return speed.interval is not None and speed.interval.high <= 1 + tolerance
-    # A judgement after every pair gives chance several attempts, so two judgements in a row have to agree.
+    # With a judgement after every pair, one may be wrong by chance. So two judgements in a row have to agree.
     return speed.outcome is not Outcome.UNCERTAIN and previous is not None and speed.outcome is previous.outcome
 
 
@@ -185,7 +185,7 @@ def set_up(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Iterator[tuple[Runner, Provisioner]]:
-    """Yield a runner and a provisioner that work in a temporary folder.
+    """Within the context, provide a runner and a provisioner that work in a temporary folder.
 
     Args:
         checkout: The checkout.
@@ -222,7 +222,7 @@ def settings_in(root: Path) -> Settings:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
     except SettingsError:
-        # pytest accepts these settings, so they are for another version of pytest-gpumem.
+        # pytest accepts these settings, so they belong to another version of pytest-gpumem.
         return Settings()
 
 

@@ -34,7 +34,7 @@ AS_IT_IS = "what is here"
 _PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
 """An absolute path in a requirement, or in a file's URL."""
 _MOST_NAMED = 8
-"""The largest number of packages to print by name after an installation."""
+"""The largest number of packages whose names are printed after an installation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Tests in a report, selected by the causes of their growth. Pure.
+"""Select tests in a report by the causes of their growth. Pure.
 
 A baseline is accepted as a whole, so all causes of the test's growth have to be accepted. Example: a test
-grew because of cause 1 and cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts it.
+grew because of cause 1 and cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts the test.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_causes(
         units: The unit system for bytes in the messages.
 
     Returns:
-        Each test with the reason for its refusal; ``None`` if the accepted causes explain all of its growth.
+        Each test with the reason for its refusal, or with ``None`` if the accepted causes explain all of its growth.
     """
     numbers = {cause: number for number, cause in enumerate(causes.causes, start=1)}
     of_test: dict[str, list[Cause]] = {}

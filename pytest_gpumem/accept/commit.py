@@ -1,4 +1,4 @@
-"""The report's commit, compared with the checked-out commit."""
+"""Compare the report's commit with the checked-out commit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> 
 
 
 def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> str | None:
-    """Return a sentence on the difference between two commits, or on why git cannot compare them; ``None`` if equal."""
+    """Return a sentence if two commits differ, or if git cannot compare them; ``None`` if the commits are equal."""
     try:
         git(checkout, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except GitError:

@@ -65,7 +65,7 @@ def candidates_of(
         terms: The options of the report's session.
         store: The readable store.
         source: The origin for the entries.
-        forced: Whether to replace baselines even after changes since the report's comparison.
+        forced: Whether to replace baselines even if they have changed since the report's session compared them.
 
     Raises:
         BackendError: The store cannot be read.

@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
 
 
 def check_report(report: SessionReport, name: str) -> None:
-    """Check that the report's session compared its tests with baselines for its own device.
+    """Raise an error unless the report's session compared its tests with baselines for the session's own device.
 
     Args:
         report: The report.

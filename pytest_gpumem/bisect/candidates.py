@@ -1,4 +1,4 @@
-"""Rows of candidates for a search: commits between two revisions, a package's releases, or packages that differ."""
+"""Make rows of candidates for a search: commits between two revisions, a package's releases, or differing packages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Candidate:
     package: str = ""
     """The package name, if the candidate is a release."""
     backwards: bool = False
-    """True if the row leads back in time, from a good end to an earlier bad end. The search finds the mending change."""
+    """True if the row leads back in time, from a good end to an earlier bad end. The search then finds the mending change."""
 
     @property
     def title(self) -> str:
@@ -79,8 +79,8 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    With branches, a branch may start at a commit before ``first``. This commit comes second in the list, as a parent of
-    ``first``, which contains its code. If ``first`` is good, the search can then exclude this commit.
+    If ``first_parent`` is False, a branch may start at a commit before ``first``. This commit comes second in the list, as a
+    parent of ``first``, which contains its code. If ``first`` is good, the search can then exclude this commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]

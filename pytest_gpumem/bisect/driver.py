@@ -1,4 +1,4 @@
-"""Run candidates until the first bad candidate is known.
+"""Run candidates (commits, releases) until the first bad candidate is known.
 
 Each candidate runs once, because bytes and counts repeat. If a time is judged, the candidate and the good end run in turns.
 """
@@ -171,7 +171,7 @@ class Search:
             with self.provisioner.provide({candidate.name: candidate.variant}) as provided:
                 record, run = self.runner.take(provided[candidate.name], explained=True)
         except (RunFailed, InstallationError, GitError) as failure:
-            # The journal does not store a failure, because the cause may be gone when the search continues.
+            # The journal does not store a failure, because its cause may no longer exist when the search continues.
             why = _reason_in_a_line(failure)
             self.provisioner.say(f"{candidate.name}: {why}")
             return why

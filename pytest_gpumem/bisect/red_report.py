@@ -50,7 +50,7 @@ class RegressedTest:
 
     @property
     def notes(self) -> list[str]:
-        """Clauses about the search: which test it runs, and how many others regressed."""
+        """Clauses about the search: the test that runs, and the number of other regressed tests."""
         other_tests = f"; {counted(self.other_tests, 'other test')} also regressed" if self.other_tests else ""
         return [f"searched with {self.nodeid}, the first test that regressed{other_tests}"]
 
@@ -87,7 +87,7 @@ def regressed_test_of(text: str, name: str) -> RegressedTest:
 
 
 def _why(plain: Any) -> str:
-    """Return why a report without regressions is red, as a clause after a semicolon; empty if it gives no reason."""
+    """Return why a report without regressions is red, as a clause after a semicolon; empty if the report has no reason."""
     if not isinstance(plain, dict):
         return ""
     broken = [test for test in plain.get("not_compared", ()) if isinstance(test, dict) and test.get("broken")]

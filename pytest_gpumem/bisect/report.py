@@ -119,7 +119,7 @@ def result(search: SearchResult) -> str:
 def culprit(search: SearchResult) -> str:
     """Return the change's name, for example ``"transformers 4.38.0"``.
 
-    If skipped candidates come before the first bad candidate, all are named: ``"one of 9d8e7f6, 5a6b7c8"``.
+    If skipped candidates come before the first bad candidate, the text contains all of them: ``"one of 9d8e7f6, 5a6b7c8"``.
     """
     _, later = _in_time(search)
     if not search.skipped:

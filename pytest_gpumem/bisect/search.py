@@ -61,7 +61,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The last good variant, the first bad variant, and the skipped variants between them.
+    """The result of a search: the last good variant, the first bad variant, and the skipped variants between them.
 
     Either ``bad`` or a variant in ``between`` made the change. In a backwards search, ``good`` is the first good variant, and
     ``bad`` the last bad variant.
@@ -78,7 +78,7 @@ class Bounds:
 class _Remaining:
     """The variants that may have made the change.
 
-    ``changed`` has the change for certain. ``suspects`` is a bit set, with ``changed`` in it. ``parent`` is the nearest
+    ``changed`` certainly contains the change. ``suspects`` is a bit set that includes ``changed``. ``parent`` is the nearest
     first-parent ancestor outside the suspects, or ``None`` if the graph ends before.
     """
 
@@ -114,9 +114,9 @@ def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
 def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
     """Return the positions to judge next, at most ``jobs``; an empty tuple if more answers cannot narrow the range.
 
-    The positions divide the suspects evenly. If a variant was skipped, a position beside this variant is used. When no suspect
-    is left to judge, the last good variant may be a parent that only counts as good because a descendant is good. This parent
-    then has to run, because the first bad variant is compared with it.
+    The positions divide the suspects evenly. If a variant was skipped, a position beside this variant is used. When all
+    suspects are judged, the last good variant may be a parent without a run. Such a parent only counts as good because a
+    descendant is good. Then the parent has to run, because the first bad variant is compared with it.
 
     Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
@@ -158,7 +158,7 @@ def _remaining(graph: Graph, in_time: Mapping[int, Answer]) -> _Remaining:
     )
     suspects = ancestors[changed]
     for position, answer in in_time.items():
-        # A good descendant of a bad variant compensates for the change, so it clears no ancestor.
+        # A good descendant of a bad variant compensates for the change, so its ancestors may still have made the change.
         if answer == "good" and not _contains(ancestors[position], changed):
             suspects &= ~ancestors[position]
     parent: int | None = changed

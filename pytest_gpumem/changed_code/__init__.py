@@ -1,1 +1,1 @@
-"""Changed lines between two versions of the code, and verdicts that name these lines first."""
+"""Changed lines between two versions of the code, and verdicts that list these lines first."""

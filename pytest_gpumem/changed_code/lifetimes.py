@@ -107,7 +107,7 @@ class Values:
         )
 
     def _last_use(self, name: str, until: _StatementInBlocks | None) -> _StatementInBlocks | None:
-        """Return the last statement that reads or binds a name, in the whole function or until a statement."""
+        """Return the last statement that reads or binds a name, at most up to ``until`` (``None`` for the whole function)."""
         last = None
         for statement in self._statements:
             if _depth(statement.node, name) >= 0 or name in statement.bound:
@@ -121,7 +121,7 @@ class Values:
         return -1 if last is None else _depth(last.node, name)
 
     def _is_followed(self, name: str, statement: _StatementInBlocks) -> bool:
-        """Return whether a statement is followed by work, during which a living value of the name costs memory."""
+        """Return whether work follows a statement. During this work, a living value of the name takes memory."""
         if "." in name or "[" in name:
             return True
         first = self._first(name)
@@ -133,7 +133,7 @@ class Values:
         )
 
     def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
-        """Return whether a changed statement calls a method of an object. The method may end the value of an attribute."""
+        """Return whether a changed statement calls a method on the object ``name``. The method may end an attribute's value."""
         return any(
             is_changed(statement.node)
             and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(statement.node))

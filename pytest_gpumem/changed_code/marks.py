@@ -1,4 +1,4 @@
-"""Changed lines between two versions of the code, and verdicts that name the changed lines first."""
+"""Find changed lines between two versions of the code, and list them first in verdicts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _MOVED_SHARE = 0.5
-"""A new file that shares at least this part of its lines with a removed file is the removed file under another name."""
+"""If a new file shares at least this part of its lines with a removed file, it counts as the removed file, renamed."""
 _MOST_COMPARED = 300
-"""The most removed files that one new file is compared with."""
+"""The most removed files with which a new file is compared."""
 
 
 class Place(Protocol):
@@ -60,7 +60,7 @@ class ChangedCode:
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
     def mark(self, place: Place) -> str:
-        """Return the clause for a place with a changed line in its code or a caller's code; empty if nothing has changed.
+        """Return a clause if a place's line, or one of its callers' lines, has changed; empty if nothing has changed.
 
         Example: ``changed line``, or ``changed line: `del hidden` is gone``.
         """
@@ -79,10 +79,10 @@ class ChangedCode:
         return tuple(self._innermost(place))
 
     def named(self, place: Place) -> tuple[str, ...]:
-        """Return the lines to name first, at most one for each call chain to a place.
+        """Return the lines to show first for a place, at most one for each call chain to the place.
 
-        Changed lines are named. If nothing has changed, the innermost line in a package whose release differs is named.
-        Example: rotary-embedding-torch's own line, and not the einops helper that it calls.
+        They are the changed lines. If nothing has changed, they are the innermost lines in packages whose releases differ.
+        Example: rotary-embedding-torch's own line, and not the einops helper that this line calls.
         """
         return self.lines(place) or tuple(_first_on_chains(place, self._of_compared_package))
 
@@ -139,7 +139,7 @@ def _first_on_chains(place: Place, lookup: Callable[[str], dict[str, _T]]) -> di
 
 
 def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
-    """Return a verdict whose increases name changed lines first."""
+    """Return a verdict in which increases at changed lines are marked and come first."""
     difference = verdict.difference
     if difference is not None:
         difference = with_changed_lines(difference, changed.mark, changed.is_own)
@@ -151,7 +151,7 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
 
 
 def without_callers(verdict: Verdict) -> Verdict:
-    """Return a verdict without callers, which are only needed until the changed lines are named."""
+    """Return a verdict without callers, which are only needed until the changed lines are marked."""
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)

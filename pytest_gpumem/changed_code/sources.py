@@ -1,4 +1,4 @@
-"""Source code for the lines in rows, from folders on this machine or from a commit."""
+"""Find the source code of the lines in rows, in folders on this machine or in a commit."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _With = (ast.With, ast.AsyncWith)
 _Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
-"""Statements that can replace a ``with`` although the lines in the body of the ``with`` stay the same."""
+"""Statements that can replace a ``with`` while the lines in its body stay the same."""
 _TESTS_OWN = "pytest."
-"""Prefix of decorators that select tests and do not change the code in them."""
+"""Prefix of decorators that affect the selection of tests, but not the code in the tests."""
 
 
 class _Statement(NamedTuple):
@@ -39,7 +39,7 @@ class _Statement(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Lines inside a changed ``with`` or under changed decorators: the line to name, and the first and last line."""
+    """Lines inside a changed ``with`` or under changed decorators: the line to report, and the first and last line."""
 
     changed: ChangedLine
     begin: int
@@ -67,7 +67,7 @@ class TwoVersions:
         Example: if the old file's line 2 was removed, ``{1: 1, 2: 3, 3: 4}``.
         """
         old, new = self.old, self.new
-        # Most files differ in a few lines. Matching only these lines is quick even in a file with 10,000 lines.
+        # Most files differ in a few lines. Matching only these lines is fast even in a file with 10,000 lines.
         shortest = min(len(old), len(new))
         begin = next((index for index in range(shortest) if old[index] != new[index]), shortest)
         rest = shortest - begin

@@ -1,4 +1,4 @@
-"""A training step's state (parameters, gradients, optimizer), by formula and as measured."""
+"""The bytes of a training step's state (parameters, gradients, optimizer), by formula and as measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.relations.state import Share, StateBytes
 
 MOST_DIFFERENCE = 0.02
-"""The largest relative difference between a state and its formula without a finding."""
+"""The largest relative difference between a state's bytes and its formula that is not a finding."""
 _COPY = 0.1
-"""The largest distance from a multiple of the formula, as a ratio, at which bytes count as copies."""
+"""If the bytes differ from a multiple of the formula by at most this ratio, the state counts as several copies."""
 _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
@@ -28,13 +28,14 @@ class Estimate:
     state: StateBytes
     """Each state by formula and as measured."""
     findings: tuple[str, ...]
-    """A sentence for each state that differs from its formula by more than 2 %, and for memory at rest with no known owner."""
+    """A sentence for each state that differs from its formula by more than 2 %, and for memory between steps without owner."""
 
     @property
     def parameters(self) -> int:
         """Bytes by formula: elements x bytes per element in the precision's dtype.
 
-        With sharding, only this rank's elements count, with rows rounded up for ``fully_shard``. 0 with ``offload=params``.
+        With sharding, only this rank's elements count, with rows rounded up for ``fully_shard``. The result is 0 with
+        ``offload=params``.
 
         Example: 858,880 parameters in float32 take 3,435,520 bytes.
         """
@@ -123,7 +124,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """Return a clause such as ``": two copies of the optimizer state are alive"`` if the bytes are near a multiple."""
+    """Return a clause such as ``": two copies of the optimizer state are alive"``; empty if the bytes are near no multiple."""
     if not formula:
         return ""
     copies = round(measured / formula)

@@ -1,4 +1,4 @@
-"""Comparison between the gradients under two step configs, because a config that saves memory must not change gradients."""
+"""Compare a step's gradients under two configs, because a config that saves memory must not change gradients."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
 """``rtol`` by precision, relative to the root mean square of a parameter's gradient.
 
 Errors add up over the layers, so each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32 and
-float16 and 4e-3 for bfloat16. For float32 (6e-8) it is thousands of times, because kernels sum in different orders. A wrong
-gradient's error is about as large as the gradient.
+float16 and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is thousands of times larger, because kernels sum in
+different orders. A wrong gradient's error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
@@ -109,7 +109,7 @@ def difference(
         rtol: The relative tolerance.
         atol: The absolute tolerance. By default, 0.01 x ``rtol`` x the largest gradient, because a gradient that is 0 except
             for rounding (the bias of an attention's keys) has no meaningful size.
-        hint: Text after the message if values differ.
+        hint: The text to add after the message if values differ.
     """
     names = list(second.by_name)
     if first.by_name.keys() != second.by_name.keys():
@@ -175,7 +175,7 @@ def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) 
     if not first.numel():
         return None
     error, allowed = _size(first - second), atol + rtol * _size(second)
-    # Not `error > allowed`, because NaN compares false.
+    # Do not write `error > allowed`, because a comparison with NaN is false.
     if error <= allowed:
         return None
     index = int((first - second).abs().nan_to_num(nan=float("inf")).argmax())

@@ -29,10 +29,10 @@ MOST_KINDS = 3
 
 
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call a step repeatedly, and fail if memory still grows in the second half.
+    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
 
-    If memory grows, ``step`` is called once more to name the kept tensors: a tensor that this call replaces, such as a batch,
-    is not kept. With several ranks this call is left out, because other ranks may not make it.
+    If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this call replaces, such as a batch,
+    does not count as kept. With several ranks this call is left out, because the other ranks may not make the same call.
 
     Example: a step that appends a ``float32[1024, 1024]`` output to a list fails with ``memory grows: 4.19 MB a step``.
 

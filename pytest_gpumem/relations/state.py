@@ -57,7 +57,7 @@ class StateBytes:
     batch: int
     """The batch."""
     other: int
-    """Memory at rest without a known owner."""
+    """Memory between two steps without a known owner."""
     activations: int
     """Saved and temporary tensors at forward's peak."""
     peak: int
@@ -83,7 +83,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     def read_bytes() -> None:
         weights = blocks_of((part for parameter in parameters for part in parts_of(parameter)), device)
         gradients = _gradient_blocks(parameters, device)
-        # A device mesh, which describes the sharding, has tensors on the host.
+        # A device mesh describes the sharding. Its own tensors are on the host.
         meshes = blocks_of(
             reachable_tensors(getattr(parameter, "device_mesh", None) for parameter in parameters), device
         )
@@ -128,12 +128,12 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With other ranks, DDP does not expose its buckets. They are among the bytes at rest without an owner.
+            # With other ranks, DDP does not expose its buckets, so take their bytes from the memory without a known owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded
     state_formula = state_bytes(optimizer, trained) if optimizer is not None and has_state else 0
-    # If forward and backward alternate, they have a common peak.
+    # If forward and backward alternate, only their common peak is known.
     forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
@@ -171,14 +171,14 @@ def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
 
     Args:
         parameter: A tensor, or a DTensor.
-        padded: True to count as many rows on every rank as on the first. ``fully_shard`` pads parameters and gradients,
+        padded: True to count the first rank's number of rows on every rank. ``fully_shard`` pads parameters and gradients,
             because its collectives need equal parts, but does not pad optimizer state.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
     if mesh is None or placements is None:
         return parameter.numel()
     sizes = list(parameter.shape)
-    # In reverse, because tensor parallelism splits first, and its mesh dimension comes last; fully_shard splits the rest.
+    # Go through the mesh in reverse: tensor parallelism comes last in the mesh and splits first. fully_shard splits the rest.
     for number in reversed(range(len(placements))):
         dim = getattr(placements[number], "dim", None)
         if dim is not None:
