@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of an update's entries: the date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
+    """The origin of new entries: the date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
 
     recorded: str
     commit: str | None

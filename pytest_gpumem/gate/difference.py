@@ -304,8 +304,8 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
 
     Args:
         difference: The difference.
-        named: Returns the callers to show for a row. If it returns several callers, the row shows the first caller, and the
-            reason lists all of them.
+        named: Returns the lines to show first for a row. If it returns several lines, the row shows the first, and the reason
+            lists all of them.
     """
 
     def of_alternative(row: Row) -> Row:

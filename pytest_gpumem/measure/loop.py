@@ -58,7 +58,7 @@ class Loop:
         self.steps = 0
         """The number of steps run for the measuring code."""
 
-    # Called by the loop
+    # Methods that the loop calls
 
     @property
     def is_measured(self) -> bool:
@@ -69,7 +69,7 @@ class Loop:
         """Resume the measuring code after a step. Return when the measuring code wants another step, or has finished."""
         if self.is_measured or self._ended:
             return
-        # Control goes to the parent when the measuring code returns.
+        # greenlet returns control to the parent, the loop, when the measuring code returns.
         if self._measuring is None:
             self._measuring = greenlet(self._run)
         else:
@@ -95,7 +95,7 @@ class Loop:
             error, self._error = self._error, None
             raise error
 
-    # Called by measuring
+    # Methods that the measuring code calls
 
     def next_step(self, *, counted: bool = False) -> None:
         """Run the loop until its next boundary.

@@ -1,6 +1,6 @@
 """A training loop as a measured step.
 
-The first 20 steps give the memory figures. Later steps are counted, explained and timed.
+The memory figures come from the first 20 steps. Later steps are counted, explained and timed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 STEPS = 20
 """The steps used for memory figures: the first step, which builds state, and enough further steps to detect growth."""
 FEWEST_STEPS = 4
-"""The fewest steps to measure: the first, a step that may create the optimizer's state, and two steps that can be equal."""
+"""The fewest steps to measure: the first step, a step that may create the optimizer's state, and two equal steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLoop(PreparedStep):
-    """A loop at the end of its first step. Its only phase runs the loop until the next boundary."""
+    """A loop at the end of its first step. As a step, it has a single phase, which runs the loop until the next boundary."""
 
     steps: int
     """The number of steps used for memory figures, including the first step."""
@@ -66,7 +66,7 @@ class PreparedLoop(PreparedStep):
         notes: tuple[str, ...] = ()
         counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
-        # settle() freezes the objects from before the loop's steps, so each collection after a step is fast.
+        # settle() freezes all objects that exist before the loop's steps, so each garbage collection after a step is fast.
         collect_everything()
         device.settle()
         with cyclic_collector_off():
@@ -137,7 +137,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages that may belong to the loop: of all live tensors except the tensors from before the loop."""
+        """Yield the storages that may belong to the loop: those of all live tensors that did not exist before the loop."""
         import torch
 
         with everything_in_sight():
@@ -154,7 +154,7 @@ class PreparedLoop(PreparedStep):
 def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> StepFigures:
     """Return a loop's figures from the figures for each step.
 
-    The first step never counts for an equal pair, because the loop builds its state in this step.
+    The first step is never part of an equal pair, because the loop builds its state in this step.
 
     Args:
         seen: Figures for the steps with the peaks, in order, including the first step.

@@ -1,4 +1,4 @@
-"""A prepared step, with methods that measure, locate, explain and time it."""
+"""A prepared step, with methods that measure, explain and time it, and find the lines of its counted operators."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PreparedStep:
     other_bytes: Sequence[int]
     """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
     held: object
-    """Objects that lead to all tensors live between two steps."""
+    """Objects from which all tensors can be reached that are live between two steps."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
@@ -116,7 +116,7 @@ class PreparedStep:
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
 
     def time(self, step: MeasuredStep) -> MeasuredStep:
-        """Return the measured ``step`` with its times, or unchanged if this session times no steps.
+        """Return the measured ``step`` with its times, or ``step`` itself if this session times no steps.
 
         Explain a step before timing: timing runs hundreds of steps, and a leak grows in each step.
         """
@@ -151,7 +151,7 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def _run_counted(self) -> None:
-        """Run the step under the counters. A loop overrides this."""
+        """Run the step under the counters. `PreparedLoop` overrides this method."""
         run_phases(self.phases)
 
     def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:

@@ -34,7 +34,7 @@ class RandomNumbers:
         """Return the current states. Without a device, only the host's states are included."""
         import torch
 
-        # If NumPy is not loaded, nobody has drawn from its generator.
+        # If NumPy is not loaded, no code has used its generator.
         numpy = sys.modules.get("numpy")
         with beneath_modes():  # the test may be in any mode
             return cls(

@@ -23,7 +23,8 @@ class Figures:
     """Readings around a region of code on one device, in bytes. Live bytes and peaks count from the same zero.
 
     ``other_bytes`` are live during the whole region and belong to other code. ``live_before`` is read before the region runs,
-    ``live_run`` right after, and ``live_after`` after garbage collection. These three exclude workspaces. Peaks include them.
+    ``live_run`` right after the region, and ``live_after`` after a garbage collection that follows. These three exclude
+    workspaces. Peaks include workspaces.
 
     Example:
         The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
@@ -39,9 +40,9 @@ class Figures:
     live_after: int
     phases: Mapping[str, Peak] = field(default_factory=dict)
     turnover: int = 0
-    """The sum of all allocations, including freed blocks."""
+    """The bytes of all allocations together, including blocks that were freed later."""
     held_change: int = 0
-    """The growth of the bytes that the test's fixtures hold on purpose. These bytes do not count as retained."""
+    """The growth of the bytes held by the test's fixtures. Fixtures hold them on purpose, so they do not count as retained."""
     workspaces: int = 0
     """The workspaces in the peak, held by libraries during an operation or between operations."""
     workspaces_before: int = 0
@@ -71,7 +72,7 @@ class Figures:
         """The peak of reserved bytes; ``None`` if the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
-        # Tensors may also fill free room in older segments. The difference between reserved bytes does not count these tensors.
+        # Tensors may also use free room in older segments. The growth of the reserved bytes does not include these tensors.
         return max(self.peak.reserved - self.reserved_before + self.own, self.own_peak)
 
     @property
@@ -242,15 +243,16 @@ class Reading:
 def read(
     device: Device, other_bytes: Sequence[int], live_before: Sequence[int] | None = None
 ) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
-    """Measure the block in a new window.
+    """Measure the code within the context in a new window.
 
     Args:
-        device: The block's device. Garbage must have been collected.
+        device: The code's device. Garbage must have been collected.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        live_before: The live bytes before the block, on each device, without workspaces. By default, they are read now.
+        live_before: The live bytes before the context, on each device, without workspaces. By default, they are read now.
 
     Yields:
-        The readings, the window, and the bytes from `Device.transient_workspaces`. They are complete when the block has ended.
+        The readings, the window, and the bytes from `Device.transient_workspaces`. They are complete when the
+        context has ended.
     """
     with ExitStack() as within:
         with device.one_moment():
@@ -273,17 +275,17 @@ def read_once(
     held: Callable[[], Sequence[int]],
     before: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Iterator[Callable[[], ByDevice]]:
-    """Measure one run of the block.
+    """Measure a single run of the code within the context.
 
     Args:
-        device: The block's device, at rest.
+        device: The code's device, at rest.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
         held: Returns the bytes currently held by fixtures on purpose, on each device.
-        before: The result from ``held``, and the live bytes without workspaces, before the block. By default, both are read
-            now.
+        before: The result from ``held``, and the live bytes without workspaces, before the context. By default, both are
+            read now.
 
     Yields:
-        A function that returns the figures. Call it when the block has ended.
+        A function that returns the figures. Call it when the context has ended.
     """
     held_before, live_before = (held(), None) if before is None else before
     ended: list[ByDevice] = []

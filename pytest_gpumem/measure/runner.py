@@ -33,7 +33,7 @@ FURTHER_STEPS = 4
 """Extra steps measured after two consecutive equal ones (or after giving up waiting for them)."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
-"""The fewest rounds in a sample by which a test may fail, no matter how long a step takes."""
+"""The least number of rounds in a sample that can fail a test, even for long steps."""
 MOST_UNSTABLE_WARM_UPS = 16
 """The same limit as `MOST_WARM_UPS`, for steps that may compile again, or overflow, before they repeat."""
 
@@ -49,7 +49,7 @@ def measure_step(
 ) -> StepFigures:
     """Measure a step.
 
-    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. By then, the
+    The step runs until two consecutive runs have the same peaks, at least twice and at most `MOST_WARM_UPS` times. By then, the
     optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs show work done only every
     second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an
     example.
@@ -101,7 +101,7 @@ def first_times(
 ) -> Times:
     """Return a measured step's first time sample, and the times for its phases.
 
-    Timing runs hundreds of steps without recording allocations. A recorded step comes before and after.
+    Timing runs hundreds of steps without recording their allocations. A recorded step runs before them, and another after them.
 
     Args:
         phases: The step's parts, in order.
@@ -121,7 +121,7 @@ def first_times(
 def unrecorded_steps(
     device: Device, earlier: BlockIds, own: Callable[[], Iterable[torch.UntypedStorage]], run_step: Callable[[], object]
 ) -> Iterator[None]:
-    """Run the block's steps unrecorded and then one recorded step, and correct the device's live blocks.
+    """Run steps within the context unrecorded, then a recorded step, and correct the device's list of live blocks.
 
     While nothing is recorded, a step may replace blocks. At the end, `Device.reconcile` gets the blocks that are live now:
 
@@ -172,7 +172,7 @@ def sample_again(
         earlier = device.known()
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), exclusive_use(device) as refused:
-            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling the caches.
+            # quiesce() has emptied the caches. Fill them before the sample, because a sample has few rounds.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalidate_if_refused(refused, sample, device)

@@ -1,4 +1,4 @@
-"""Selection among several runs: which runs count, and which run has the highest peak.
+"""Choose among several runs of a step: find the runs that count, and the run with the highest peak.
 
 The first runs build state, for example an optimizer's moments. Metrics leave out this warm-up. Runs count from the first
 two consecutive runs with equal metrics.

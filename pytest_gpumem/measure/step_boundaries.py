@@ -43,7 +43,7 @@ class StepBoundaries:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find boundaries while the block runs."""
+        """Find the boundaries in code that runs within the context."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         # Optimizers open a span around their steps, but a recording may end at a boundary, and must not end within a span.
@@ -105,7 +105,7 @@ def without_record_functions() -> Iterator[None]:
         return self
 
     def exit_span(self: Any, *error: Any) -> Any:
-        # A span that began before this context has a record, which must end.
+        # A span that began before this context has a record in the recording, so this record must end.
         return None if self.record is None else original_exit(self, *error)
 
     with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):

@@ -118,7 +118,7 @@ class Syncs:
             self.in_operator(title_of(operator))
 
     def watching_functions(self) -> AbstractContextManager[object]:
-        """Return a context to detect syncs in functions, which no operator shows."""
+        """Return a context that detects syncs in functions that call no operator."""
         return _watching_functions(self, self.host)
 
 

@@ -176,7 +176,7 @@ class Measuring:
         item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
-        """Write a line to the terminal while a test runs, although pytest captures output. It also works under pytest-xdist."""
+        """Write a line to the terminal while a test runs and pytest captures output. This also works under pytest-xdist."""
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")

@@ -91,7 +91,7 @@ class TestRun:
     ``"gpumem.measure('forward')"``. Only nested regions add further texts.
     """
     _nested: MeasuringError | None = None
-    """The error from a measurement within the current measurement."""
+    """The error raised by a measurement that began within the current measurement."""
 
     def __post_init__(self) -> None:
         self.item, self.device = self.judging.item, self.context.device
@@ -155,12 +155,12 @@ class TestRun:
     def other_blocks(self) -> frozenset[int]:
         """Return the addresses of live tensors outside the test and its fixtures.
 
-        Only tensors known to Python are among them.
+        Tensors that are unknown to Python are not included.
         """
         import torch
 
         if self.context.time_budget is not None:
-            # `pace` may create tensors on its first call and keep them, so it is called before the search.
+            # The first call to `pace` may create lasting tensors, so call it before the search.
             with self.device.unrecorded():
                 self.device.pace()
         with everything_in_sight():
@@ -232,7 +232,7 @@ class TestRun:
                 new_tensors.record()
 
     def _tensors_made(self) -> NewTensors | None:
-        """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which searches for no holders."""
+        """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which never searches for holders."""
         return None if self.context.sites is None else NewTensors()
 
     def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: NewTensors | None) -> JudgedMeasurement:
@@ -268,7 +268,7 @@ class TestRun:
         Args:
             prepared: The step, which can be run again.
             step: The step's memory figures and counts.
-            name: The measurement's name; by default the step's word.
+            name: The measurement's name; by default the step's name, for example ``train_step``.
             explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
 
         Returns:
@@ -302,7 +302,7 @@ class TestRun:
     ) -> tuple[MeasuredStep, Explanation | str | None]:
         """Return a step with the lines of its counts, and its explanation, as far as the policy needs them.
 
-        Times are taken later, so they do not decide.
+        The step is timed later, so its times do not affect this decision.
         """
         consensus, policy = self.device.consensus, self._policy
         if explain is not False and consensus.any(policy.should_locate_counts(judged)):
@@ -317,7 +317,7 @@ class TestRun:
         return self.judging.should_time_again(judged, decides_only=decides_only)
 
     def keep(self, judged: JudgedMeasurement) -> Measurement:
-        """Add a measurement to this test, and return it. Users' hooks see it."""
+        """Add a measurement to this test, call the users' hooks with it, and return it."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
             device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
@@ -421,7 +421,7 @@ class TestRun:
             )
 
     def explain_call(self) -> None:
-        """Call a test without the fixture a second time with a recording, and explain the call, if the policy asks for this."""
+        """Call a test without the fixture again, recorded, and explain the call, if the policy asks for an explanation."""
         if not self.measures_itself:
             self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
 
@@ -433,7 +433,7 @@ class TestRun:
         explain: bool | None = None,
         new_tensors: NewTensors | None = None,
     ) -> JudgedMeasurement:
-        """Run code a second time with a recording, and explain its peak, if the policy asks for this.
+        """Run code a second time with a recording, and explain its peak, if the policy asks for an explanation.
 
         Args:
             judged: The measurement, with its verdict.
@@ -471,7 +471,7 @@ class TestRun:
         new_addresses = {address for address, _ in device.known() - self._known_at_call} if is_call else set()
         new_blocks = {address: nbytes for address, nbytes in device.blocks().items() if address in new_addresses}
         with suppress(Exception):
-            # An error in the search for holders must not cost the explanation.
+            # If the search for holders fails, the explanation is still needed.
             return blocks_retained_by_run(
                 new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks
             )

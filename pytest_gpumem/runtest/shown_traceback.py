@@ -20,7 +20,7 @@ _REFUSALS = (TypeError, ValueError, AttributeError, AssertionError, MeasuringErr
 
 
 def end_at_call(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Leave out the last frames if they are this package's, and the package raised the error.
+    """Leave out this package's frames at the traceback's end, if this package raised the error.
 
     For example, ``gpumem.train_step(model, batch, config="fp17")`` raises ``ConfigError`` three frames below the test. Errors
     in a model, and errors that this package does not raise itself, keep all their frames.
@@ -43,5 +43,5 @@ def _is_refusal(entry: TracebackEntry) -> bool:
 
 
 def _is_ours(entry: TracebackEntry) -> bool:
-    # The fixture's context managers are entered by contextlib.
+    # contextlib enters the fixture's context managers, so its frames are left out as well.
     return Path(entry.path).is_relative_to(_PACKAGE) or Path(entry.path) == Path(contextlib.__file__)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Verdict
 
 _FAILURES = (GitError, OSError, ValueError)
-"""Errors from a clone without history, from a missing file, or from another program in git's place."""
+"""Errors from a clone without history, from a missing file, or from another program called ``git``."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class SinceBaselines:
     def _accepted_in(self, key: Key, slug: str) -> str | None:
         """Return the commit that wrote a baseline in its current form; ``None`` if no known commit did.
 
-        An entry names the checked-out commit at its time. The accepted change is often committed
-        later, together with its baselines.
+        An entry contains the commit that was checked out when it was written. This commit does not help, because the accepted
+        change is often committed later, together with its baselines.
         """
         if self.store is None or self._top is None:
             return None

@@ -229,6 +229,6 @@ def _class_for(loaded: tuple[str, ...]) -> Any:
                     trainer.should_stop = True
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            """Do nothing. Both base classes have a method of this name, with different arguments."""
+            """Do nothing. Both base classes have a method with this name, but their arguments differ."""
 
     return GpumemCallback

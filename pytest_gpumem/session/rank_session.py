@@ -1,4 +1,4 @@
-"""The session of one rank among several: the rank exchanges tests and verdicts with the other ranks, so all ranks decide alike.
+"""The session of one rank among several: the ranks exchange their tests and verdicts, so all of them make the same decisions.
 
 For example, with ``torchrun --nproc-per-node=2`` the same test runs on two ranks. Each rank sends its verdict to rank 0, which
 combines the verdicts, decides whether the test fails, and sends the decision back.
@@ -158,7 +158,7 @@ class RankSession(OneProcess):
         self.consensus.end_session([list(failed), ended_early])
 
     def write_now(self) -> None:
-        """Begin to write reports and baselines. Until `leave`, the watch does not end the process."""
+        """Announce that this rank writes reports and baselines. Until `leave`, the watch does not end the process."""
         # If the watch is reporting a lost rank, this waits until the process ends.
         if not self._writes:
             self._writes = self.watch.writing.acquire()
@@ -176,7 +176,7 @@ class RankSession(OneProcess):
             if not self._has_sent_end:
                 with suppress(BoardError):
                     self.end_tests([], "its session ended before its first test")
-            # Rank 0 may serve the key-value store, so it ends last. It need not wait for ranks that have seen its entry.
+            # Rank 0 may serve the key-value store, so it ends last. It does not wait for ranks that have read its entry.
             with suppress(BoardError):
                 self.consensus.leave()
         finally:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SessionBaselines:
     """The baselines for a session, in a store with baselines for many devices.
 
-    If a test's marker named a device at the recording, this device's baselines are read. Otherwise the
+    If a test's marker named a device when its baselines were recorded, this device's baselines are read. Otherwise the
     session's device decides. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with
     ``device="cuda"``.
     """

@@ -107,7 +107,7 @@ class StoreAtEnd:
             return ()
         unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # An update reports no longer measured tests in a separate line.
+            # An update reports tests that are no longer measured in a separate line.
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},

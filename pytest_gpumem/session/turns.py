@@ -1,4 +1,4 @@
-"""Plugins for a worker whose tests share a GPU. Each test runs while its bytes are reserved."""
+"""Plugins for a worker whose tests share a GPU. Each test waits until its bytes can be reserved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Turns:
         """Return whether the running test exceeded its reserved memory, even if the test caught the error."""
         if self._reservation is None or self._reservation.needed is None:
             return False
-        with suppress(RuntimeError):  # After an illegal access, the device answers no calls.
+        with suppress(RuntimeError):  # After an illegal memory access, all calls to the device fail.
             return self._memory().refusals() > self._refusals
         return False
 
@@ -60,14 +60,14 @@ class Turns:
         memory = share.memory
         with memory.ledger.reserved(share.needed, memory.now) as reservation:
             self._reservation, self._running = reservation, share
-            with suppress(RuntimeError):  # An illegal access came before. The test itself reports it.
+            with suppress(RuntimeError):  # After an illegal memory access, which the test itself reports.
                 self._refusals = memory.refusals()
                 memory.limit(reservation.limit)
             try:
                 return (yield)
             finally:
                 self._reservation = self._running = None
-                with suppress(RuntimeError):  # After an illegal access, no memory can be freed.
+                with suppress(RuntimeError):  # After an illegal memory access, no memory can be freed.
                     memory.limit(None)
                     memory.release()
 
