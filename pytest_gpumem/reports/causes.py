@@ -1,4 +1,4 @@
-"""Causes behind a session's growth, for every report format. Pure.
+"""Show the causes of a session's growth in every report format. Pure.
 
 For example, six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``: a report shows this cause once.
 """
@@ -50,7 +50,7 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The number of first columns that stay even if they are empty."""
+"""The number of leading columns that a table has even if they are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def cause_notes(
         session_causes: The causes.
         units: The unit system for bytes.
         most: The number of causes to show; ``None`` for all.
-        hint: How the user can see the other causes, such as an option; empty if that is impossible.
+        hint: How the user can see the other causes, for example by an option; empty if there is no way.
     """
     lines = []
     causes = session_causes.causes.causes

@@ -1,4 +1,4 @@
-"""Comparison between two sides (revisions, reports, or store states), test by test and metric by metric."""
+"""Compare two sides (revisions, reports, or store states), test by test and metric by metric."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ComparedChange:
 
     @property
     def is_shown(self) -> bool:
-        """True if reports show the change: different bytes or counts, and times beyond the tolerance."""
+        """True if reports show the change, because bytes or counts differ, or a time changed by more than the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:
@@ -110,8 +110,8 @@ class OmittedTest:
 
     ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
 
-    ``new`` and ``gone`` exist on a single side. ``unmeasured`` has no figures on the new side. ``failed`` and ``broken`` failed
-    only on the new side.
+    The word ``new`` or ``gone`` means that the test exists on a single side. ``unmeasured`` means no figures on the new side.
+    ``failed`` and ``broken`` mean a failure only on the new side.
     """
 
     title: str
@@ -157,7 +157,7 @@ class ChangedPackage:
 class ComparisonReport:
     """A comparison between two sides, sorted by test.
 
-    ``failed`` are all tests that failed only on the new side, including tests with a row.
+    ``failed`` contains all tests that failed only on the new side, even tests with a row.
     """
 
     old: str | Revision
@@ -323,7 +323,7 @@ def changes_of(
             old_value, new_value = (side.metrics.get(name, metric.value_if_absent) for side in (old, new))
             metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, old_value, new_value)
-            # The gate's reason asks to record times, which is impossible for a report.
+            # The gate's reason asks the user to record times, which is impossible for a report.
             reason = (
                 "not compared: the old side has no times"
                 if metric_verdict.lacks_time

@@ -1,4 +1,4 @@
-"""A comparison as a table for the terminal, as Markdown, and as JSON. Pure."""
+"""Return a comparison as a table for the terminal, as Markdown, or as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _markdown(
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
     for title, explanation_lines in explained:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in explanation_lines)), ""]
-    # The terminal already showed the packages during their installation, so only this text lists them.
+    # Only the Markdown lists the packages, because the terminal already showed them during their installation.
     packages = [f"packages: {'; '.join(map(str, report.packages))}"] if report.packages else []
     text += [f"- {escaping.plain(remark)}" for remark in (*packages, *remarks(report))]
     return "\n".join(text).rstrip() + "\n"

@@ -1,4 +1,4 @@
-r"""Escaping of texts for GitHub's Markdown and logs, so every character is shown and none takes effect. Pure.
+r"""Escape texts for GitHub's Markdown and logs, so every character is shown and no character is markup. Pure.
 
 For example, `plain` turns ``*a* @user`` into ``\*a\* <span>@</span>user``, which GitHub shows as ``*a* @user``.
 """
@@ -20,7 +20,7 @@ A ``<span>`` separates such a text from the characters after it, as
 GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
-"""The beginning of a list, ``- a`` and ``1. a``, and a line with a rule, or below a title: ``---``, ``===``."""
+"""The beginning of a list item (``- a``, ``1. a``), or a line that makes a rule or a title (``---``, ``===``)."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""Tables that explain a figure: the growth, the peak, the leftover bytes, or the operators behind a count.
+"""Make tables that explain a figure: the growth, the peak, the leftover bytes, or the operators behind a count.
 
 Every report format lays out the same `PartTable`. This module also turns it into lines of text. Pure.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 5
 MOST_HOLDERS = 3
 LEAST_HELD = 0.01
-"""The smallest share of the retained bytes with which a holder is shown."""
+"""A holder is shown if it keeps at least this share of the retained bytes."""
 FILLED_ONCE = (
     "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
     "or accept the kept bytes"
@@ -80,7 +80,7 @@ class Part:
     """The module and the line; blocks also have the operator and the tensors."""
     reason: str = ""
     share: float = 0.0
-    """Size relative to the largest part."""
+    """The part's size relative to the largest part."""
     bar: str = ""
     """The CSS class of its bar in HTML: ``grew``, ``shrank``, or the class for the category's colour."""
 
@@ -160,7 +160,7 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return the rows for a table, the largest first, without sums of smaller rows."""
-    # A row is negative if blocks from before the step were freed meanwhile. Readers cannot use such a row.
+    # A row is negative if blocks from before the step were freed meanwhile. Such a row does not help readers.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
@@ -350,7 +350,7 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 
 def part_lines(table: PartTable) -> list[str]:
-    """Return a table as lines of text, with the sentences before and after it."""
+    """Return a table as lines of text, with its sentences."""
     return [*table.sentences, *plain_lines(part_layout(table)), *table.last]
 
 
@@ -418,7 +418,7 @@ def kept_notes(retained_rows: KeptRows, units: UnitSystem) -> tuple[str, ...]:
 
 
 def rows_of(retained_rows: KeptRows) -> str:
-    """Return a text for possibly grown rows, such as ``"one of these 2 rows"``."""
+    """Return a text for rows that may have grown, such as ``"one of these 2 rows"``."""
     number = len(retained_rows.uncertain)
     is_one = all(row.nbytes >= MAY_BE_ALL * retained_rows.growth for row in retained_rows.uncertain)
     return f"{'one' if is_one else 'some'} of these {number} rows"

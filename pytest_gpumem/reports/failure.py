@@ -154,7 +154,7 @@ def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> 
 
 
 def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
-    # Begin the line with this package's words: a name at the start of a line could be a command in a CI log.
+    # Do not begin the line with a name, because a CI log could read a name at the start of a line as a command.
     name = f"In {verdict.measurement.name}: " if several else ""
     lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
     explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
@@ -249,10 +249,10 @@ def _failed_by(verdict: Verdict, failing: frozenset[Outcome]) -> set[Kind]:
 
 
 def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
-    """Return whether a failure by these metric kinds shows a metric: judged metrics, and metrics of the same kind."""
+    """Return whether a failure by these kinds shows a metric. A failure shows judged metrics, and all metrics of its kinds."""
     kind = METRICS[metric.metric].kind
     if metric.outcome is Outcome.RECORDED or (kind == "work" and metric.outcome is Outcome.OK):
-        # Counts and phases explain a slower step, but would distract from a growing memory.
+        # Counts and phases explain a slower step, but would distract from growing memory.
         return kind in failed_by or (kind != "memory" and not {"time", "throughput"}.isdisjoint(failed_by))
     return True
 

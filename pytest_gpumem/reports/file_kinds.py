@@ -1,4 +1,4 @@
-"""File kinds from this package, and the commands that read them. Errors use them if a user names a wrong file."""
+"""The kinds of files that this package writes, and the commands that read them. Errors about a wrong file use this list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FileKind(NamedTuple):
-    """A file kind, recognized by names in the file."""
+    """A kind of file. The keys in a file show its kind."""
 
     title: str
     keys: frozenset[str]
@@ -61,7 +61,7 @@ def kind_of(text: str) -> FileKind | None:
 
 
 def kind_of_json(plain: object) -> FileKind | None:
-    """Return the file kind for this content; ``None`` if no kind has such keys."""
+    """Return the kind of a file with this parsed JSON; ``None`` if no kind has such keys."""
     keys = plain.keys() if isinstance(plain, dict) else frozenset()
     return next((kind for kind in KINDS if kind.keys <= keys), None)
 

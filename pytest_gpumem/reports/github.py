@@ -56,7 +56,7 @@ TITLE_LIMIT = 255
 
 
 def is_github(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment is a job on GitHub Actions."""
+    """Return whether the environment belongs to a job on GitHub Actions."""
     return environment.get(GITHUB_ACTIONS) == "true"
 
 
@@ -145,7 +145,7 @@ def _of_a_cause(
     folder: str,
     at_first_line: Callable[[ReportRow], Iterable[str]],
 ) -> Iterator[str]:
-    """Yield a cause's annotation at its line. Without a line in the project, annotate the first test at its two places."""
+    """Yield a cause's annotation at its line. If the cause has no line in the project, yield the first test's annotations."""
     units = report.terms.units
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {session_causes.measured} tests"
@@ -214,7 +214,7 @@ def folder_within(root: Path, workspace: str | None) -> str:
     try:
         within = os.path.relpath(os.path.realpath(root), os.path.realpath(workspace))
     except ValueError:
-        # On Windows, the folders are on different drives.
+        # On Windows, the folders may be on different drives.
         return ""
     within = within.replace(os.sep, "/")
     return "" if within in (".", "..") or within.startswith("../") else f"{within}/"

@@ -1,4 +1,4 @@
-"""A baseline's history as a table and a plot for the terminal. Pure."""
+"""Show a baseline's history as a table and a plot for the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _WIDEST = 8
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:
     """Return a plot of ``values`` as lines; empty if fewer than two different values exist.
 
-    The axis begins at the smallest value. If this is not 0, the last line says so. The area below a mark stays empty, because
-    its height has no meaning. A narrow screen shows only the latest values.
+    The axis begins at the smallest value. If this value is not 0, the last line says so. The area below a mark stays
+    empty, because its height has no meaning. A narrow screen shows only the latest values.
 
     Args:
         values: The values, the latest last; ``None`` is a gap.

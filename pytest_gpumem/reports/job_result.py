@@ -1,4 +1,4 @@
-"""A job's result in Markdown, read from JSON: a session's report, or the output from `gpumem ab` or `gpumem bisect`. Pure.
+"""Return a job's result in Markdown, from a session's report or the JSON from `gpumem ab` or `gpumem bisect`. Pure.
 
 The JSON may come from a stranger's pull request. Its texts are escaped, and unexpected content is an error.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_BYTES = 32 * 2**20
-"""The largest accepted report, in bytes: parsing needs memory in proportion."""
+"""The largest accepted report, in bytes, because parsing needs memory in proportion to the size."""
 _MOST_ROWS = 50
 _MOST_OF_A_TEXT = 1_000
 _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.value, Outcome.STALE.value}
@@ -187,7 +187,7 @@ def _refused(text: str) -> NoReturn:
 
 
 def _fitting(parts: list[str]) -> Callable[[int], str]:
-    """Return a function that joins complete parts up to a size in bytes, the heading first."""
+    """Return a function that joins parts up to a size in bytes. It begins with the heading, and cuts no part."""
 
     def joined(most: int) -> str:
         text = ""

@@ -35,7 +35,7 @@ _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
 
 
 _FEW = 10
-"""The schema checks only so many items in an array with equal items."""
+"""The number of items that the schema checks in an array whose items all have the same form."""
 _LONGEST = 200
 
 

@@ -44,7 +44,7 @@ COMMENT_LIMIT = 65_536
 MOST_FOLDED = 50
 """The longest folded list of failed tests with the same causes."""
 LEAST_BYTES = 300
-"""The number of bytes in which a verdict always fits."""
+"""The number of bytes that are always enough for the verdict."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The table for a matrix of step configs, with each config's saving and cost against the first. Pure.
+"""Make the table for a matrix of step configs, with each config's saving and cost against the first config. Pure.
 
 For example, ``checkpoint=blocks`` saves 40 % memory and costs 25 % time, so its ROI is 1.6.
 """

@@ -1,4 +1,4 @@
-"""Merging the reports of a session's shards, in any order. Merged reports can be merged again. Pure."""
+"""Merge the reports of a session's shards, in any order. Merged reports can be merged again. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None 
     """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
     A test that ran in a single shard is not missing because other shards did not run it. If several shards ran a test on the
-    same device, the worst result counts: a failed one, or else a measured one, or else the more serious outcome. A test that
-    ran on several devices keeps a result for each device.
+    same device, the worst result counts: a failure, or else a result with a measurement, or else the more serious outcome. A
+    test that ran on several devices keeps a result for each device.
 
     Args:
         reports: The shards.
@@ -46,7 +46,7 @@ def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None 
     return SessionReport(
         ended=max(report.ended for report in reports),
         version=reports[0].version,
-        # Hashes are abbreviated, and a clone that knows more commits may need one more digit.
+        # Hashes are abbreviated. A clone with more commits may need a longer abbreviation.
         commit=max((report.commit for report in reports if report.commit), key=len, default=None),
         terms=reports[0].terms,
         results=results,
@@ -178,7 +178,7 @@ def _selection(selections: Sequence[Selection]) -> Selection:
     return Selection(
         measured=frozenset[tuple[str, str]]().union(*(selection.measured for selection in selections)),
         files=frozenset[str]().union(*(selection.files for selection in selections)),
-        # A budget without an effect in this shard may hold a test in another shard.
+        # A budget without an effect in this shard may limit a test in another shard.
         budgets_without_effect=tuple(
             sorted(set.intersection(*(set(selection.budgets_without_effect) for selection in selections)))
         ),

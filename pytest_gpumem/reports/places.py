@@ -1,4 +1,4 @@
-"""Places in a test's explanation: its first row, and lines in the project's code. Pure."""
+"""Find the places in a test's explanation: its first row, and lines in the project's code. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def grown_lines(row: ReportRow) -> Iterator[Place]:
 def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
     """Return the first row in a failed test's explanation; ``None`` if the test has no explanation.
 
-    Rows have the same order as in the failure's text. Later rows explain less, and may be innocent.
+    Rows have the same order as in the failure's text. Later rows explain less growth, and may not be a cause.
     """
     outcomes = {metric.outcome for measured in row.measured for metric in measured.verdict.metrics}
     # Strict mode fails uncertain metrics, too. They explain a failure only if nothing certain failed.

@@ -1,4 +1,4 @@
-"""Results of a session's measured tests, collected from pytest's reports and counted in a line. Pure."""
+"""Collect the results of a session's measured tests from pytest's reports, and count them in a line. Pure."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def is_rewritten(self) -> bool:
-        """True if it failed and pytest's reports hide the failure."""
+        """True if the test failed and pytest's reports hide the failure."""
         return (
             self.verdict is not None
             and self.failed_in is None
@@ -269,7 +269,7 @@ def badness(result: TestResult) -> tuple[object, ...]:
 
 
 def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
-    """Return whether a test's verdict failed it, although no phase in its reports (``outcomes``) failed."""
+    """Return whether the verdict failed a test although no phase failed in pytest's reports (``outcomes``)."""
     if not outcomes or "xfail" in outcomes:
         return False
     # Some suites turn an out-of-memory failure into a skip. The skip hides no measurement.
@@ -338,7 +338,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: The recorded outcomes. Tests with these outcomes are ignored.
+        accepts: The outcomes whose figures the session records. Tests with these outcomes are ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):

@@ -1,4 +1,4 @@
-"""All data in the report on a session, or on all its shards. Frozen values."""
+"""The data in a report on a session, or on all of a session's shards. Frozen values."""
 
 from __future__ import annotations
 

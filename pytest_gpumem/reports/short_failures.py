@@ -70,7 +70,7 @@ def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[st
 
 
 def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
-    """Return whether a test also fails by time, by a metric whose budget is no cause, or by more work at other places."""
+    """Return whether a test also fails for other reasons than ``causes``: time, a budget that is no cause, or other work."""
     failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
     if any(METRICS[name].kind in ("time", "throughput") for name in failing):
         return True

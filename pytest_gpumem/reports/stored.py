@@ -1,4 +1,4 @@
-"""Baselines as a table, and as JSON for programs. Pure."""
+"""Return baselines as a table, or as JSON for programs. Pure."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_FIGURES = 60
 """The largest number of rows with only figures, unless the user asks for all."""
 MOST_EXPLAINED = 30
-"""The largest number of rows for tests that causes explain, unless the user asks for all."""
+"""The largest number of rows for tests whose growth causes explain, unless the user asks for all."""
 MOST_REMARKS = 20
 """The largest number of reasons and notes, unless the user asks for all."""
 LEAST_NAME = 30
@@ -74,7 +74,7 @@ def to_be_shown(
 
 
 def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
-    """Return a line with the number of measurements missing from the table; empty if none is missing."""
+    """Return a line with the number of measurements that the table omits; empty if it omits none."""
     left_out = Counter(measurement.outcome for measurement in measured)
     left_out.subtract(measurement.outcome for measurement in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
@@ -89,7 +89,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
     Args:
         measured: The measurements.
         units: The unit system for bytes.
-        everything: True to show also unchanged counts.
+        everything: True to show unchanged counts as well.
     """
     columns = [Column("test", left=True, least=LEAST_NAME)]
     rows = [[Span(measurement.title)] for measurement in measured]

@@ -182,7 +182,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []
         if everything or not report.terms.baseline:
             for title, rows in matrices(report.results).items():
-                # If nothing in the matrix was measured, the accounting line has the reason.
+                # If nothing in the matrix was measured, the accounting line contains the reason.
                 if everything or any(row.peak is not None for row in rows):
                     pieces += [*matrix_pieces(title, rows, units), NOTHING]
         if verbosity > 1:
@@ -260,7 +260,7 @@ def _ending(report: SessionReport) -> list[Line]:
 
 
 def _style_of(report: SessionReport) -> Style | None:
-    """Return the accounting line's style: the worst outcome's style, and good only if something was gated."""
+    """Return the accounting line's style: the worst outcome's style. It is only ``good`` if something was gated."""
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
     # The line counts only measured tests.

@@ -1,4 +1,4 @@
-"""The rows in every report format: how each test ended, why it failed, and which command accepts it. Pure."""
+"""Make the rows for all report formats: how each test ended, why it failed, and which command accepts it. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The end of a test: its ``words``, a ``mark`` for a quick look, and whether it ``fails`` the gate."""
+    """How a test ended: in ``words``, as a short ``mark``, and whether the test ``fails`` the gate."""
 
     words: str
     fails: bool

@@ -30,9 +30,9 @@ def tests_of(report: SessionReport) -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def why_lines(report: SessionReport, file: str, test: str, screen: Screen) -> list[Line]:
-    """Return the lines on a single test: its end, the reason, its figures, and their explanation.
+    """Return the lines on a single test: how it ended and why, its figures, and their explanation.
 
-    If shards measured the test on several devices, the lines contain an end for each device.
+    If shards measured the test on several devices, the lines say for each device how the test ended.
 
     Args:
         report: The session.

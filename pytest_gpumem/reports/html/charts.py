@@ -26,7 +26,7 @@ _DIGITS = 5
 
 
 _FURTHEST = 2
-"""The largest value for a line, as a multiple of the peak. A higher line would flatten the areas."""
+"""The largest value for a line (baseline or budget), as a multiple of the peak. A higher line would flatten the areas."""
 
 
 _FEWEST_POINTS = 3

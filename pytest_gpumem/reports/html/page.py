@@ -90,7 +90,7 @@ class CauseView:
     anchor: str
     tests: tuple[tuple[str, str], ...]
     most: str
-    """The test with the largest growth by this cause, whose chart is shown."""
+    """The test that grew most by this cause. The page shows its chart."""
     chart: dict[str, Any] | None
 
 
