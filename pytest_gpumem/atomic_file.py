@@ -21,11 +21,11 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
     """Write ``text`` as UTF-8 without changing line ends. A missing folder is created.
 
     Args:
-        path: The file. A link in its place is refused.
+        path: The file. The function refuses to write if a link is in its place.
         text: The content.
         root: A folder without links below it; the default is the file's folder. See `open_folder`.
-        errors: The treatment of lone surrogates, which UTF-8 lacks. By default they are written as Python's escapes. ``strict``
-            refuses them.
+        errors: The treatment of lone surrogates, which UTF-8 cannot encode. By default they are written as Python's escapes.
+            With ``strict`` they are an error.
 
     Raises:
         OSError: The file cannot be written, or is a link.
@@ -37,7 +37,7 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
 
 @contextmanager
 def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield an empty file that replaces ``path`` when the context ends, unless it raises.
+    """Yield an empty file that replaces ``path`` at the end of the context, unless the context raises an exception.
 
     Args:
         path: The file. A link in its place is refused. A missing folder is created.

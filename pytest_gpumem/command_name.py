@@ -27,7 +27,7 @@ class OtherCommand:
 
     path: str
     module: str | None = None
-    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script imports none."""
+    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script imports no module."""
 
 
 @functools.cache
@@ -45,8 +45,8 @@ def other_command() -> OtherCommand | None:
 def other_in(path: str, content: bytes) -> OtherCommand | None:
     """Return the command at ``path`` if its content shows that it belongs to another package. Pure.
 
-    A Python script belongs to another package unless it names this package. Other files do not show their package. For example,
-    a version manager's shim starts a command from any package.
+    A Python script belongs to another package unless it names this package. Other kinds of files do not show their package. For
+    example, a version manager's shim starts a command from any package.
     """
     if _OURS.search(content):
         return None

@@ -97,10 +97,10 @@ class Gpumem:
     because the default numbers shift when another measurement is added before them. A name raises ``ValueError`` if the test
     uses the name twice, if it is empty or longer than 200 characters, or if no file can store it.
 
-    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` bring memory to rest, then repeat the step until two steps
-    in a row have the same peaks (2 to 6 steps), and four times more. Then these methods count one more step (`flops`), and time
-    rounds of steps. With ``compile`` or a gradient scaler, they repeat the step until nothing is compiled and the scale stays
-    the same, at most 16 times.
+    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` first collect garbage and empty the allocator's caches. Then
+    they repeat the step until two steps in a row have the same peaks (2 to 6 steps), and run it four more times. Then they
+    count one more step (`flops`), and time rounds of steps. With ``compile`` or a gradient scaler, they repeat the step until
+    nothing is compiled and the scale stays the same, at most 16 times.
 
     Only regions can be nested in regions. Any other measurement within a measurement raises `MeasuringError`.
     """
@@ -276,10 +276,11 @@ class Gpumem:
         steps follow. The next steps are counted, explained and timed. If steps differ, at least 6 and at most ``steps`` steps
         are recorded until a step reaches the highest peak again. If no step does, the closest step is shown, with a note.
 
-        Then an exception that is no ``Exception`` ends the block, and runs the loop's own ``finally`` and ``with`` exits on its
-        way. Code after the block continues. ``callback()`` returns a callback for the ``Trainer`` of transformers or
-        Lightning, which stops training in its own way. If a loop ends earlier, it is measured up to its end, with a note.
-        Random numbers are not restored.
+        Then an exception ends the block, and runs the loop's own ``finally`` and ``with`` exits. The exception is no subclass
+        of ``Exception``, so ``except Exception`` in the loop does not catch it. Code after the block continues. ``callback()``
+        returns a callback for the ``Trainer`` of transformers or Lightning, which stops training without an exception. If a
+        loop ends earlier, the measurement includes the steps up to its end, and a note says so. Random numbers are not
+        restored.
 
         The counted step needs more memory than an ordinary step. If memory runs out in it, the loop ends as if the measurement
         were complete, and the error becomes a note. Any other error of the loop fails the test.
@@ -399,8 +400,8 @@ class Gpumem:
 
         With ``new_tokens`` the step calls the model's own ``generate()``, a method that transformers defines. The call adds
         tokens to the batch, which is the prompt. The model's ``generation_config`` decides the search and the token that ends
-        a text. A text that ends early is measured up to its end. The number of new tokens is a part of the workload, and
-        only new tokens count for ``tokens/s``.
+        a text. If the text ends early, the step is measured up to this end. The number of new tokens is a part of the workload,
+        and only new tokens count for ``tokens/s``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -452,9 +453,9 @@ class Gpumem:
         """Measure a training step, and compare the memory of its state with the formulas.
 
         The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
-        measured. A state that is more than 2 % off its formula is a finding. Memory that something else holds between
-        steps is a finding as well. Findings become notes of the measurement, and the end of the run prints them. Findings
-        do not fail the test. To fail the test, write ``assert not estimate.findings``.
+        measured. A state whose bytes differ from its formula by more than 2 % is a finding. Memory that something else
+        holds between steps is a finding as well. Findings become notes of the measurement, and the end of the run prints
+        them. Findings do not fail the test. To fail the test, write ``assert not estimate.findings``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -517,7 +518,7 @@ class Gpumem:
         The default ``rtol`` follows from the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
         and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. The
         tolerance applies to a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's
-        corner a value falls). A wrong gradient is off by about its own size.
+        corner a value falls). The error in a wrong gradient is about as large as the gradient.
 
         ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. Batch statistics,
         and a mean over unequal numbers of tokens, differ with ``accumulate`` as well. Between precisions, values that cross a

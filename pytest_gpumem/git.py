@@ -47,7 +47,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def git_environment() -> dict[str, str]:
-    """Return `plain_environment` with a variable that keeps git from prompting for a password."""
+    """Return `plain_environment` with a variable that prevents git from asking for a password."""
     return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
 
 

@@ -37,7 +37,7 @@ HELD_NOTHING = (
     "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
     '(device = "cpu", say)'
 )
-"""The end of a sentence on a step that holds no memory on the device, with the remedy."""
+"""The end of a sentence about a step that holds no memory on the device. It contains the remedy."""
 
 
 MOST_OF_A_NAME = 200

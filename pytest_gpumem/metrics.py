@@ -47,7 +47,7 @@ class Metric:
     title: str
     unit: Unit
     tolerance: Tolerance | None = None
-    """``None`` if the metric is recorded and shown, but not judged."""
+    """The tolerance; ``None`` if the metric is recorded and shown, but not judged."""
     shown: Shown = "always"
     """The tables in which the metric has a column: every table, tables with a value other than 0, or tables with a changed
     value. With ``"in details"`` only the complete list of a measurement's figures shows the metric."""
@@ -140,15 +140,15 @@ class RealMetric(Metric):
         return self if measured is None else float(measured._value_of(self.name))  # noqa: SLF001
 
 
-# Tensors request exactly the same bytes in each run. So the tolerance only has to cover changes that nobody would act on.
+# Tensors request exactly the same bytes in each run. So the tolerance only has to cover changes too small to matter.
 _EXACT = Tolerance(relative=0.005, absolute=64e3)
-# About a hundred scalars per step, which people keep on purpose to log them. Any tensor that matters is larger.
+# The bytes of about a hundred scalars per step, which people keep on purpose to log them. Tensors that matter are larger.
 _SCALARS = Tolerance(relative=0.0, absolute=1024)
 # The whole confidence interval has to exceed the tolerance. So a slowdown of 10 % is found although equal code varies by up
 # to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
 # The allocator reserves segments of up to 20 MiB. By chance, a step may find room in a segment that other bytes keep
-# open. So two such segments count as noise, or fewer segments if less room was left (`gate/judge.py`).
+# open. So two such segments are tolerated, or fewer if less room was left (`gate/judge.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.

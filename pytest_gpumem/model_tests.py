@@ -39,11 +39,11 @@ class ModelTests:
         typed = [from_root(name, settings.model_base, root) for name in settings.model]
         self._path = root / "pyproject.toml"
         self._steps = chosen(steps, typed) if typed else tuple(steps)
-        # A worker of pytest-xdist has the same arguments as typed, so it finds the same place.
+        # A worker of pytest-xdist gets the typed arguments, so it finds the same place as the controller.
         self._place = self._place_in(config, bool(typed))
 
     def _place_in(self, config: pytest.Config, typed: bool) -> Place:
-        """Return whether the tests are the only collected tests, are added to others, or are collected with their file."""
+        """Return the place of the tests: alone, added to other collected tests, or collected with their file."""
         folder, source = config.invocation_params.dir, config.args_source
         # An option in addopts applies to every run, so this option must not leave out all other tests.
         is_typed_by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))

@@ -2,8 +2,8 @@
 
 A stranger's branch can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If the path were
 checked first and opened later, somebody could create the link in between. So each folder is opened relative to its parent, by
-``dir_fd`` and ``O_NOFOLLOW``. Windows lacks
-both, so each name is checked first there.
+``dir_fd`` and ``O_NOFOLLOW``. Windows
+lacks both, so there each name is checked before it is opened.
 """
 
 from __future__ import annotations

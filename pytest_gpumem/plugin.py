@@ -54,7 +54,7 @@ def pytest_load_initial_conftests(
     try:
         loaded = yield
     except Exception as error:
-        # pytest prints the error in a conftest.py, and then ends.
+        # pytest prints the error from the conftest.py, and then ends.
         if (hint := _emulation_hint([str(getattr(error, "cause", error))])) is not None:
             sys.stderr.write(f"gpumem: {hint}\n")
         raise

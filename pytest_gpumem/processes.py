@@ -28,7 +28,7 @@ GRACE_SECONDS = 3.0
 
 
 class StopSignal(Exception):
-    """Raised after a signal to end the program."""
+    """Raised after a signal has asked the program to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
@@ -38,7 +38,7 @@ class StopSignal(Exception):
 
 
 class Stop:
-    """The first signal to end the program, if any has come."""
+    """The first signal that asked the program to end, if any has come."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -56,7 +56,7 @@ class Stop:
 
 @contextmanager
 def recorded_signals() -> Iterator[Stop]:
-    """Record signals to end the program, so they interrupt no code in this context."""
+    """Within the context, record signals that ask the program to end, so they do not interrupt any code."""
     stop = Stop()
     # Only the main thread can handle signals. Ignored signals, for example by nohup, stay ignored.
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -154,7 +154,7 @@ def end_with_parent() -> None:
 def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
     """End a process and its children with the received signal, or with SIGTERM. After 3 s they are killed.
 
-    pytest reacts to the signal and keeps its measurements up to now.
+    pytest reacts to the signal and reports its measurements so far.
 
     Args:
         leader: The id of the process and its process group.

@@ -130,7 +130,7 @@ class ScriptItem(pytest.Item):
         super().__init__(**more)
         self._script = script
         self.fixturenames = [FIXTURE]
-        """The names by which the item counts as measured. pytest sets up no fixture for it."""
+        """Because of this name, the item counts as measured. pytest does not set up the fixture for it."""
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def wants_colour(environment: Mapping[str, str]) -> bool | None:
-    """Return whether output is coloured; ``None`` if a terminal gets colours and a file does not.
+    """Return whether output is coloured; ``None`` if no rule applies, so a terminal gets colours and a file does not.
 
     The rules and their order are pytest's: ``PY_COLORS`` is 1 or 0, ``NO_COLOR`` or ``FORCE_COLOR`` is not empty, ``TERM`` is
     ``dumb``. For example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.

@@ -12,7 +12,7 @@ else:
     import tomli as tomllib
 
 _FEW_PARTS = 16
-"""The number of parts up to which a key needs no check, because it is parsed quickly. This package's keys have at most 4
+"""A key with at most this number of parts is not checked, because parsing it is fast. This package's keys have at most 4
 parts."""
 _MOST_WORK = 2_000_000
 """The limit for the number of parts in all keys, multiplied by the parts in the longest key. The limit bounds the

@@ -132,7 +132,7 @@ def _quantity(text: object) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputLimit:
-    """Amount per second ``of`` ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``."""
+    """A least amount per second. ``of`` is its unit: ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``."""
 
     amount: float
     of: str

@@ -1,4 +1,4 @@
-"""This package's folder in the user's cache. Libraries, programs and kernels in it are loaded and run.
+"""Make and check this package's folder in the user's cache, which contains libraries, programs and kernels to run.
 
 So no other user may be able to put a file into this folder. Another user could do this, for example, if ``XDG_CACHE_HOME`` is
 ``/tmp``, or if root runs with the home folder of another user.

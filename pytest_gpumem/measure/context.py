@@ -45,7 +45,7 @@ class MeasuringContext:
     peak_only: bool = False
 
     def bytes_of_other_code(self, held: object) -> tuple[int, ...]:
-        """Bring memory to rest before a step is prepared, and return other code's live bytes.
+        """Collect garbage and empty caches before a step is prepared, and return other code's live bytes.
 
         Args:
             held: The step's existing parts, for example the model and the batch.
