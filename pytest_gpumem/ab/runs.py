@@ -234,7 +234,7 @@ class Runner:
 
         Args:
             variant: The variant.
-            tick: Is called repeatedly during the run.
+            tick: A function that is called repeatedly during the run.
             explained: True to explain every step's peak.
 
         Returns:

@@ -117,7 +117,7 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
         "rootdir_cmd_arg": of_user["rootdir"],
         "invocation_dir": folder,
     }
-    # Releases of pytest before 9.0 take fewer arguments, and return values without their origin.
+    # Releases of pytest before 9.0 accept fewer arguments, and return values without their origin.
     parameters = inspect.signature(determine_setup).parameters
     try:
         root, file, values, *_ = determine_setup(
@@ -158,7 +158,7 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return an option's value from ``addopts`` and ``PYTEST_ADDOPTS``. Arrays are joined. Otherwise the latter wins."""
+    """Return an option's value from ``addopts`` and ``PYTEST_ADDOPTS``. Arrays are joined; other values from the latter win."""
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

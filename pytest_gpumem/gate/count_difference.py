@@ -36,9 +36,9 @@ def _file_and_line(tally: Tally) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
-    # Moved lines.
+    # The calls are equal if lines have moved.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
-    # Other or unknown layers, and renamed modules.
+    # The calls are equal if layers differ or are unknown, or if modules were renamed.
     lambda tally: (tally.operator, of_any_layer(tally.place)),
     lambda tally: (tally.operator, of_any_layer(tally.place).module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, of_any_layer(tally.place).module),
@@ -90,7 +90,7 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
 
 
 def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) -> list[Tally]:
-    """Split tallies for all layers into equal parts, if the other side distinguishes the layers in the tally's module."""
+    """Split a tally for all layers into equal parts if the other side distinguishes the layers in its module."""
     layers: dict[tuple[str, str], set[Numbers]] = {}
     for tally in other_side:
         numbers = layer_of(tally.place)

@@ -48,12 +48,12 @@ def _file_and_line(row: Row) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     _without_amounts,
-    # Moved lines.
+    # The rows are equal if lines have moved.
     lambda row: (row.category, row.module, row.operator, row.tensor),
-    # Renamed modules.
+    # The rows are equal if modules were renamed.
     lambda row: (row.category, row.operator, row.tensor, *_line(row)),
     lambda row: (row.category, row.operator, row.tensor),
-    # Another operator. Example: ``a * b + c`` became ``torch.addcmul(c, a, b)``.
+    # The rows are equal if the operator differs. Example: ``a * b + c`` became ``torch.addcmul(c, a, b)``.
     lambda row: (row.category, row.module, row.tensor),
     lambda row: (row.category, row.tensor),
 )
@@ -63,9 +63,9 @@ Example: an edit above ``model.py:88`` moves the line to ``model.py:90``. The fi
 line, so ``activation | blocks.*.attn | _softmax | 12 x float32[8, 12, 1024, 1024]`` is still equal to itself."""
 
 _MOVED_BY: tuple[Key, ...] = (
-    # The same tensor from another module or operator.
+    # The same tensor comes from another module or operator.
     lambda row: (row.category, row.tensor, row.nbytes, row.count),
-    # The same tensor in another category.
+    # The same tensor is in another category.
     lambda row: (row.tensor, row.nbytes, row.count),
 )
 """Keys for moved rows: a disappeared row and a row at its new place have the same key."""
@@ -73,16 +73,16 @@ _MOVED_BY: tuple[Key, ...] = (
 _CHANGED_BY: tuple[Key, ...] = (
     _without_amounts,
     lambda row: (row.category, row.module, row.operator, row.tensor),
-    # Another dtype, or another shape, at the same place.
+    # The tensor at the same place has another dtype or another shape.
     lambda row: (row.category, row.module, row.operator, row.shape, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.shape),
     lambda row: (row.category, row.module, row.operator, row.dtype, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.dtype),
-    # A tensor that was freed early, and is now kept.
+    # The tensor was freed early, and is now kept.
     lambda row: (row.module, row.operator, row.tensor),
-    # Renamed and grown.
+    # The module was renamed, and the row grew.
     lambda row: (row.category, row.operator, row.tensor),
-    # Another dtype from another operator: ``x > 0`` became ``(x > 0).float()``.
+    # Another operator makes another dtype: ``x > 0`` became ``(x > 0).float()``.
     lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
 """Keys for changed rows: a row and its changed form have the same key.

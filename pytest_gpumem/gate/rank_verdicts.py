@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """A test's end on one rank."""
+    """The end of a test on a rank."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
-    """``judged`` by the gate, ``raised`` an exception, ``skipped``, or ``followed``, if the test ended on this rank because
-    another rank had ended it."""
+    """``judged`` if the gate judged the test, ``raised`` after an exception, ``skipped``, or ``followed`` if the test ended
+    here because it had ended on another rank."""
     verdict: TestVerdict | None = None
     why: str = ""
     """The exception in one line, or the reason for the skip."""
@@ -43,8 +43,8 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
         nothing: The verdict on the test without a measurement.
 
     Returns:
-        The verdicts of all ranks as one. If the test failed by itself on some ranks, the ``failure`` names them. ``None`` if
-        every rank skipped the test.
+        A combination of all ranks' verdicts. If the test failed by itself on some ranks, the ``failure`` names them.
+        ``None`` if every rank skipped the test.
     """
     if {end.how for end in ends} == {"skipped"}:
         return None
@@ -56,7 +56,7 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return a text with the ranks on which the test failed by itself, or with the ranks that skipped if others did not."""
+    """Return a text on the ranks that failed or skipped a test; ``None`` if all ranks judged it or all skipped it."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]

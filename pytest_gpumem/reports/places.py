@@ -75,7 +75,7 @@ def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
     Rows have the same order as in the failure's text. Later rows explain less growth, and may not be a cause.
     """
     outcomes = {metric.outcome for measured in row.measured for metric in measured.verdict.metrics}
-    # Strict mode fails uncertain metrics, too. They explain a failure only if nothing certain failed.
+    # Strict mode also fails uncertain metrics. They explain a failure only if no other metric failed.
     failing = FAILING if outcomes & FAILING else {Outcome.UNCERTAIN}
     for measured in row.measured:
         verdict = measured.verdict

@@ -43,7 +43,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a test ended: in ``words``, as a short ``mark``, and whether the test ``fails`` the gate."""
+    """The end of a test: in ``words``, as a short ``mark``, and whether the test ``fails`` the gate."""
 
     words: str
     fails: bool

@@ -39,7 +39,7 @@ _LAYER = "gpumem-layer.pth"
 
 @dataclass(frozen=True, slots=True)
 class VirtualEnvironment:
-    """An environment in the cache: its folder, its requirement set's name, and its own releases by package."""
+    """An environment in the cache: its folder, its requirement set's name, and the releases installed in it, by package."""
 
     folder: Path
     name: str
@@ -124,15 +124,15 @@ class Environments:
     ) -> VirtualEnvironment:
         """Return an environment with the requirements: the cached environment, or a new one.
 
-        A set without exact releases is always installed anew, because a new release may exist. Its environment is kept while
-        this process runs, and removed when the same set is installed again. If an installation fails, its folder is
-        removed.
+        A set without exact releases is always installed anew, because a new release may exist. This process keeps
+        the environment until its end. A later installation of the same set removes the old environment. If an
+        installation fails, its folder is removed.
 
         Args:
             requirements: The set.
             stop: Ends the installation on a signal.
             emulated: True to install torch for an emulated GPU, without NVIDIA's libraries.
-            tick: Is called repeatedly during the installation.
+            tick: A function that is called repeatedly during the installation.
 
         Raises:
             InstallationError: A package cannot be installed, or the cache cannot be used.

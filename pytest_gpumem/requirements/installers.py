@@ -121,7 +121,7 @@ class Installer:
             metadata.write_text(_NVIDIA.sub(r'\1; extra == "nvidia"', text), encoding="utf-8")
 
     def _install_differences(self, uv: str, requested: Path, limited: Sequence[str]) -> None:
-        """Resolve all packages with uv, which prefers the current releases, and install the releases that differ."""
+        """Resolve all packages with uv, preferring the current releases, and install the releases that differ from them."""
         current = {
             canonicalize_name(distribution.metadata["Name"]): distribution
             for distribution in importlib.metadata.distributions()
@@ -180,12 +180,12 @@ class Installer:
 
 
 def find_uv() -> str | None:
-    """Return uv's path; ``None`` if it is not installed."""
+    """Return uv's path; ``None`` if uv is not installed."""
     return shutil.which("uv")
 
 
 def reason_in(output: str) -> str:
-    """Return why pip or uv failed, as the installer says it: its error messages, or its last three lines if there are none."""
+    """Return why pip or uv failed: the installer's error messages, or its last three lines if there are no messages."""
     errors = list(dict.fromkeys(line.rstrip(":") for line in [*_ERROR.findall(output), *_CAUSE.findall(output)]))
     lines = errors or [line.strip() for line in output.splitlines() if line.strip()]
     unreachable = [f"the package index cannot be reached ({error})" for error in _NOT_REACHED.findall(output)[:1]]

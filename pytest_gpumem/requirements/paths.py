@@ -1,7 +1,7 @@
 """Absolute paths for the relative paths in requirements, so pip can run in another folder.
 
-pip resolves relative paths from the current folder. A folder with wheels (``--find-links``) is searched beside the requirements
-file first (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
+pip resolves relative paths from the current folder. pip first looks for a folder with wheels (``--find-links``)
+beside the requirements file (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RequirementSet:
 
     @property
     def is_exact(self) -> bool:
-        """True if each requirement names a single release, so next year's installation has the same packages.
+        """True if each requirement names a single release, so a later installation has the same packages.
 
         A set with an address or a path is never exact, because the code there may change.
         """
