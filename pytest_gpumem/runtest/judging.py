@@ -165,7 +165,7 @@ class JudgedMeasurement:
         return self.verdict.measurement
 
     def explained(self, measurement: Measurement) -> JudgedMeasurement:
-        """Return the same verdict on ``measurement``, which is the judged measurement with its explanation."""
+        """Return this verdict for ``measurement``, which is the judged measurement with its explanation."""
         return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
 
@@ -228,7 +228,7 @@ class Judging:
         )
 
     def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
-        """Return the names of baselines for which the test, at the end of its call, has no measurement.
+        """Return the names of baselines without a measurement at the end of the test's call.
 
         A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
 

@@ -73,8 +73,7 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
     The time of the first step decides how many steps make a round. The first step counts only if it fills a round by itself. If
     it was unusually slow, the next round is far too short. Then this round decides the number again, and neither the step nor
-    the round counts. A disturbed round is
-    stored but does not count, and sampling continues if time remains.
+    the round counts. A disturbed round is stored but does not count, and sampling continues if time remains.
 
     All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
     rank decides. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all ranks.

@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def is_a_measure(self) -> bool:
-        """True if other work disturbed this sample only a little, so later runs may be compared with it."""
+        """True if other work disturbed this sample at most a little, so later runs may be compared with it."""
         taken = statistics.median(timed.taken for timed in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWDOWN_OF_RUN and taken <= MOST_TIME_FACTOR_OF_RUN)
 

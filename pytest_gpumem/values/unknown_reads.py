@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pytest_gpumem.units import word_form
 
 DECIDED = "an uncomputed value decided a branch"
-"""Prefix of a note on such a branch. The note fails a test in strict mode, because the right value might need other memory."""
+"""Prefix of a note on a decided branch. In strict mode the note fails a test, because the right value may need other memory."""
 _MOST_LINES = 5
 """The most lines in a note."""
 
