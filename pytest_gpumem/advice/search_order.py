@@ -149,7 +149,7 @@ def next_config(
 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig | None:
-    """Return the config with other ``values``, and with ``blocks`` if they matter. Return ``None`` if the config is invalid."""
+    """Return the config with changed ``values``, and ``blocks`` if it needs a pattern; ``None`` if the result is invalid."""
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
     try:
         return replace(config, **values, blocks=blocks if kind.on_blocks or _shards_blocks(config) else None)

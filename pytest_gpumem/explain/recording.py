@@ -175,7 +175,10 @@ class Recording:
         )
 
     def without_later_growth(self, own_bytes: int) -> Recording:
-        """Return the same recording with only ``own_bytes`` at its beginning, without blocks kept by later steps."""
+        """Return the same recording.
+
+        Only ``own_bytes`` of its older blocks count as the step's own, not blocks kept by later steps.
+        """
         if own_bytes >= self.own_bytes:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
@@ -302,7 +305,7 @@ class _Recordings:
         """The most operators in a step, recorded or following."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
         self.closest: Recording | None = None
-        """The recording with the closest peak. Among equally close recordings the first, because it has the most detail."""
+        """The recording whose peak is closest to the measured peak. Of equally close recordings, the first has most detail."""
         self.matching: Recording | None = None
         """The matching recording with the most operators."""
 

@@ -99,14 +99,14 @@ class Constants:
         self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
 
     def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
-        """Note the constant for a whole storage. ``None`` drops the note."""
+        """Record a whole storage's constant. ``None`` deletes the note."""
         if constant is None:
             self._noted.pop(storage.data_ptr(), None)
         else:
             self._noted[storage.data_ptr()] = StorageWeakRef(storage), constant
 
     def forget(self, address: int) -> None:
-        """Drop the note about the storage at an address."""
+        """Delete the note about the storage at an address."""
         self._noted.pop(address, None)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:

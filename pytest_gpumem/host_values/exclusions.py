@@ -52,7 +52,7 @@ class Scores:
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return the excluded values for a chosen index; ``None`` if every index is excluded."""
+        """Return the values that a chosen index cannot have; ``None`` if every index is excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
@@ -75,7 +75,7 @@ class Exclusions:
         self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
 
     def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
-        """Note which values an operator's result excludes.
+        """Record the values excluded by an operator's result.
 
         Args:
             tensor: The result, which fills its storage.
@@ -94,7 +94,7 @@ class Exclusions:
         self._noted[storage.data_ptr()] = StorageWeakRef(storage), exclusion
 
     def forget(self, address: int) -> None:
-        """Drop the note about the storage at an address."""
+        """Delete the note about the storage at an address."""
         self._noted.pop(address, None)
 
     def scores_of(self, tensor: torch.Tensor) -> Scores | None:
