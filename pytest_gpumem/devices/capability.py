@@ -1,4 +1,4 @@
-"""Tell errors about a GPU's missing compute capability from errors in the program. Pure."""
+"""Distinguish errors about a GPU's missing compute capability from the program's own errors. Pure."""
 
 from __future__ import annotations
 

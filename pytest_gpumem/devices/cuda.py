@@ -277,7 +277,7 @@ class CudaDevice(Device):
         return self.runtime.statistics()[name]
 
     def _probe(self) -> str:
-        """Return the statistic for tensors' bytes. Allocate a tensor to find the statistic.
+        """Allocate a tensor, and return the name of the statistic that counts its bytes.
 
         Raises:
             DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without

@@ -136,11 +136,11 @@ class MemoryLedger:
 
     @contextmanager
     def reserved(self, request: int | None, read_memory: Callable[[], DeviceMemory]) -> Iterator[Reservation]:
-        """Wait until a test may begin, and reserve the device's memory for the block.
+        """Wait until a test may begin, and reserve the device's memory until the context ends.
 
         Args:
             request: The test's bytes in addition to the process's ``rest``; ``None`` for the whole device.
-            read_memory: Reads the device's memory. The process's bytes at the end of the block become its ``rest``.
+            read_memory: Reads the device's memory. The process's bytes at the end of the context become its ``rest``.
 
         Yields:
             The reservation.

@@ -112,7 +112,7 @@ def _wait_for_autograd() -> None:
         and not (current == previous and all(is_asleep for is_asleep, _ in current.values()))
         and time.monotonic() < deadline
     ):
-        time.sleep(0.002)  # releases the interpreter's lock, so a waiting thread wakes up
+        time.sleep(0.002)  # sleeping releases the interpreter's lock, so a waiting thread wakes up
         previous, current = current, _threads_of_autograd()
 
 

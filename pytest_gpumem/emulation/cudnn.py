@@ -60,7 +60,7 @@ class Cudnn:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def reaching(self, gpu: int, statistic: str) -> int:
-        """Return the maximum of live bytes since `forget_reaching`, including estimated workspaces without a plan.
+        """Return the maximum of live bytes since `forget_reaching`, with estimated workspaces for convolutions without a plan.
 
         Args:
             gpu: Index of the GPU.

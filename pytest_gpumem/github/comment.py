@@ -119,7 +119,7 @@ class Api:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects, which would send the token elsewhere or turn a POST into a GET."""
+    """Handler that refuses redirects, because a redirect would send the token elsewhere or turn a POST into a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str

@@ -47,7 +47,7 @@ class Runs:
         self._attributes: dict[ast.ClassDef, frozenset[str]] = {}
 
     def does(self, function: Function, file: SourceFile, scope: Scope) -> bool:
-        """Return whether a function, a fixture that it asks for or a function that it calls runs a model.
+        """Return whether a function runs a model: in its own body, in a requested fixture or in a called function.
 
         Args:
             function: A test, a fixture or another function of the project.
@@ -57,7 +57,7 @@ class Runs:
         methods = tuple(sorted((name, origin.path, method.lineno) for name, (method, origin) in scope.methods.items()))
         key = file.path, function.lineno, methods, scope.modules, tuple(sorted(scope.functions))
         if key not in self._decided:
-            self._decided[key] = False  # ends the search through functions that call each other
+            self._decided[key] = False  # this entry ends the search through functions that call each other
             self._decided[key] = self._does(function, file, scope)
         return self._decided[key]
 

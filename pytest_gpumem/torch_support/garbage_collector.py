@@ -142,7 +142,7 @@ class FrozenHeap:
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Return whether a full collection is a call of ``gc.collect`` by other code.
+    """Return whether a full collection was started by other code's call to ``gc.collect``, and not by Python itself.
 
     Python starts a full collection by itself only if the number of younger collections exceeds the threshold. This happens in
     any code that allocates.
