@@ -228,7 +228,7 @@ class Search:
     """A search over named configs, or over the configs in `candidates` until a config fits."""
 
     fits: int | None
-    """The bytes that a step may take."""
+    """The bytes that a step may take; ``None`` without a limit."""
     configs: tuple[StepConfig, ...]
     """The named configs. If there are any, no other configs are measured."""
     everything: bool

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_SECONDS = 1800.0
-"""The next test begins after this many seconds in any case, because the process with the memory hangs or is in a debugger."""
+"""The next test begins after this many seconds in any case, because a process that needs its memory for so long hangs or is in
+a debugger."""
 _SLOTS = 256
 _SLOT = struct.Struct("<QQB47x")
 # The processes lock the first byte of their slots, and these two bytes after the slots.

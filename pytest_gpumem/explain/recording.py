@@ -109,7 +109,8 @@ class Subject:
     """The step or call to record. The defaults fit a repeated step, whose owners are found while it runs."""
 
     run: Callable[[Tracker], object]
-    """Runs the subject once. The result is kept until garbage has been collected, and does not count as left."""
+    """Runs the subject once. The result is kept until garbage has been collected, but does not count among the blocks that the
+    subject left."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
     """Returns the storages held by the subject at its beginning."""
     own_bytes: Callable[[], int]

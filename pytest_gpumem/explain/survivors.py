@@ -32,7 +32,7 @@ class Replacement(NamedTuple):
 
     block: Lifetime
     nbytes: int
-    """The difference between the two sizes. If each step replaces the block, the average difference."""
+    """The difference between the two sizes, or the average difference if each step replaces the block."""
     latest: tuple[Lifetime, ...]
     """The live blocks in the same place at the end of the recording."""
 

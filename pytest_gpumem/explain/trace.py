@@ -99,7 +99,7 @@ class Trace:
     """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them; otherwise
     empty.
 
-    First come the allocations in the recorded step, then the allocations in each ``following`` step.
+    The recorded step's allocations come first, and then the allocations in each ``following`` step.
     """
     following: tuple[tuple[Token, ...], ...] = ()
     """The tokens of each step after the recorded step, including its ``rest``."""

@@ -40,7 +40,7 @@ class UnavailableError(GitHubError):
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait, if GitHub named them."""
+        """Seconds to wait before the next try, if GitHub named them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_NOTED = 4096
-"""The number of notes after which the notes about freed storages are dropped."""
+"""The number of notes after which the notes about freed storages are deleted."""
 
 
 class LentMemory:

@@ -105,7 +105,7 @@ _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_fin
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
 """The error for a call to ``torch.linalg.eig``, raised before the call reaches the stand-in for libcusolver."""
 _MOST_NOTED = 4096
-"""The number of notes after which the mode drops the notes about freed storages."""
+"""The number of notes after which the mode deletes the notes about freed storages."""
 
 
 class _KnownStorage(NamedTuple):

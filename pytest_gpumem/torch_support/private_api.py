@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
-    """`torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
+    """Either kind of profiler: `torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -680,7 +680,7 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 
 MOST_ENTRIES = 2**20
-"""A history without frames keeps the latest entries, at most this number."""
+"""The most entries in a history without frames. Older entries are lost."""
 
 
 def start_cuda_history(*, frames: bool = True) -> None:
