@@ -29,7 +29,7 @@ class SizeTrial:
     fits: bool
     peak: int | None = None
     why_not: str = ""
-    """The reason why the size cannot run, as a clause, unless memory ran out."""
+    """A clause with the reason why the size cannot run; empty if the step ran, or if memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)

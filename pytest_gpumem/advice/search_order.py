@@ -277,8 +277,8 @@ class Search:
     def configs_for_largest(self, trials: Sequence[Trial], limit: int) -> list[StepConfig]:
         """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
 
-        If no config fits, the config with the smallest peak is used. Configs that fail for
-        another reason than memory are left out.
+        If no config fits, the config with the smallest peak is used. Configs that fail for another reason than memory are left
+        out.
         """
         able = [trial for trial in trials if trial.peak is not None or trial.why_not == OUT_OF_MEMORY]
         if self.configs or self.refused:

@@ -129,8 +129,8 @@ class Device(ABC):
     Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses. Only differences between readings in the
     same `open` ... `close` region are meaningful.
 
-    The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused for timing, and
-    torch's profiler records the allocations when a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. Such statistics cost no time, so nothing is paused for
+    timing. torch's profiler records the allocations when a peak is explained.
 
     For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB
     are live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
@@ -371,7 +371,7 @@ class Device(ABC):
                 other.keep_peak()
 
     def open_window(self) -> Window:
-        """Return a window that counts every peak until `close_window`. Windows may overlap."""
+        """Open and return a window, which counts every peak until `close_window`. Windows may overlap."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
@@ -387,7 +387,7 @@ class Device(ABC):
             other.split(its_window)
 
     def close_window(self, window: Window) -> Peak:
-        """Return the highest peak since ``window`` was opened."""
+        """Close ``window``, and return its highest peak."""
         try:
             self.pop_peak()
             for other, its_window in zip(self.others, window.of_others, strict=True):
@@ -483,7 +483,7 @@ class Device(ABC):
         return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Forget the blocks that are neither in ``since`` (an earlier `known`) nor in ``storages``."""
+        """Forget the blocks that are neither in ``since`` (an earlier result from `known`) nor in ``storages``."""
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:

@@ -292,7 +292,7 @@ class HostValues(TorchDispatchMode):
         """Run an operator with function arguments (`torch.cond`) beneath this mode, and the functions within the mode."""
 
         def within(argument: Any) -> Any:
-            if isinstance(argument, tuple):  # a mask contains its sizes, blocks and function
+            if isinstance(argument, tuple):  # flex_attention's mask is a tuple of sizes, blocks and a function
                 return tuple(map(within, argument))
             if not callable(argument):
                 return argument

@@ -37,7 +37,7 @@ class Scope:
 
 
 class Runs:
-    """Decides whether functions of a project run a model, and looks at each function once."""
+    """Decides whether a project's functions run a model. Each function is examined only once."""
 
     def __init__(self, sources: Sources, models: Models) -> None:
         self._sources = sources
@@ -154,7 +154,7 @@ class Runs:
     def _definitions(
         self, callee: ast.expr, function: Function, view: View, scope: Scope
     ) -> Iterator[tuple[Function, SourceFile]]:
-        """Yield the definitions that the called expression may mean within a function."""
+        """Yield the definitions to which a called expression may refer within a function."""
         if isinstance(callee, ast.Attribute) and ast.unparse(callee.value) in ("self", "cls"):
             owner = view.file.owners.get(function)
             if callee.attr in scope.methods:

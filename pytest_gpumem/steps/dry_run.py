@@ -128,7 +128,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
 
 
 class BackwardCallCounter:
-    """Counter for module calls in backward, which are all recomputed calls."""
+    """Counter for module calls in backward. A module is called there only to recompute its output."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
