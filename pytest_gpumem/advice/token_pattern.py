@@ -56,7 +56,7 @@ class Free:
 
 
 def place_of(made_in: int, number: int) -> int | None:
-    """Return `Free.step` for a free in step ``number`` of an allocation from step ``made_in``."""
+    """Return `Free.step` for a free in step ``number`` of an allocation from step ``made_in``; ``None`` in the same step."""
     age = number - made_in
     return (-age or None) if age <= PERIODS[-1] else made_in
 

@@ -78,9 +78,8 @@ class _Matches:
 
         An input may be a leftover, because all tensors in reach of the step's function are inputs. It is no leftover if
         the older blocks with its size are few inputs and many blocks without an owner, because a leak consists of many blocks.
-        Example: a batch as the input, beside 30 leaked tensors in a module. If a step keeps tensors in a closure and in a
-            module,
-        the inputs and the blocks without an owner are both many.
+        Example: a batch is the input, and a module has 30 leaked tensors with the batch's size. But if a step keeps tensors
+        in a closure and in a module, the inputs and the blocks without an owner are both many.
         """
         has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
         return block.is_older and not has_owner and bool(self._matching(block))

@@ -558,7 +558,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def gpu_that_ran_out(error: BaseException) -> str | None:
-    """Return the GPU that ran out of memory, from the error's message.
+    """Return the GPU that ran out of memory, from the error's message; ``None`` if the message names no GPU.
 
     Example:
         ``"cuda:1"`` for ``GPU 1 has a total capacity of 79.19 GiB``.
@@ -568,7 +568,7 @@ def gpu_that_ran_out(error: BaseException) -> str | None:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, from the error's message.
+    """Return the bytes that could not be allocated, from the error's message; ``None`` if they are not mentioned.
 
     Example:
         21,474,836,480 for ``Tried to allocate 20.00 GiB``.

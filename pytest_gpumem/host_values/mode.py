@@ -452,7 +452,7 @@ class HostValues(TorchDispatchMode):
         return indices if self.choosing.choose(arguments, on_the_same_memory(indices), excluded) else None
 
     def _is_filled(self, operator: Operator, outcome: list[torch.Tensor]) -> bool:
-        """Return whether an operator made zeros, in which a program may then mark the experts chosen by an assumed routing."""
+        """Return whether an operator made zeros. A program may use them to mark the experts chosen by an assumed routing."""
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
@@ -728,7 +728,7 @@ class HostValues(TorchDispatchMode):
         return start is not None
 
     def _known_at(self, address: int) -> int | None:
-        """Return the start of the known GPU storage that contains ``address``."""
+        """Return the start of the known GPU storage that contains ``address``; ``None`` if no known storage does."""
         starts = (
             start
             for start, note in self._known.items()

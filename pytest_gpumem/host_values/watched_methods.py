@@ -393,7 +393,7 @@ def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called the watched method."""
+    """Return the frame that called the watched method; ``None`` if Python code did not call it."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
     while frame is not None and frame.f_code.co_filename in (__file__, never_compiled.__code__.co_filename):
         frame = frame.f_back

@@ -733,7 +733,7 @@ def free_on_cuda(address: int) -> None:
 
 
 def current_dispatch_mode() -> object | None:
-    """Return this thread's innermost dispatch mode."""
+    """Return this thread's innermost dispatch mode; ``None`` if no mode is active."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     mode: object | None = _get_current_dispatch_mode()
