@@ -77,7 +77,7 @@ def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: i
     """
     if not is_long(tokens) or not _has_one_size(prompt):
         return None
-    # The dry run, which shows that autocast casts, leaves cuBLAS's workspace. Free it, because a recording has to allocate it.
+    # The dry run, a check of autocast, leaves cuBLAS's workspace. Free this workspace, because a recording has to allocate it.
     clear_cublas_workspaces()
     try:
         with device.peak_from_now_on() as peak:

@@ -257,7 +257,9 @@ class Search:
             yield from _until_one_fits(_greedy_configs(trials, samples, self.blocks, start), trials, limit)
 
     def note_on_faster(self, trials: Sequence[Trial], limit: int | None) -> str | None:
-        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown."""
+        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown; otherwise
+        ``None``.
+        """
         if self.configs or self.refused or self.everything or not trials:
             return None
         last = trials[-1]

@@ -304,7 +304,7 @@ class Device(ABC):
         self.release_workspaces()
 
     def settle(self) -> None:
-        """Bring memory to rest between steps, as `quiesce`, but keep the program's workspaces."""
+        """Bring memory to rest between steps like `quiesce`, but without dropping the program's workspaces."""
         gc.collect()
         self.empty_cache()
 

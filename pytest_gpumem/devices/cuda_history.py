@@ -70,7 +70,7 @@ def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """Return ``tokens`` with unique autograd numbers, because each thread counts from 0, and backward runs in its own thread.
+    """Return ``tokens`` with unique autograd numbers. Autograd counts from 0 in each thread, and backward has its own thread.
 
     Args:
         tokens: The tokens of all threads.

@@ -48,7 +48,7 @@ class GpuState:
 
 
 class NvmlGpu:
-    """The GPU or MIG instance with a UUID, which may lack its prefix (``GPU-``, ``MIG-``).
+    """The GPU or MIG instance with a UUID. The given UUID may lack its prefix (``GPU-``, ``MIG-``).
 
     The first reading initialises NVML for the rest of the process, because each initialisation takes milliseconds.
     """

@@ -1,4 +1,4 @@
-"""Import hook that loads the stand-ins before torch, and afterwards enters the mode that computes small values.
+"""Import hook that loads the stand-ins before torch. Afterwards, the hook enters the mode for computing small values.
 
 The module runs at the start of every Python process (``startup``), so it imports nothing from this package before torch.
 """

@@ -1,4 +1,4 @@
-"""The lines that create tensors, and the lines that call operators, also in backward."""
+"""The lines that create tensors or call operators, in forward and backward."""
 
 from __future__ import annotations
 

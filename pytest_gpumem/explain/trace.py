@@ -221,7 +221,7 @@ class GraphCalls:
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
     def function_at(self) -> dict[str, str]:
-        """Return the function that contains each line, for lines that ran with grad mode on."""
+        """Return the function around each line that ran with grad mode on."""
         return dict(self._function_at)
 
     def no_grad(self) -> ModuleCalls:

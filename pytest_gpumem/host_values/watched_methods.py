@@ -1,4 +1,4 @@
-"""Watch the methods and functions that read or copy a tensor on the host without an operator that the mode sees.
+"""Watch the methods and functions that read or copy a tensor on the host without an operator visible to the mode.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """

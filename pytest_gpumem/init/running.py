@@ -134,7 +134,7 @@ class Runs:
         return modules
 
     def _callees(self, function: Function, view: View, scope: Scope) -> Iterator[tuple[Function, SourceFile, Scope]]:
-        """Yield the project's functions that a function calls, each with the modules that the call passes.
+        """Yield the project's functions called by a function, each with the modules that the call passes.
 
         A callee comes from the same file or class, from an import, from ``parametrize``, or is a model's method.
         """

@@ -1,4 +1,4 @@
-"""Dry run of a step under a config, which checks that the config takes effect."""
+"""Dry run of a step, to check that the step's config takes effect."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_higher_order(operator: object) -> bool:
-    """Return whether an operator takes functions, as `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
+    """Return whether an operator takes functions as arguments. Examples are `torch.cond` and ``flex_attention``."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(operator, HigherOrderOperator)
