@@ -262,7 +262,7 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a tensor from a list, and note whether the list contains unknown tensors, because no operator reads them."""
+    """Make a tensor from a list, and record whether the list contains unknown tensors, because no operator reads them."""
     listed = [arg for arg in args if isinstance(arg, (list, tuple))]
     with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
@@ -284,7 +284,8 @@ def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
     if any(_is_unknown(mode, tensor) for tensor in indices):
         mode.reads.invalid("a size is made of indices")
     elif count > 2 and any(tensor.is_cuda for tensor in indices):
-        named["size"] = original(*on_host(args), **on_host(named)).shape  # C++ would use no operator
+        # Compute the size on the host first. Otherwise C++ would compute the size without an operator.
+        named["size"] = original(*on_host(args), **on_host(named)).shape
     return original(*args, **named)
 
 
