@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 """A step's number, and an allocation's index in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
-"""Tokens in the second recording, so the last steps include a whole period."""
+"""The number of tokens in the second recording. They are enough for the last steps to include a complete period."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
 """The fewest tokens for which a replay is faster than a complete run: 82."""
 _MOST_RUNS = 8
@@ -77,7 +77,7 @@ def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: i
     """
     if not is_long(tokens) or not _has_one_size(prompt):
         return None
-    # The dry run, which shows that autocast casts, leaves cuBLAS's workspace. Free it, because a recording has to allocate it.
+    # The dry run, a check of autocast, leaves cuBLAS's workspace. Free this workspace, because a recording has to allocate it.
     clear_cublas_workspaces()
     try:
         with device.peak_from_now_on() as peak:

@@ -29,7 +29,7 @@ class SizeTrial:
     fits: bool
     peak: int | None = None
     why_not: str = ""
-    """The reason why the size cannot run, as a clause, unless memory ran out."""
+    """A clause with the reason why the size cannot run; empty if the step ran, or if memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _on_the_line(trials: Sequence[SizeTrial], limit: int, low: int, high: SizeTr
 
 
 def _one_sided(trials: Sequence[SizeTrial]) -> bool:
-    """Return whether the last four trials have the same result."""
+    """Return whether the last four trials all fit, or all do not fit."""
     last = [trial.fits for trial in trials[-4:]]
     return len(last) == 4 and len(set(last)) == 1
 

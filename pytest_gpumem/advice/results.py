@@ -37,7 +37,7 @@ class DeviceTrials:
 
     @property
     def smallest(self) -> Trial | None:
-        """The measured config with the smallest peak."""
+        """The measured config with the smallest peak; ``None`` if no config was measured."""
         measured = [trial for trial in self.tried if trial.peak is not None]
         return min(measured, key=lambda trial: trial.peak or 0, default=None)
 

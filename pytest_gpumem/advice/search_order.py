@@ -149,7 +149,7 @@ def next_config(
 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig | None:
-    """Return the config with other ``values``, and with ``blocks`` if they matter. Return ``None`` if the config is invalid."""
+    """Return the config with changed ``values``, and ``blocks`` if it needs a pattern; ``None`` if the result is invalid."""
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
     try:
         return replace(config, **values, blocks=blocks if kind.on_blocks or _shards_blocks(config) else None)
@@ -228,7 +228,7 @@ class Search:
     """A search over named configs, or over the configs in `candidates` until a config fits."""
 
     fits: int | None
-    """The bytes that a step may take."""
+    """The bytes that a step may take; ``None`` without a limit."""
     configs: tuple[StepConfig, ...]
     """The named configs. If there are any, no other configs are measured."""
     everything: bool
@@ -257,7 +257,9 @@ class Search:
             yield from _until_one_fits(_greedy_configs(trials, samples, self.blocks, start), trials, limit)
 
     def note_on_faster(self, trials: Sequence[Trial], limit: int | None) -> str | None:
-        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown."""
+        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown; otherwise
+        ``None``.
+        """
         if self.configs or self.refused or self.everything or not trials:
             return None
         last = trials[-1]
@@ -277,8 +279,8 @@ class Search:
     def configs_for_largest(self, trials: Sequence[Trial], limit: int) -> list[StepConfig]:
         """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
 
-        If no config fits, the config with the smallest peak is used. Configs that fail for
-        another reason than memory are left out.
+        If no config fits, the config with the smallest peak is used. Configs that fail for another reason than memory are left
+        out.
         """
         able = [trial for trial in trials if trial.peak is not None or trial.why_not == OUT_OF_MEMORY]
         if self.configs or self.refused:

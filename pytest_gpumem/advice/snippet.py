@@ -64,7 +64,10 @@ def is_shown(config: StepConfig) -> bool:
 
 
 def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
-    """Return whether a few lines are enough. A split model needs a plan, and DDP micro-batches need ``no_sync``."""
+    """Return whether a few lines of code shard the model.
+
+    A split model needs a plan, and DDP micro-batches need ``no_sync``.
+    """
     kind = sharding.data
     if kind is None or sharding.parts:
         return False

@@ -13,8 +13,9 @@ keys of ``128 * 4 * 64 * 4 = 131,072`` bytes for each token in the text, and fre
 
 A mask with padding to a multiple of 8 tokens grows every 8 steps, so its steps repeat after 8 steps.
 
-Two recordings are compared: the first tokens after the prompt, and the last tokens after a longer prompt, which includes the
-tokens between. A model that changes its behaviour in between, for example by a sliding window, has no pattern.
+Two short generations are recorded. One starts from the prompt and gives the first tokens. The other starts from the prompt
+lengthened by the tokens in between, and gives the last tokens. The first recording's pattern must predict the second
+recording. A model that changes its behaviour in between, for example by a sliding window, has no pattern.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 PERIODS = (1, 2, 4, 8)
 """Periods in steps after which allocations may repeat, in search order."""
 FIRST = 3
-"""The first step that may repeat. Earlier steps belong to the prompt and to its results."""
+"""The first step that may repeat. Step 0 comes before the forward passes, step 1 runs the prompt, and step 2 frees the
+prompt's results."""
 FIRST_TOKENS = FIRST + 3 * PERIODS[-1] + 1
-"""Tokens in the first recording: three of the longest period, and the last token, whose step differs."""
+"""Tokens in the first recording: `FIRST`, three times the longest period, and the last token, whose step differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Free:
 
     ``step`` and ``index`` name the allocation: ``Free(-1, 5)`` frees the sixth allocation in the previous step, ``Free(2, 0)``
     the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. The last 8 steps are counted
-    back from the current step, earlier steps from the beginning: `place_of`.
+    back from the current step, earlier steps from the beginning (see `place_of`).
     """
 
     step: int | None
@@ -54,7 +56,7 @@ class Free:
 
 
 def place_of(made_in: int, number: int) -> int | None:
-    """Return the ``step`` of a `Free` in step ``number``, whose allocation was made in step ``made_in``."""
+    """Return `Free.step` for a free in step ``number`` of an allocation from step ``made_in``; ``None`` in the same step."""
     age = number - made_in
     return (-age or None) if age <= PERIODS[-1] else made_in
 
@@ -82,7 +84,7 @@ class TokenPattern:
     Args:
         first: The recording with the first tokens.
         last: The last step.
-        period: The steps after which allocations repeat.
+        period: The number of steps after which allocations repeat.
         tokens: The number of generated tokens.
     """
 
@@ -98,7 +100,7 @@ class TokenPattern:
         yield self.last
 
     def step(self, number: int) -> Step:
-        """Return a step before the last step."""
+        """Return step ``number``, which must not be the last step."""
         steps = self.first.steps
         repeating = len(steps) - 1
         if number < repeating:
@@ -115,11 +117,11 @@ class TokenPattern:
 
 
 def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern | None:
-    """Return a generation's pattern, or ``None`` if its recorded steps do not repeat.
+    """Return a generation's pattern, or ``None`` if no period fits both recordings.
 
     Args:
-        first: The first tokens after the prompt.
-        last: The last tokens, after a prompt with the tokens between.
+        first: The recording with the first tokens after the prompt.
+        last: The recording with the last tokens, from a prompt lengthened by the tokens in between.
         tokens: The number of generated tokens.
     """
     for period in PERIODS:
@@ -134,7 +136,10 @@ def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern |
 
 
 def _repeats(steps: Sequence[Step], period: int) -> bool:
-    """Return whether each step repeats after a period, with allocations growing by the same bytes each time."""
+    """Return whether each step repeats after a period, with allocations that grow evenly.
+
+    ``False`` for fewer than three periods.
+    """
     if len(steps) < 3 * period:
         return False
     return all(

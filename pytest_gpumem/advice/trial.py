@@ -408,7 +408,7 @@ _MOST_STEPS = 8
 def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind()

@@ -62,7 +62,7 @@ def _join_file_options(words: Sequence[str]) -> Iterator[str]:
 
 
 _MOST_OF_MARKDOWN = 50_000
-"""Characters. GitHub's limit for a comment is 65,536, and the comment contains other text as well."""
+"""The most characters in Markdown. GitHub's limit for a comment is 65,536, and the comment contains other text as well."""
 _RENDERERS: dict[str, Callable[[ComparisonResult], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),

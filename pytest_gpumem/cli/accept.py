@@ -322,7 +322,10 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield each named test without a difference from its baseline. A pattern is accepted if it also matches other tests."""
+    """Yield a refusal for each named test that equals its baseline.
+
+    A pattern is not refused if it also matches other tests.
+    """
     for test in tests:
         titles = {result.verdict.nodeid for result in selected_results(report, [test])}
         named = [candidate for candidate in candidates if candidate.title in titles]

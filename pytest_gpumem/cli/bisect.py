@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 def _package_name(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the name of a package. Raises ``click.BadParameter`` for other requirements, such as ``torch==2.6``."""
+    """Return a package's name, if given. Raises ``click.BadParameter`` for other requirements, such as ``torch==2.6``."""
     if value is None:
         return None
     try:

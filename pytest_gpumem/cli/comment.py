@@ -341,7 +341,7 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
 
 
 def _number_of_event() -> int | None:
-    """Return this job's pull request. Raises `InputError` outside a job."""
+    """Return this job's pull request, if it has one. Raises `InputError` outside a job."""
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
         raise InputError("the pull request is not known: give --pull-request NUMBER")

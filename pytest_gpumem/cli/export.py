@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formats(click.Group):
-    """A command for each format. If a report is in the format's place, the error lists the formats."""
+    """A group with a command for each format. If the user names a report instead of a format, the error lists the formats."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -124,7 +124,7 @@ class FirstBaselines:
         write_lines([f"then {step}"] if missing else ["", step])
 
     def _gate_once(self, commands: Sequence[Sequence[str]], verdicts: Sequence[TestVerdict]) -> set[str]:
-        """Run the gate on the code that recorded the baselines, and return the test functions that fail now.
+        """Run the gate on the same code as the recording sessions, and return the test functions that fail.
 
         The figures of these tests depend on chance. ``verdicts`` are those of the recording sessions.
         """

@@ -282,7 +282,7 @@ def _try_all(
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.record(signal.SIGTERM)  # This ends the other runs.
+            stop.record(signal.SIGTERM)  # This signal ends the other runs.
             raise
         finally:
             threads.shutdown(cancel_futures=True)

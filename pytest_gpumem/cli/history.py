@@ -116,7 +116,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
-    """Return the baselines of the test that ``name`` matches. Raises `InputError` if several tests match."""
+    """Return the baselines of the test that ``name`` matches, if any. Raises `InputError` if several tests match."""
     keys = keys_of_one_test(name, (baseline.key for baseline in baselines))
     return [baseline for baseline in baselines if baseline.key in keys]
 

@@ -334,7 +334,7 @@ def _project(place: _Place) -> Project:
 
 
 def _existing(top: Path, workflow: str) -> str | None:
-    """Return the path of an existing workflow, with the suffix ``.yml`` or ``.yaml``."""
+    """Return an existing workflow's path, with the suffix ``.yml`` or ``.yaml``; ``None`` if neither file exists."""
     return next((path for path in (workflow, f"{workflow[:-3]}yaml") if (top / path).exists()), None)
 
 

@@ -48,7 +48,7 @@ def available() -> int | None:
 
 
 def most_jobs(requested: int, free: Callable[[], int | None] = available) -> int:
-    """Return how many simultaneous runs fit into memory, from 1 to ``requested``. Print a lower number.
+    """Return how many simultaneous runs fit into memory, from 1 to ``requested``. If the number is lower, print it.
 
     For example, with 9 GB of free memory, 8 requested runs become 4.
     """

@@ -78,7 +78,7 @@ def check_form(text: str) -> None:
 
 
 def _nearest_source(word: str) -> str | None:
-    """Return the source of models with a similar spelling, for example ``timm`` for ``tim``."""
+    """Return the source of models with a similar spelling, for example ``timm`` for ``tim``; ``None`` if there is none."""
     return next(iter(difflib.get_close_matches(word, list(SOURCES), n=1, cutoff=0.5)), None)
 
 

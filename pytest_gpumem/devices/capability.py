@@ -1,4 +1,4 @@
-"""Tell errors about a GPU's missing compute capability from errors in the program. Pure."""
+"""Distinguish errors about a GPU's missing compute capability from the program's own errors. Pure."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
 
 
 def lacking_in(output: str, capability: tuple[int, int]) -> str | None:
-    """Return the clause from the first exception in a program's output about a missing GPU feature."""
+    """Return the clause for a program's first exception about a missing GPU feature; ``None`` without such an exception."""
     clauses = (lacking(f"{raised['error']}: {raised['words']}", capability) for raised in _RAISED.finditer(output))
     return next((clause for clause in clauses if clause is not None), None)

@@ -129,8 +129,8 @@ class Device(ABC):
     Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses. Only differences between readings in the
     same `open` ... `close` region are meaningful.
 
-    The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused for timing, and
-    torch's profiler records the allocations when a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. Such statistics cost no time, so nothing is paused for
+    timing. torch's profiler records the allocations when a peak is explained.
 
     For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB
     are live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
@@ -292,7 +292,7 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context in which nothing is allocated or freed, so a device may take a single reading for all of it."""
+        """Return a context for code that allocates and frees nothing. A device may read its counters once for this context."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -304,7 +304,7 @@ class Device(ABC):
         self.release_workspaces()
 
     def settle(self) -> None:
-        """Bring memory to rest between steps, as `quiesce`, but keep the program's workspaces."""
+        """Bring memory to rest between steps like `quiesce`, but without dropping the program's workspaces."""
         gc.collect()
         self.empty_cache()
 
@@ -328,7 +328,7 @@ class Device(ABC):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list, which is filled at the end of the block: the workspace bytes in the peak on each of `everywhere`.
+        """Yield a list, which is filled when the context ends: the workspace bytes in the peak on each of `everywhere`.
 
         Only workspaces that were dropped after their operation count.
         """
@@ -371,7 +371,7 @@ class Device(ABC):
                 other.keep_peak()
 
     def open_window(self) -> Window:
-        """Return a window that counts every peak until `close_window`. Windows may overlap."""
+        """Open and return a window, which counts every peak until `close_window`. Windows may overlap."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
@@ -387,7 +387,7 @@ class Device(ABC):
             other.split(its_window)
 
     def close_window(self, window: Window) -> Peak:
-        """Return the highest peak since ``window`` was opened."""
+        """Close ``window``, and return its highest peak."""
         try:
             self.pop_peak()
             for other, its_window in zip(self.others, window.of_others, strict=True):
@@ -398,7 +398,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window for the peaks of the block. If the block raises, its error is raised even without a peak."""
+        """Yield a window for the peaks within the context. An error from the context's code is raised even without a peak."""
         window = self.open_window()
         try:
             yield window
@@ -410,7 +410,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """Hide the block's peak from every window."""
+        """Hide the context's peak from every window."""
         self.keep_peak()
         peak_before = self._kept
         try:
@@ -418,7 +418,7 @@ class Device(ABC):
                 for other in self.others:
                     ignoring.enter_context(other.peak_ignored())
                 yield
-            # A device that counts events has to read the block's events before it can reset its peak.
+            # A device that counts events has to read the context's events before it can reset its peak.
             self.peak()
         except BaseException:
             with suppress(MeasuringError):
@@ -446,7 +446,7 @@ class Device(ABC):
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         """Record allocations and their surrounding spans. ``tokens`` is filled at the end.
 
-        No readings are possible inside the block.
+        No readings are possible within the context.
 
         Args:
             tokens: The list to fill.
@@ -483,7 +483,7 @@ class Device(ABC):
         return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Forget the blocks that are neither in ``since`` (an earlier `known`) nor in ``storages``."""
+        """Forget the blocks that are neither in ``since`` (an earlier result from `known`) nor in ``storages``."""
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
@@ -515,11 +515,11 @@ class Device(ABC):
         return 0
 
     def time(self, run: Callable[[], object]) -> float:
-        """Return the device's seconds for ``run``."""
+        """Call ``run``, and return its duration on the device in seconds."""
         return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Return the device's seconds for each run. The runs happen in sequence without other waits.
+        """Call each function in ``runs``, and return its duration on the device in seconds. No other wait separates the calls.
 
         The default reads the host's clock after the device has finished each run.
         """
@@ -555,8 +555,8 @@ class Device(ABC):
     def exclusive(self) -> Iterator[str | None]:
         """Reserve the device for this process during timing.
 
-        Between `open` and `close` the device is shared with other processes of the same user. While a process has
-        the device to itself, their measured tests wait. Calls may be nested.
+        Between `open` and `close` the device is shared with other processes of the same user. While a process has the device
+        to itself, measured tests in the other processes wait. Calls may be nested.
 
         Yields:
             ``None``, or a clause that says why other processes may run at the same time.

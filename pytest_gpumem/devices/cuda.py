@@ -109,7 +109,7 @@ class CudaDevice(Device):
         return f"TF32 needs a GPU of compute capability 8.0, and this one has {self._version}"
 
     def emulates(self, feature: str) -> str | None:
-        # torch.cuda.is_bf16_supported() is true on older GPUs as well, because cuBLAS and torch's kernels compute in float32.
+        # torch.cuda.is_bf16_supported() is true on older GPUs as well. There, cuBLAS and torch's kernels compute in float32.
         if feature not in _BFLOAT16 or self._capability >= _AMPERE:
             return None
         return f"torch emulates bfloat16 on a GPU of compute capability {self._version}, which is slow: 8.0 has it"
@@ -277,7 +277,7 @@ class CudaDevice(Device):
         return self.runtime.statistics()[name]
 
     def _probe(self) -> str:
-        """Return the statistic for tensors' bytes. Allocate a tensor to find the statistic.
+        """Allocate a tensor, and return the name of the statistic that counts its bytes.
 
         Raises:
             DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without

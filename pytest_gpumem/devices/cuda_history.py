@@ -62,7 +62,7 @@ def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = Fals
 
 
 def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the outermost Python frame is the first function in every `threading.Thread`."""
+    """Return whether the outermost Python frame is the function with which every `threading.Thread` begins."""
     return bool(frames) and (PurePath(frames[-1]["filename"]).name, frames[-1]["name"]) == (
         "threading.py",
         "_bootstrap",
@@ -70,7 +70,7 @@ def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """Return ``tokens`` with unique autograd numbers, because each thread counts from 0, and backward runs in its own thread.
+    """Return ``tokens`` with unique autograd numbers. Autograd counts from 0 in each thread, and backward has its own thread.
 
     Args:
         tokens: The tokens of all threads.

@@ -123,8 +123,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
     for the product's kernel.
 
     For example, a region allocates a tensor (100 bytes), then allocates and frees a workspace (32 bytes), and then allocates
-    another tensor (20 bytes).
-    The peak is 132 bytes. Without the workspace the peak is 120 bytes, so the result is 12.
+    another tensor (20 bytes). The peak is 132 bytes. Without the workspace the peak is 120 bytes, so the result is 12.
 
     Args:
         history: The block events of the region.

@@ -286,7 +286,7 @@ class _ReadersWriterLock(LockFile):
         self.share(self._LOCK)
 
     def kept_by(self, *, alone: bool) -> str | None:
-        """Return a clause with the name of the blocking process."""
+        """Return a clause with the name of the blocking process; ``None`` if no process blocks."""
         return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
 
     def release(self) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class EmulatedDevice(CudaDevice):
-    """An emulated GPU: torch's own allocator, operators and choice of kernels, on untouched memory and empty kernels."""
+    """An emulated GPU: torch's own allocator, operators and choice of kernels. The kernels do nothing."""
 
     memory_title = "Emulated GPU memory"
     tells_time = False

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_SECONDS = 1800.0
-"""The next test begins after this many seconds in any case, because the process with the memory hangs or is in a debugger."""
+"""The next test begins after this many seconds in any case, because a process that needs its memory for so long hangs or is in
+a debugger."""
 _SLOTS = 256
 _SLOT = struct.Struct("<QQB47x")
 # The processes lock the first byte of their slots, and these two bytes after the slots.
@@ -136,11 +137,11 @@ class MemoryLedger:
 
     @contextmanager
     def reserved(self, request: int | None, read_memory: Callable[[], DeviceMemory]) -> Iterator[Reservation]:
-        """Wait until a test may begin, and reserve the device's memory for the block.
+        """Wait until a test may begin, and reserve the device's memory until the context ends.
 
         Args:
             request: The test's bytes in addition to the process's ``rest``; ``None`` for the whole device.
-            read_memory: Reads the device's memory. The process's bytes at the end of the block become its ``rest``.
+            read_memory: Reads the device's memory. The process's bytes at the end of the context become its ``rest``.
 
         Yields:
             The reservation.

@@ -48,7 +48,7 @@ class GpuState:
 
 
 class NvmlGpu:
-    """The GPU or MIG instance with a UUID, which may lack its prefix (``GPU-``, ``MIG-``).
+    """The GPU or MIG instance with a UUID. The given UUID may lack its prefix (``GPU-``, ``MIG-``).
 
     The first reading initialises NVML for the rest of the process, because each initialisation takes milliseconds.
     """
@@ -136,7 +136,7 @@ class NvmlGpu:
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, start_us)
         except refusals as error:
-            # nvidia-ml-py raises even a success code if NVML has no samples to copy.
+            # nvidia-ml-py raises an exception with the success code if NVML has no samples to copy.
             no_samples = {getattr(self._nvml, name, None) for name in ("NVML_ERROR_NOT_FOUND", "NVML_SUCCESS")} - {None}
             return frozenset() if getattr(error, "value", None) in no_samples else None
         return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)

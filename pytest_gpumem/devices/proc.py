@@ -159,7 +159,7 @@ def seconds_in(stat: str | None, tick: float) -> float:
 
 
 def parent_in(stat: str | None) -> int | None:
-    """Return the parent in a process's ``stat``. The second field, in parentheses, may contain any character."""
+    """Return the parent in a process's ``stat``, if it is readable. The second field, in parentheses, may be any text."""
     match = re.match(r"\d+ \(.*\) \S (\d+) ", stat or "", re.DOTALL)
     return int(match.group(1)) if match else None
 

@@ -57,7 +57,7 @@ class ReferenceWorkload:
     def pace(self) -> float:
         """Return the runs per second.
 
-        Each part counts with its fastest of three runs. This takes under 1 ms and allocates nothing.
+        Each part runs three times, and its fastest run counts. This takes under 1 ms and allocates nothing.
         """
         import torch
 

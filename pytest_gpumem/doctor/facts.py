@@ -109,7 +109,7 @@ class Facts:
     """The first command ``gpumem`` on the path, if it belongs to another package."""
 
     def device_facts(self, word: str) -> DeviceFacts | None:
-        """Return the facts about the device called ``word``."""
+        """Return the facts about the device called ``word``; ``None`` if it was not opened."""
         return next((device for device in self.devices if device.word == word), None)
 
     @property

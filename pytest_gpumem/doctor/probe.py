@@ -92,7 +92,7 @@ def _conditions(device: Device) -> tuple[Conditions, Conditions]:
     first_reading = device.conditions()
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        pass  # A busy loop, because a sleeping thread does not wait for a core.
+        pass  # Keep the thread busy, because a sleeping thread does not wait for a core.
     return first_reading, device.conditions()
 
 

@@ -1,4 +1,4 @@
-"""Import hook that loads the stand-ins before torch, and afterwards enters the mode that computes small values.
+"""Import hook that loads the stand-ins before torch. Afterwards, the hook enters the mode for computing small values.
 
 The module runs at the start of every Python process (``startup``), so it imports nothing from this package before torch.
 """
@@ -112,7 +112,7 @@ def _wait_for_autograd() -> None:
         and not (current == previous and all(is_asleep for is_asleep, _ in current.values()))
         and time.monotonic() < deadline
     ):
-        time.sleep(0.002)  # releases the interpreter's lock, so a waiting thread wakes up
+        time.sleep(0.002)  # sleeping releases the interpreter's lock, so a waiting thread wakes up
         previous, current = current, _threads_of_autograd()
 
 

@@ -113,7 +113,7 @@ def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, 
 
 
 def among_all(device: int, visible: str | None) -> int:
-    """Return the index among all devices for a device index in a process.
+    """Convert a process's device index to the index among all devices in the machine.
 
     Example: with ``CUDA_VISIBLE_DEVICES=2,3``, device 0 in the process is device 2 among all.
 

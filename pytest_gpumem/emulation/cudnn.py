@@ -60,7 +60,7 @@ class Cudnn:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def reaching(self, gpu: int, statistic: str) -> int:
-        """Return the maximum of live bytes since `forget_reaching`, including estimated workspaces without a plan.
+        """Return the maximum of live bytes since `forget_reaching`, with estimated workspaces for convolutions without a plan.
 
         Args:
             gpu: Index of the GPU.
@@ -120,7 +120,7 @@ class Cudnn:
         return f"{WHY_RECURRENT}; the largest is {format_bytes(most.value)}"
 
     def why_zero(self) -> str:
-        """Return why workspaces of convolutions are taken as 0, and the remedy, as a clause."""
+        """Return a clause with the reason why convolution workspaces count as 0 bytes, and with the remedy."""
         if self._torch.cudnn < _OLDEST:
             release, oldest = (".".join(map(str, version)) for version in (self._torch.cudnn, _OLDEST))
             why = f"torch {self._torch.version} has cuDNN {release}, and only {oldest} and newer plan without a GPU"

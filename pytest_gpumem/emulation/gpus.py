@@ -154,7 +154,7 @@ def from_description(text: str | None) -> Mapping[str, Gpu]:
 
 
 def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
-    """Return the GPU or slice with a name."""
+    """Return the GPU or slice with a name; ``None`` for an unknown name."""
     return _table().get(_aliases().get(name, name)) or _slices().get(name) or own.get(name) or _with_memory(name)
 
 

@@ -81,7 +81,7 @@ def _cudnn() -> tuple[tuple[int, int, int], str]:
 
 
 def requirement(name: str) -> str | None:
-    """Return torch's requirement for a package, for example ``"triton==3.6.0"`` or ``"triton~=3.9.0"``.
+    """Return torch's requirement for a package, for example ``"triton==3.6.0"``; ``None`` if torch does not require it.
 
     Args:
         name: The beginning of the package's name.

@@ -43,7 +43,7 @@ class Artifacts:
         self._count = 0
 
     def keep(self, recorded: Recording) -> str | None:
-        """Write a recording, and return a clause if writing fails."""
+        """Write a recording's files. Return a clause if this fails, otherwise ``None``."""
         if self._folder is None:
             return None
         self._count += 1

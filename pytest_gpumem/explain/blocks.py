@@ -31,12 +31,13 @@ class Lifetime:
     """The step's phase. For code without phases: ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
     node: str = ""
-    """The autograd node that allocated the block; empty if Python code in the step or in a module did."""
+    """The autograd node that allocated the block; empty if Python code allocated the block."""
     in_optimizer: bool = False
     recomputed: bool = False
     """True if Python code allocated the block during backward, so the code was recomputed."""
     mark: Mark | None = None
-    """The innermost mark around the allocation. In backward, the mark around the operator that created the node."""
+    """The innermost mark around the allocation. In backward, the mark around the operator that created the node. ``None`` if
+    there is no mark."""
     call_ended: int | None = None
     """The moment when the innermost torch function, node or operator around the allocation ended."""
     module_ended: int | None = None
@@ -49,7 +50,7 @@ class Lifetime:
     ``None`` if no following step was recorded.
     """
     matched: Lifetime | None = None
-    """For a leftover from an earlier step: the block with equal size that this step leaves, made in the same way."""
+    """For a leftover from an earlier step: the block with equal size that this step made in the same way, and left."""
 
     @property
     def is_older(self) -> bool:
@@ -81,7 +82,7 @@ class Timeline:
     no_grad: ModuleCalls = field(default_factory=dict)
     """The number of calls with grad mode off, for each module and function (`GraphCalls`)."""
     no_backward: ModuleCalls = field(default_factory=dict)
-    """The number of forward calls without a part in backward, for each module (`GraphCalls`)."""
+    """The number of forward calls for which no node ran in backward, for each module (`GraphCalls`)."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
     """The callers of modules and functions with grad mode on, by folded path."""
     function_at: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The lines that create tensors, and the lines that call operators, also in backward."""
+"""The lines that create tensors or call operators, in forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
-    """Add the calling line for each tensor made by a torch function in the block to ``by_address``."""
+    """Within the context, store in ``by_address`` the calling line for each tensor made by a torch function."""
     import torch
 
     def addresses(value: object) -> set[int]:
@@ -65,7 +65,7 @@ class OperatorSites:
         return self._tracker.watching()
 
     def operator_site(self) -> OperatorSite:
-        """Return the place of the operator that runs next. Call this for each operator, because views also create nodes."""
+        """Return the place of the operator that runs next. Call this for each operator, because views create nodes too."""
         module, site = self._tracker.module, self._sites.caller_site(2)
         self.modules.add(module)
         number = running_node_number()

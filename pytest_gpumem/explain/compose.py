@@ -116,10 +116,10 @@ def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) ->
 
 
 def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tuple[Sequence[Lifetime], Row]]:
-    """Yield the latest blocks of a replacement, with the difference as a row.
+    """Yield a replacement's latest blocks, each time with a row for the added bytes.
 
     If several blocks have equal sizes, their differences are equal. Example: a line replaces a cache of keys and a cache of
-    values. Otherwise the difference of each block is not known, and the row has all blocks.
+    values. Otherwise only the sum is known, and a single row contains all blocks.
     """
     row = _row(larger.block, timeline)
     number = len(larger.latest)
@@ -157,7 +157,10 @@ def _holders(
 
 
 def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
-    """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
+    """Return a single row for ambiguous blocks, with all their lines and operators.
+
+    The module and the tensor's text are empty if the blocks differ.
+    """
     rows = merge_rows(_row(block, timeline) for block in pool.blocks)
 
     def common(texts: Iterable[str], otherwise: str = "") -> str:

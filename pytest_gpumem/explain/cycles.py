@@ -39,7 +39,7 @@ def collect_cycles() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """Return the types in each reference cycle among ``objects`` from which a tensor among ``objects`` can be reached.
+    """Return the types in each reference cycle among ``objects``, without cycles from which no tensor can be reached.
 
     Each cycle begins with its most specific type.
     """

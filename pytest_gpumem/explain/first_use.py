@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class NewTensors:
-    """The tensors made by a run, from the creation of this object until `record`. This object keeps no tensor alive.
+    """The tensors made between the creation of this object and `record`. This object keeps no tensor alive.
 
     Only objects outside the frozen heap are examined, which takes 1 ms for 20,000 objects. Call `record` before the heap is
     frozen again.
@@ -47,7 +47,7 @@ class NewTensors:
             self._newer = [reference for number, reference in _references().items() if number not in older]
 
     def alive_by_address(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
-        """Return the new tensors still alive, by block address on a device, without blocks that have an older tensor."""
+        """Return the new tensors still alive, by block address on a device. Blocks with an older tensor are left out."""
         older = blocks_of(_alive(self._older.values()), device)
         by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in _alive(self._newer):
@@ -93,7 +93,7 @@ class RetainedBlocks:
     paths: Mapping[int, str]
 
     def holders(self, besides: Collection[str] = (), *, is_once: bool = False) -> tuple[Holder, ...]:
-        """Return the holders, `ranked`.
+        """Return the holders, sorted by `ranked`.
 
         Args:
             besides: Paths to leave out, because these holders also got tensors from the next run.

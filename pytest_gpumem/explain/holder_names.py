@@ -24,7 +24,7 @@ def is_excluded(module: str) -> bool:
 
 
 def is_own_function(value: object) -> bool:
-    """Return whether a value is a function from this package, which replaces another function and holds it.
+    """Return whether a value is a function from this package that replaces another function and refers to it.
 
     Only the globals show this, because the function copies the name and the module of the replaced function.
     """

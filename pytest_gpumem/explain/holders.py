@@ -78,7 +78,7 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
 
     Returns:
         The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Any other block
-        gets the path of examined blocks with the same size, if these have a common path.
+        gets the path of the examined blocks with the same size, if they all have the same path.
     """
     if not blocks:
         return {}
@@ -129,7 +129,7 @@ def _sample_of(blocks: Mapping[int, int]) -> set[int]:
 
 
 def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the paths to blocks outside the sample. A path is empty unless all examined blocks with its size agree."""
+    """Return the paths to blocks outside the sample. A path is empty unless all examined blocks with the same size agree."""
     texts_by_size: dict[int, set[str]] = {}
     for address, text in texts.items():
         texts_by_size.setdefault(blocks[address], set()).add(text)
@@ -203,7 +203,7 @@ def _text_of(paths: Sequence[_Path]) -> str:
 
 
 class _Kind(IntEnum):
-    """The beginning of a path."""
+    """The kind of object with which a path begins."""
 
     ROOT = 0
     """A module, a class or a function."""
@@ -348,7 +348,7 @@ class _Search:
         return {place: self._best(place, paths, height) for place, paths in candidates.items() if paths}
 
     def _beginning_at(self, place: int, height: int) -> list[_Path]:
-        """Return the path that begins at this object, or at a running function's variable if this is a container or tensor."""
+        """Return a path that begins at this object. For a container or tensor, it begins at a running function's variable."""
         variable = self._in_use.get(id(self._objects[place]))
         if height and self._is_object(place):
             return [_Path(_Kind.NOWHERE if variable is None else _Kind.IN_USE)]
@@ -480,7 +480,7 @@ def _variables_in_use() -> dict[int, str]:
                     function_name and f"{function_name}.<locals>.{name}"
                 )
             value = None
-        del frame  # this function's own frame would be a cycle, with all calling frames
+        del frame  # keeping this frame would create a cycle with all calling frames
     return variables
 
 

@@ -78,9 +78,8 @@ class _Matches:
 
         An input may be a leftover, because all tensors in reach of the step's function are inputs. It is no leftover if
         the older blocks with its size are few inputs and many blocks without an owner, because a leak consists of many blocks.
-        Example: a batch as the input, beside 30 leaked tensors in a module. If a step keeps tensors in a closure and in a
-            module,
-        the inputs and the blocks without an owner are both many.
+        Example: a batch is the input, and a module has 30 leaked tensors with the batch's size. But if a step keeps tensors
+        in a closure and in a module, the inputs and the blocks without an owner are both many.
         """
         has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
         return block.is_older and not has_owner and bool(self._matching(block))
@@ -117,9 +116,9 @@ def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:
 
 
 def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetime]:
-    """Return the blocks without older blocks kept by later steps, since the peak was measured.
+    """Return the blocks. Older blocks kept by steps after the peak's measurement no longer count as the step's own.
 
-    The step's own older blocks must not be more than ``own_bytes``. Blocks with the most frequent size are dropped first,
+    The step's own older blocks must not be more than ``own_bytes``. Blocks with the most frequent size stop counting first,
     because a leak is many blocks with one size.
     """
     excess = sum(block.nbytes for block in blocks if block.is_older and block.own) - own_bytes
@@ -139,7 +138,7 @@ def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetim
 
 
 def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]:
-    """Return leftovers in the order in which they become the step's own, so that addresses do not decide.
+    """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
 
     Leftovers freed by the step come first, because later steps cannot have kept these. The others follow one step at a
     time: as many blocks of each size as a step keeps, blocks with a known holder first.

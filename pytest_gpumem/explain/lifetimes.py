@@ -113,10 +113,10 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks, some of them as the step's own.
+    """Yield the blocks, and count the backend's older workspaces as the step's own.
 
-    Blocks from before the step that are freed with the backend's workspaces (cuBLAS) count as own, because earlier runs of the
-    step made them.
+    A block from before the step is a workspace if the block is freed with the backend's workspaces (cuBLAS). Earlier runs of
+    the step made such blocks.
     """
     for block in lifetimes:
         is_older_without_label = block.allocated < 0 and block.label is None
@@ -271,7 +271,7 @@ class _Reader:
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: SpanBegin, own: Mark | None) -> Mark | None:
-        """Return the mark around the operator that created a node, or if the node runs Python code, the mark of this code."""
+        """Return the mark of a node's Python code, or else of the operator that created the node; ``None`` if unknown."""
         creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
             return creating_mark

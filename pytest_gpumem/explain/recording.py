@@ -109,7 +109,8 @@ class Subject:
     """The step or call to record. The defaults fit a repeated step, whose owners are found while it runs."""
 
     run: Callable[[Tracker], object]
-    """Runs the subject once. The result is kept until garbage has been collected, and does not count as left."""
+    """Runs the subject once. The result is kept until garbage has been collected, but does not count among the blocks that the
+    subject left."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
     """Returns the storages held by the subject at its beginning."""
     own_bytes: Callable[[], int]
@@ -175,7 +176,10 @@ class Recording:
         )
 
     def without_later_growth(self, own_bytes: int) -> Recording:
-        """Return the same recording with only ``own_bytes`` at its beginning, without blocks kept by later steps."""
+        """Return the same recording.
+
+        Only ``own_bytes`` of its older blocks count as the step's own, not blocks kept by later steps.
+        """
         if own_bytes >= self.own_bytes:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
@@ -302,7 +306,7 @@ class _Recordings:
         """The most operators in a step, recorded or following."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
         self.closest: Recording | None = None
-        """The recording with the closest peak. Among equally close recordings the first, because it has the most detail."""
+        """The recording whose peak is closest to the measured peak. Of equally close recordings, the first has most detail."""
         self.matching: Recording | None = None
         """The matching recording with the most operators."""
 
@@ -554,7 +558,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def gpu_that_ran_out(error: BaseException) -> str | None:
-    """Return the GPU that ran out of memory, from the error's message.
+    """Return the GPU that ran out of memory, from the error's message; ``None`` if the message names no GPU.
 
     Example:
         ``"cuda:1"`` for ``GPU 1 has a total capacity of 79.19 GiB``.
@@ -564,7 +568,7 @@ def gpu_that_ran_out(error: BaseException) -> str | None:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, from the error's message.
+    """Return the bytes that could not be allocated, from the error's message; ``None`` if they are not mentioned.
 
     Example:
         21,474,836,480 for ``Tried to allocate 20.00 GiB``.

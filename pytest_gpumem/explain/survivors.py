@@ -32,7 +32,7 @@ class Replacement(NamedTuple):
 
     block: Lifetime
     nbytes: int
-    """The difference between the two sizes. If each step replaces the block, the average difference."""
+    """The difference between the two sizes, or the average difference if each step replaces the block."""
     latest: tuple[Lifetime, ...]
     """The live blocks in the same place at the end of the recording."""
 
@@ -131,7 +131,7 @@ def place_of(block: Lifetime) -> Place:
 class _ReplacedBlocks:
     """Older blocks freed by the step, which the step's survivors may replace.
 
-    The blocks in ``passing``, which a following step frees, replace some of them, so this many are subtracted.
+    A following step frees the blocks in ``passing``. These replace older blocks too, so their number is subtracted.
     """
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
@@ -168,13 +168,14 @@ class _ReplacedBlocks:
             yield pool, replacing
 
     def replacement(self, blocks: Sequence[Lifetime]) -> Replacement | None:
-        """Return ``blocks`` as a replacement for smaller blocks, after all `pools` were read.
+        """Return ``blocks`` as the replacement for smaller blocks. Call this after `pools` is exhausted.
 
         Example:
             A buffer with 400 bytes doubles: the step allocates 800 bytes and frees 400 bytes. The difference is 400 bytes.
 
         Returns:
-            ``None`` if the step freed no other block, or if another block may have replaced it.
+            ``None`` if the step freed no other block or did not allocate more than it freed, or if another block may have
+            replaced the freed block.
         """
         if min(self._sizes.values(), default=0) < 0:
             return None

@@ -99,7 +99,7 @@ class Trace:
     """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them; otherwise
     empty.
 
-    First come the allocations in the recorded step, then the allocations in each ``following`` step.
+    The recorded step's allocations come first, and then the allocations in each ``following`` step.
     """
     following: tuple[tuple[Token, ...], ...] = ()
     """The tokens of each step after the recorded step, including its ``rest``."""
@@ -221,7 +221,7 @@ class GraphCalls:
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
     def function_at(self) -> dict[str, str]:
-        """Return the function that contains each line, for lines that ran with grad mode on."""
+        """Return the function around each line that ran with grad mode on."""
         return dict(self._function_at)
 
     def no_grad(self) -> ModuleCalls:

@@ -49,7 +49,7 @@ def bencher(figures: Sequence[Figure]) -> str:
 
 
 def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
-    """Return the metrics, all or those in ``among``, for which ``better`` values are better.
+    """Return the metrics for which ``better`` values are better, from ``among`` or else from all metrics.
 
     A file for github-action-benchmark has a single direction.
 

@@ -40,7 +40,7 @@ class UnavailableError(GitHubError):
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait, if GitHub named them."""
+        """Seconds to wait before the next try, if GitHub named them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Api:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects, which would send the token elsewhere or turn a POST into a GET."""
+    """Handler that refuses redirects, because a redirect would send the token elsewhere or turn a POST into a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -154,7 +154,7 @@ def _shortened(plain: object, most: int = 300) -> str:
 
 
 def _next_page(link: str) -> str | None:
-    """Return the address with ``rel="next"`` in a ``Link`` header (RFC 8288)."""
+    """Return the address with ``rel="next"`` in a ``Link`` header (RFC 8288); ``None`` on the last page."""
     match = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
     return match[1] if match else None
 
@@ -314,13 +314,13 @@ def _address(answer: Any) -> str:
 
 
 def _find(api: Api, pull_request: PullRequest, first_line: str) -> int | None:
-    """Return the id of the token owner's oldest comment with the marker. Other users may quote the marker."""
+    """Return the id of the token owner's oldest comment with the marker, if any. Other users may quote the marker."""
     comment = _first_own_post(api, f"{pull_request.comments}?per_page=100", first_line)
     return None if comment is None else int(comment["id"])
 
 
 def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
-    """Return the number of the token owner's oldest open issue with the marker."""
+    """Return the number of the token owner's oldest open issue with the marker, if any."""
     query = "state=open&sort=created&direction=asc&per_page=100"
     issue = _first_own_post(api, f"/repos/{repository}/issues?{query}", first_line)
     return None if issue is None else int(issue["number"])

@@ -99,14 +99,14 @@ class Constants:
         self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
 
     def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
-        """Note the constant for a whole storage. ``None`` drops the note."""
+        """Record a whole storage's constant. ``None`` deletes the note."""
         if constant is None:
             self._noted.pop(storage.data_ptr(), None)
         else:
             self._noted[storage.data_ptr()] = StorageWeakRef(storage), constant
 
     def forget(self, address: int) -> None:
-        """Drop the note about the storage at an address."""
+        """Delete the note about the storage at an address."""
         self._noted.pop(address, None)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:
@@ -135,13 +135,18 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the constant for a large filled tensor with integers or booleans, for example a batch's mask."""
+        """Return the constant for a large filled tensor with integers or booleans, such as a mask; ``None`` for other
+        results.
+        """
         value = _FILLED.get(operator.name)
         is_large = len(results) == 1 and is_exact(results[0]) and not is_small(results)
         return Constant(value) if value is not None and is_large else None
 
     def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
-        """Return the answer to a check on unknown values: floats are finite and valid, and no token id is in ``among``."""
+        """Return the assumed answer to a check on unknown values; ``None`` if no answer is assumed.
+
+        Floats are finite and valid, and no token id is in ``among``.
+        """
         if name in _VALID:
             return Constant(True) if _validates() else None
         if name in _OF_FINITE:
@@ -160,7 +165,7 @@ class Constants:
         return Constant((name == "eq") == same, "kept") if same or infinite else None
 
     def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
-        """Return the constant for a conjunction or disjunction between two tensors.
+        """Return the constant for a conjunction or disjunction between two tensors; ``None`` if the result has no constant.
 
         An operand with the value ``decides`` decides the result: False in a conjunction, True in a disjunction.
         """

@@ -52,7 +52,7 @@ class Scores:
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return the excluded values for a chosen index; ``None`` if every index is excluded."""
+        """Return the values that a chosen index cannot have; ``None`` if every index is excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
@@ -75,7 +75,7 @@ class Exclusions:
         self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
 
     def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
-        """Note which values an operator's result excludes.
+        """Record the values excluded by an operator's result.
 
         Args:
             tensor: The result, which fills its storage.
@@ -94,7 +94,7 @@ class Exclusions:
         self._noted[storage.data_ptr()] = StorageWeakRef(storage), exclusion
 
     def forget(self, address: int) -> None:
-        """Drop the note about the storage at an address."""
+        """Delete the note about the storage at an address."""
         self._noted.pop(address, None)
 
     def scores_of(self, tensor: torch.Tensor) -> Scores | None:
@@ -112,7 +112,7 @@ class Exclusions:
         return exclusion.excluded.issuperset(on_host(among).flatten().tolist())
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Scores | Choices | None:
-        """Return which values an operator's result excludes although some operands are unknown."""
+        """Return the values excluded by an operator's result although operands are unknown; ``None`` if it excludes none."""
         name = operator.name.removesuffix("_")
         first, second, third = (*args, None, None, None)[:3]
         if name == "cat":
@@ -145,7 +145,7 @@ class Exclusions:
         return scores.choices() if name == "argmax" and bool(scores.left.any()) else None
 
     def _selected(self, mask: object, if_true: object, if_false: object) -> Scores | None:
-        """Return the exclusions for ``torch.where(mask, if_true, if_false)``."""
+        """Return the exclusions for ``torch.where(mask, if_true, if_false)``; ``None`` if there are none."""
         values = (if_true, if_false)
         sizes = [value.shape[-1] for value in (mask, *values) if isinstance(value, torch.Tensor) and value.dim()]
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or len({*sizes}) != 1 or not mask.dim():
@@ -166,7 +166,7 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return the exclusions for a score tensor, or for a number that replaces each score. Probabilities have none."""
+        """Return the exclusions for a score tensor, or for a number that replaces each score; ``None`` for probabilities."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
         exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
         if isinstance(exclusion, Scores):
@@ -186,7 +186,7 @@ class Exclusions:
         return bool((on_host(value) == neutral).all())
 
     def _joined(self, tensors: list[torch.Tensor]) -> Choices | None:
-        """Return the values excluded by every unknown tensor among ``tensors``."""
+        """Return the values excluded by every unknown tensor among ``tensors``; ``None`` if one of them has no exclusions."""
         exclusions = [self._of(tensor) for tensor in tensors if self._is_unknown(tensor)]
         choices = [exclusion for exclusion in exclusions if isinstance(exclusion, Choices)]
         if not choices or len(choices) < len(exclusions):

@@ -40,7 +40,7 @@ _OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_lef
 """Operators by which torch's TransformerEncoder removes padding from its input."""
 _READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
-    | {"linalg_matrix_exp"}  # chooses a formula by the norm
+    | {"linalg_matrix_exp"}  # this operator chooses a formula by the norm
     | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
     | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )
@@ -108,7 +108,7 @@ class Operator:
         if not self.reads or (self.name == "repeat_interleave" and named.get("output_size") is not None):
             return []
         if self.name == "_coalesce":
-            return parts_of(args[0])[:1]  # the indices
+            return parts_of(args[0])[:1]  # only the indices are read
         return tensors_among(args[1:2] if self.name in _READ_SECOND else (*args, *named.values()))
 
 
@@ -238,7 +238,10 @@ def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """Return arguments with host tensors on the same memory instead of GPU tensors, and the host as the device."""
+    """Return the arguments for the host.
+
+    Each GPU tensor becomes a host tensor on the same memory, and a device becomes the host.
+    """
     if isinstance(value, torch.Tensor):
         return on_the_same_memory(value) if value.is_cuda else value
     if isinstance(value, torch.device):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_NOTED = 4096
-"""The number of notes after which the notes about freed storages are dropped."""
+"""The number of notes after which the notes about freed storages are deleted."""
 
 
 class LentMemory:
@@ -28,7 +28,7 @@ class LentMemory:
         """Each lent storage with the arrays on its memory, by address; ``None`` if the storage is lent for its whole life."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
-        """Note that another library shares a tensor's memory.
+        """Record that another library shares a tensor's memory.
 
         Args:
             tensor: The tensor. GPU tensors are ignored.

@@ -105,7 +105,7 @@ _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_fin
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
 """The error for a call to ``torch.linalg.eig``, raised before the call reaches the stand-in for libcusolver."""
 _MOST_NOTED = 4096
-"""The number of notes after which the mode drops the notes about freed storages."""
+"""The number of notes after which the mode deletes the notes about freed storages."""
 
 
 class _KnownStorage(NamedTuple):
@@ -292,7 +292,7 @@ class HostValues(TorchDispatchMode):
         """Run an operator with function arguments (`torch.cond`) beneath this mode, and the functions within the mode."""
 
         def within(argument: Any) -> Any:
-            if isinstance(argument, tuple):  # a mask contains its sizes, blocks and function
+            if isinstance(argument, tuple):  # flex_attention's mask is a tuple of sizes, blocks and a function
                 return tuple(map(within, argument))
             if not callable(argument):
                 return argument
@@ -379,7 +379,7 @@ class HostValues(TorchDispatchMode):
         nbytes = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = self._run_kernel(call, "CUDA")
         results = tensors_among((result,))
-        is_reshaped = nbytes is not None and args[0].untyped_storage().nbytes() == nbytes  # the bytes are the same
+        is_reshaped = nbytes is not None and args[0].untyped_storage().nbytes() == nbytes  # no new memory was allocated
         # `torch.export` makes tensors without memory beneath this mode.
         if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in results):
             return result
@@ -452,7 +452,7 @@ class HostValues(TorchDispatchMode):
         return indices if self.choosing.choose(arguments, on_the_same_memory(indices), excluded) else None
 
     def _is_filled(self, operator: Operator, outcome: list[torch.Tensor]) -> bool:
-        """Return whether an operator made zeros, in which a program may then mark the experts chosen by an assumed routing."""
+        """Return whether an operator made zeros. A program may use them to mark the experts chosen by an assumed routing."""
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
@@ -588,7 +588,7 @@ class HostValues(TorchDispatchMode):
         has_values: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """Note whether the values in a GPU tensor's storage are known.
+        """Record whether the values in a GPU tensor's storage are known.
 
         Unknown integers become 0, so they are equal in every process. If the host computed an operator from these zeros
         (``has_values``), the result stays.
@@ -624,7 +624,10 @@ class HostValues(TorchDispatchMode):
                     on_the_same_memory(tensor).zero_()
 
     def _note_copy(self, tensor: torch.Tensor, is_known: bool, *, has_values: bool) -> None:
-        """Note whether a copy on the host is known. Unknown floats become `UNKNOWN` and integers 0, so all processes agree."""
+        """Record whether a copy on the host is known.
+
+        Unknown floats become `UNKNOWN` and integers 0, so all processes agree.
+        """
         self._has_left = self._has_left or not is_known
         self.values_read += not is_known
         if not is_known and not has_values and tensor.nbytes <= BIGGEST_COPY:
@@ -634,7 +637,7 @@ class HostValues(TorchDispatchMode):
     def _note_on_host(
         self, tensor: torch.Tensor, is_known: bool, *, is_overwritten: bool = True, of_floats: bool = False
     ) -> None:
-        """Note whether a host tensor is known.
+        """Record whether a host tensor is known.
 
         Args:
             tensor: A tensor. Tensors on other devices are ignored.
@@ -725,7 +728,7 @@ class HostValues(TorchDispatchMode):
         return start is not None
 
     def _known_at(self, address: int) -> int | None:
-        """Return the start of the known GPU storage that contains ``address``."""
+        """Return the start of the known GPU storage that contains ``address``; ``None`` if no known storage does."""
         starts = (
             start
             for start, note in self._known.items()
@@ -741,7 +744,7 @@ class HostValues(TorchDispatchMode):
             self.constants.forget(start)
 
     def has_left(self) -> None:
-        """Note that an uncomputed value has reached the host. From now on, any host tensor may contain this value."""
+        """Record that an uncomputed value has reached the host. From now on, any host tensor may contain this value."""
         self._has_left = True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -754,7 +757,7 @@ class HostValues(TorchDispatchMode):
                 self.note_unknown(tensor)
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Note a copy made without the mode. The copy is known if the original is known."""
+        """Record a copy made without the mode. The copy is known if the original is known."""
         for part, source in zip(parts_of(copy), parts_of(original), strict=False):
             routing = self._routing_of(source)
             is_known = not self.is_unknown(source) and part.untyped_storage().nbytes() <= BIGGEST_COPY

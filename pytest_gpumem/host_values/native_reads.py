@@ -1,4 +1,4 @@
-"""Answer reads of an emulated GPU's memory by C++ code, in derivatives and in kernels.
+"""Answer C++ code in torch that reads an emulated GPU's memory, in derivatives and in kernels.
 
 `NativeReads.positions` computes the positions of nonzero elements, for example for ``x[mask]`` and its derivative, and torch
 allocates their memory. Every other copy to the host calls `NativeReads.asked`. If the bytes were not computed, the read is
@@ -111,7 +111,7 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the answer for any operands; ``None`` if the answer depends on the operands."""
+        """Return an operator's answer if it is the same for all operands, otherwise ``None``."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
@@ -121,7 +121,7 @@ class NativeReads:
 
 
 def answer_native_reads(mode: HostValues) -> None:
-    """Answer reads by C++ for the rest of the process."""
+    """From now on, answer the reads of GPU memory made by torch's C++ code."""
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -171,7 +171,7 @@ def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
 
 
 def _our_frames() -> Iterator[FrameType]:
-    """Yield this package's frames in this thread, the innermost first, except frames that only forward calls."""
+    """Yield this package's frames in this thread, the innermost first, except frames that only pass on calls."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and file not in _PASSING_ON:

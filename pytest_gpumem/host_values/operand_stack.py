@@ -4,8 +4,7 @@ A single pass runs nothing. It visits each loop body once, and each branch on bo
 because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
 
 Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another cell, and then
-    ``BINARY_OP``
-with both cells in ``taken`` and the result's cell in ``put``.
+``BINARY_OP`` with both cells in ``taken`` and the result's cell in ``put``.
 """
 
 from __future__ import annotations

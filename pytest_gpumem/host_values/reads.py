@@ -65,7 +65,7 @@ class Reads:
         """The threads waiting for backward."""
 
     def take_trouble(self) -> str | None:
-        """Return the first trouble since the last call, as a clause with its line."""
+        """Return the first trouble since the last call, as a clause with its line; ``None`` without trouble."""
         trouble, self._trouble = self._trouble, None
         return trouble
 

@@ -88,13 +88,13 @@ class AssumedRouting:
         return removed if earlier_mask is None or earlier_mask.shape != removed.shape else removed | earlier_mask
 
     def note_mask(self, result: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the mask on an operator's result, which `mask` returned."""
+        """Record a mask, as returned by `mask`, for an operator's result."""
         self._masks = {address: note for address, note in self._masks.items() if not note[0].expired()}
         storage = result.untyped_storage()
         self._masks[storage.data_ptr()] = StorageWeakRef(storage), mask
 
     def forget(self, address: int) -> None:
-        """Drop the mask on the storage at an address."""
+        """Delete the mask on the storage at an address."""
         self._masks.pop(address, None)
 
     def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
@@ -130,7 +130,7 @@ class AssumedRouting:
         return True
 
     def _number(self, value: object) -> float | None:
-        """Return a number, or the value of a known scalar tensor."""
+        """Return a number, or the value of a known scalar tensor; ``None`` for anything else."""
         if isinstance(value, torch.Tensor):
             return None if value.dim() or self._is_unknown(value) else float(on_host(value))
         return float(value) if isinstance(value, (int, float)) else None

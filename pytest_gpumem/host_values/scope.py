@@ -34,7 +34,8 @@ def begin() -> HostValues:
     if _mode is None:
         _mode = HostValues()
         _mode.__enter__()
-        # The host computes only small tensors, and threads on the same core take 40 times as long by waiting for each other.
+        # Use a single thread. The host computes only small tensors, and threads that share a core would wait for each other
+        # and take 40 times as long.
         torch.set_num_threads(1)
         UnknownFloat.reads = _mode.reads
         watch_methods(_mode)

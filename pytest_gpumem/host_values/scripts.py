@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Record a read for each list in a script that copies unknown tensors to the host or takes unknown host tensors."""
+    """Record a read for each list in a script, if the script takes unknown host tensors, or copies unknown tensors."""
 
     @contextmanager
     def noting(script: Any, args: tuple[Any, ...]) -> Iterator[None]:

@@ -125,7 +125,7 @@ def _stored_to(lines: list[str]) -> set[str]:
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Note the possible values of a loop's results and variables: the initial values and the yielded values."""
+    """Record in ``made_of`` the possible values for a loop's results and variables: initial values and yielded values."""
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

@@ -244,7 +244,7 @@ def _asks_whether_finite(step: Step) -> bool:
 
 
 def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
-    """Return the kind of an instruction's result, for instructions other than calls and comparisons."""
+    """Return the kind of an instruction's result, except for calls and comparisons; ``None`` if it need not be followed."""
     first = kinds[0]
     if name in ("TO_BOOL", "GET_ITER", "CONVERT_VALUE", "UNARY_NOT"):
         return first

@@ -1,4 +1,4 @@
-"""Watch the methods and functions that read or copy a tensor on the host without an operator that the mode sees.
+"""Watch the methods and functions that read or copy a tensor on the host without an operator visible to the mode.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """
@@ -202,7 +202,7 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
 
 
 def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Note that another library gets a tensor's memory."""
+    """Record that another library gets a tensor's memory."""
     value = original(tensor, *args, **named)
     if is_ordinary(type(tensor)):
         with outside_torch_function():
@@ -211,7 +211,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Note a new tensor on the memory of a NumPy array or another buffer."""
+    """Record a new tensor on the memory of a NumPy array or another buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
         mode.lent.note(tensor)
@@ -219,7 +219,7 @@ def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Record the reads by a method that calls a function with each element."""
+    """Call a method that passes each element to a function, and record the reads."""
     unknown = [operand for operand in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, operand)]
     result = original(tensor, *args, **named)
     if unknown:
@@ -262,7 +262,7 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a tensor from a list, and note whether the list contains unknown tensors, because no operator reads them."""
+    """Make a tensor from a list, and record whether the list contains unknown tensors, because no operator reads them."""
     listed = [arg for arg in args if isinstance(arg, (list, tuple))]
     with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
@@ -284,7 +284,8 @@ def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
     if any(_is_unknown(mode, tensor) for tensor in indices):
         mode.reads.invalid("a size is made of indices")
     elif count > 2 and any(tensor.is_cuda for tensor in indices):
-        named["size"] = original(*on_host(args), **on_host(named)).shape  # C++ would compute it without an operator
+        # Compute the size on the host first. Otherwise C++ would compute the size without an operator.
+        named["size"] = original(*on_host(args), **on_host(named)).shape
     return original(*args, **named)
 
 
@@ -326,7 +327,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "numpy": _lend,
     "__dlpack__": _lend,
     "__format__": _format,
-    "__repr__": _format,  # `str` calls it
+    "__repr__": _format,  # `str` calls this method
     "cpu": _copy,
     "to": _copy,
     "__deepcopy__": _copy,
@@ -352,7 +353,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _broadcast(
     mode: HostValues, original: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Note `DataParallel`'s copies of a model, which no operator shows."""
+    """Record which of `DataParallel`'s model copies are known, because the mode sees no operator for these copies."""
     copied = original(tensors, *args, **named)
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
@@ -367,7 +368,7 @@ def _broadcast(
 def _add(
     mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Note the sum over several GPUs, which the NCCL stand-in computes."""
+    """Record whether the sum over several GPUs is known. The NCCL stand-in computes this sum."""
     total = original(inputs, *args, **named)
     if total.dtype != torch.float16:  # the stand-in does not compute half precision
         mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
@@ -393,7 +394,7 @@ def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called the watched method."""
+    """Return the frame that called the watched method; ``None`` if Python code did not call it."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
     while frame is not None and frame.f_code.co_filename in (__file__, never_compiled.__code__.co_filename):
         frame = frame.f_back

@@ -113,7 +113,7 @@ def is_from_a_zoo(dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """A file in which some variables are known to be modules.
+    """A file, together with the variables that are known to be modules.
 
     Example: with ``modules = {"net"}``, the expression ``net.eval()`` is a module.
     """

@@ -37,7 +37,7 @@ class Scope:
 
 
 class Runs:
-    """Decides whether functions of a project run a model, and looks at each function once."""
+    """Decides whether a project's functions run a model. Each function is examined only once."""
 
     def __init__(self, sources: Sources, models: Models) -> None:
         self._sources = sources
@@ -47,7 +47,7 @@ class Runs:
         self._attributes: dict[ast.ClassDef, frozenset[str]] = {}
 
     def does(self, function: Function, file: SourceFile, scope: Scope) -> bool:
-        """Return whether a function, a fixture that it asks for or a function that it calls runs a model.
+        """Return whether a function runs a model: in its own body, in a requested fixture or in a called function.
 
         Args:
             function: A test, a fixture or another function of the project.
@@ -57,7 +57,7 @@ class Runs:
         methods = tuple(sorted((name, origin.path, method.lineno) for name, (method, origin) in scope.methods.items()))
         key = file.path, function.lineno, methods, scope.modules, tuple(sorted(scope.functions))
         if key not in self._decided:
-            self._decided[key] = False  # ends the search through functions that call each other
+            self._decided[key] = False  # this entry ends the search through functions that call each other
             self._decided[key] = self._does(function, file, scope)
         return self._decided[key]
 
@@ -134,7 +134,7 @@ class Runs:
         return modules
 
     def _callees(self, function: Function, view: View, scope: Scope) -> Iterator[tuple[Function, SourceFile, Scope]]:
-        """Yield the project's functions that a function calls, each with the modules that the call passes.
+        """Yield the project's functions called by a function, each with the modules that the call passes.
 
         A callee comes from the same file or class, from an import, from ``parametrize``, or is a model's method.
         """
@@ -154,7 +154,7 @@ class Runs:
     def _definitions(
         self, callee: ast.expr, function: Function, view: View, scope: Scope
     ) -> Iterator[tuple[Function, SourceFile]]:
-        """Yield the definitions that the called expression may mean within a function."""
+        """Yield the definitions to which a called expression may refer within a function."""
         if isinstance(callee, ast.Attribute) and ast.unparse(callee.value) in ("self", "cls"):
             owner = view.file.owners.get(function)
             if callee.attr in scope.methods:

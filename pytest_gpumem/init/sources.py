@@ -80,7 +80,7 @@ class SourceFile:
         return ".".join(filter(None, (*folders, node.module)))
 
     def dotted(self, node: ast.expr) -> str | None:
-        """Return an expression's full name after imports: ``nn.Linear`` is ``torch.nn.Linear``. Calls have no name."""
+        """Return an expression's full name after imports: ``nn.Linear`` is ``torch.nn.Linear``. For a call it is ``None``."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -144,7 +144,7 @@ class Sources:
         return list(dict.fromkeys(classes))
 
     def module(self, dotted: str, beside: str) -> SourceFile | None:
-        """Return a module's file for an import in the file at ``beside``.
+        """Return a module's file for an import in the file at ``beside``; ``None`` for a module outside the project.
 
         The search begins in the importing file's folder and then in the root directory. After that, a file in any folder may
         match, because ``src`` or another folder may be on the path. The shortest path wins.

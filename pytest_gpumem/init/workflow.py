@@ -68,7 +68,7 @@ def commit() -> str | None:
 
 
 def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
-    """Return the workflow to post a gate's reports as comments. The arguments are as in `workflow`."""
+    """Return the workflow for posting a gate's reports as comments. The arguments are as in `workflow`."""
     return _with_account(template("comment"), account, commit)
 
 

@@ -30,7 +30,7 @@ class ModelName:
 
     @property
     def is_tiny(self) -> bool:
-        """True if the model gets only two layers, and the first layer for each further kind."""
+        """True if the model keeps only two layers, and the first layer of each further kind."""
         return self.source == "hf-tiny"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A model by name, which can be built repeatedly with random weights, with its batch and loss."""
+"""A model by name with its batch and loss. The model can be built repeatedly with random weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NamedModel:
 
 
 def on_meta(name: ModelName, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Return a model on the meta device, which takes no memory, for inspection.
+    """Return a model on the meta device for inspection. Such a model takes no memory.
 
     Args:
         name: The model's name, for messages.

@@ -93,7 +93,10 @@ def _least(meta: Mapping[str, Any]) -> int:
 def _detection(
     name: ModelName, size: BatchSize | None, trains: bool, make: Any, model: torch.nn.Module, classes: int
 ) -> NamedModel:
-    """Return a detection model, which in training also takes the objects in the images, and returns its losses."""
+    """Return a detection model.
+
+    In training, its batch also has the objects in the images, and the model returns its losses.
+    """
     if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
         raise ModelError(f"{name} needs more than boxes for the objects in its images; {WRITE}; or measure inference")
     resized: Any = model.transform

@@ -158,7 +158,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Keep two layers and the first layer of each further kind, and their values in lists with a value for each layer.
+    """Keep two layers and the first layer of each further kind. Lists with a value for each layer are shortened accordingly.
 
     Example: four layers of the kinds full, full, full, sliding become three: the first two, and the first sliding layer.
     """

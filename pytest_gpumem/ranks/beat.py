@@ -62,7 +62,7 @@ class Beat:
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
-        """The part that changes if the rank makes progress."""
+        """The values that change when the rank makes progress."""
         return (self.where, *self.point)
 
 
@@ -95,7 +95,7 @@ def _function(frame: FrameType | None) -> str:
 
 
 def is_stuck(beats: Sequence[Beat | None]) -> bool:
-    """Return whether a lack of progress is an error, because a rank waits, is missing, or runs a measured test."""
+    """Return whether a lack of progress is an error. It is an error if a rank waits, is missing, or runs a measured test."""
     return any(beat is None or beat.measures or beat.point.waits for beat in beats)
 
 

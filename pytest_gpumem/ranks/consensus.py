@@ -64,7 +64,7 @@ class Alone:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run the block on each rank in turn, so ranks cannot wait for each other's locks.
+        """Run the context's code on each rank in turn, so ranks cannot wait for each other's locks.
 
         This is no barrier: a rank goes on after its own turn.
         """

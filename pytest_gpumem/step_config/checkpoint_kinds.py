@@ -41,7 +41,7 @@ class Snippet:
 
     imports: tuple[str, ...] = ("import torch",)
     setup: Callable[[], Iterable[str]] = tuple
-    """Return the first lines of the code."""
+    """Returns the first lines of the code."""
     each_block: str = ""
     """A statement to run for each ``block`` of the model."""
     around_forward: str = ""
@@ -63,16 +63,16 @@ class CheckpointKind:
     on_blocks: bool = False
     """True if the kind acts on a model's repeated blocks (``blocks=PATTERN``)."""
     recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
-    """Return groups of modules, given lists of modules and the argument. Backward recomputes each group as a whole.
+    """Returns groups of modules, given lists of modules and the argument. Backward recomputes each group as a whole.
 
     With ``on_blocks`` the lists are the model's blocks. Otherwise they are the modules whose path matches the argument.
     """
     saved_ops: tuple[str, ...] = ()
     """ATen operators whose outputs are saved even inside the groups."""
     around_forward: Callable[[Any], AbstractContextManager[object]] = nullcontext
-    """Return a context manager for each forward pass, given the argument."""
+    """Returns a context manager for each forward pass, given the argument."""
     setting: Callable[[Any], AbstractContextManager[object]] = nullcontext
-    """Return a context manager for all steps that changes a global torch setting, given the argument."""
+    """Returns a context manager that changes a global torch setting for all steps, given the argument."""
     part_of_compiler: str = ""
     """The torch.compile feature that implements this kind. Without a compile mode the kind does nothing."""
     cached_casts: bool = True

@@ -420,7 +420,7 @@ _SHORT: dict[str, Callable[[str], str]] = {
 
 
 def as_config(config: StepConfig | str | None) -> StepConfig | None:
-    """Return the config for a text or config from a test's author. Raises `ConfigError`."""
+    """Return the config for a text or config from a test's author; ``None`` stays ``None``. Raises `ConfigError`."""
     return config if config is None or isinstance(config, StepConfig) else StepConfig.parse(config)
 
 

@@ -133,7 +133,7 @@ def samples_in(batch: object) -> int | None:
 
 
 def work_in(batch: object, items: float | str | None) -> dict[str, float]:
-    """Return the numbers of samples, tokens and items in a step, by name. Throughput counts the first name.
+    """Return the numbers of samples, tokens and items in a step, by name. Throughput is computed from the first entry.
 
     Args:
         batch: The step's batch. Its tokens are the elements of its first integer tensor.

@@ -1,4 +1,4 @@
-"""Dry run of a step under a config, which checks that the config takes effect."""
+"""Dry run of a step, to check that the step's config takes effect."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
 
 
 class BackwardCallCounter:
-    """Counter for module calls in backward, which are all recomputed calls."""
+    """Counter for module calls in backward. A module is called there only to recompute its output."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""A step's own global settings in place of the outer ones: mode, matrix precision, key/value cache and autocast."""
+"""Global settings for a step, in place of the surrounding settings: mode, matrix precision, key/value cache and autocast."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Replace the module's buffers, which are on meta, with buffers that have values."""
+    """Replace the module's buffers on meta with buffers that have values."""
     for path, owner in module.named_modules():
         for name, _ in list(owner.named_buffers(recurse=False)):
             value = buffers.get(f"{path}.{name}" if path else name)

@@ -104,8 +104,7 @@ def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
 def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, torch.Tensor]]:
     """Return the model within DDP, and a mapping of DDP's buckets.
 
-    The mapping is filled while steps run, and only if this rank is
-    alone.
+    The mapping is filled while steps run, and only if this rank is alone.
     """
     from torch.nn.parallel import DistributedDataParallel
 

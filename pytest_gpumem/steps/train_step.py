@@ -131,7 +131,7 @@ def prepared_train_step(
         phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
-        # A scale that falls in every step does not show whether the next step repeats this step.
+        # If the scale falls in every step, it cannot show whether the next step repeats this step.
         scales = training.scaler is not None and not dry.overflows
         yield PreparedTrainStep(
             context=context,

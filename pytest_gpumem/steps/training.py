@@ -80,7 +80,7 @@ class Training:
         self.scaler = scaler_of(self.config.precision, self.device)
 
     def scale(self) -> float | None:
-        """Return the gradients' scale. This waits for the device."""
+        """Return the gradients' scale; ``None`` without a gradient scaler. This waits for the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     @contextmanager

@@ -142,10 +142,11 @@ class FrozenHeap:
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Return whether a full collection is a call of ``gc.collect`` by other code.
+    """Return whether a full collection was started by other code's call to ``gc.collect``, and not by Python itself.
 
-    Python starts a full collection by itself only if the number of younger collections exceeds the threshold. This happens in
-    any code that allocates.
+    Python starts a full collection by itself only if the number of younger collections exceeds the threshold. In any other
+    case, or if the calling code uses the name ``collect``, other code asked for the collection. This package's own collections
+    are left out.
 
     Args:
         caller: The frame in which the collection begins.

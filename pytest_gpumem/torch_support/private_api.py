@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
-    """`torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
+    """Either kind of profiler: `torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -194,7 +194,7 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_higher_order(operator: object) -> bool:
-    """Return whether an operator takes functions, as `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
+    """Return whether an operator takes functions as arguments. Examples are `torch.cond` and ``flex_attention``."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(operator, HigherOrderOperator)
@@ -550,7 +550,7 @@ def running_node_name() -> str | None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Run the block outside all autocast contexts, with autocast off.
+    """Leave all surrounding autocast contexts within this context, with autocast off.
 
     torch caches cast weights and frees them when the outermost autocast ends. Inside another autocast the copies
     would outlive a forward pass.
@@ -612,7 +612,7 @@ def _read_setting(setting: Callable[[], R]) -> R | None:
 
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Keep Kineto from writing to stderr at every start and stop. Kineto reads this variable at its first use."""
+    """Keep Kineto from writing to stderr at every start and stop. Kineto reads its log level's variable at its first use."""
     if KINETO_LOG_LEVEL in os.environ:
         yield
         return
@@ -680,7 +680,7 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 
 MOST_ENTRIES = 2**20
-"""A history without frames keeps the latest entries, at most this number."""
+"""The most entries in a history without frames. Older entries are lost."""
 
 
 def start_cuda_history(*, frames: bool = True) -> None:
@@ -733,7 +733,7 @@ def free_on_cuda(address: int) -> None:
 
 
 def current_dispatch_mode() -> object | None:
-    """Return this thread's innermost dispatch mode."""
+    """Return this thread's innermost dispatch mode; ``None`` if no mode is active."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     mode: object | None = _get_current_dispatch_mode()
@@ -837,7 +837,7 @@ def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManag
 
 def lists_of_script(script: Any) -> list[str]:
     """Return the list types that a TorchScript function or method creates with ``tolist``: ``List[int]``."""
-    graph = script.inlined_graph  # keeps its nodes alive
+    graph = script.inlined_graph  # this reference keeps the graph's nodes alive
     return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
 
 
@@ -934,7 +934,7 @@ def gpu_unseen() -> Iterator[None]:
     """
     import torch
 
-    # The compiler counts the GPUs when it is loaded and knows no others later, so the count is 1.
+    # The compiler counts the GPUs only once, when it is loaded. Let it count a single GPU.
     with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
         try:
             yield

@@ -66,7 +66,7 @@ def reachable(roots: Iterable[object]) -> Iterator[Any]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
-    """Yield each reachable object, with a flag for tensors."""
+    """Yield each reachable object, with True if the object is a tensor."""
     import torch
 
     # All objects stay referenced, including classes, so no id is reused.

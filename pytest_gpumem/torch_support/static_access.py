@@ -287,7 +287,7 @@ def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def named_tensors(
     root: torch.nn.Module, kind: Literal["parameters", "buffers"]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Return a model's parameters or buffers, each once, as the path of its module, its name in the module, and the tensor."""
+    """Yield each parameter or buffer in a model once: its module's path, its name in the module, and the tensor."""
     seen: set[int] = set()
     for path, module in named_modules(root):
         for name, tensor in _own_parts(module, kind):
