@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from time_recorded import Series
 
     from pytest_gpumem.ab.checkout import Side
-    from pytest_gpumem.reports.comparison import Compared
+    from pytest_gpumem.reports.comparison import ComparisonReport
     from pytest_gpumem.values.times import Sample
 
 Outcome = Literal["fails", "passes", "uncertain"]
@@ -123,14 +123,14 @@ def ours_in_turns(trial: PairedTrial, tolerated: float) -> Outcome:
     return _OUTCOMES[figure.word]
 
 
-def compared_in_turns(trial: PairedTrial, tolerated: float) -> Compared:
+def compared_in_turns(trial: PairedTrial, tolerated: float) -> ComparisonReport:
     """The report with which `gpumem ab` ends, of at most the trial's pairs."""
 
     def take(side: Side, number: int) -> AbRun:
         base, head = trial.pairs[(number - 1) // 2]
         return _run_of_pytest(_first(base if side == BASE else head, trial.cores).first)
 
-    def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Compared:
+    def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> ComparisonReport:
         return compare_runs(pairs, _NOWHERE, _NOWHERE, tolerated, {})
 
     *_, last = reports_in_turns(take, compare_so_far, len(trial.pairs))
