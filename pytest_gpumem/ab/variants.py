@@ -179,7 +179,8 @@ def differing_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tu
 def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[ChangedPackage, ...]:
     """Return the packages whose release differs between ``base`` and ``head``, by normalized name.
 
-    Only packages that were installed for a side can differ. Packages from an address are always returned.
+    Only packages that were installed specially for ``base`` or ``head`` are compared. Packages from an address
+    are always returned.
     """
     sides = [
         {str(canonicalize_name(name)): release for name, release in provisioned.packages.items()}

@@ -142,8 +142,8 @@ report_option = click.option(
     multiple=True,
     type=FilePath(writable=True),
     callback=_reports,
-    help="Write the result to this file: JSON to `FILE.json`, Markdown for a comment, an issue or a job summary to "
-    "`FILE.md`, JSON to standard output for `-`. May be repeated.",
+    help="Write the result to this file. `FILE.json` gets JSON, `FILE.md` gets Markdown for a comment, an issue or a job "
+    "summary, and `-` writes JSON to standard output. May be repeated.",
 )
 
 

@@ -497,7 +497,8 @@ def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: di
     """Search the packages that differ, and then the releases of the package that caused the change.
 
     For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
-    the first search ends with transformers, and the second searches its releases from 4.45.0 to 4.50.0 beside torch 2.13.0.
+    and a change caused by transformers, the first search finds transformers. The second search tries its releases from
+    4.45.0 to 4.50.0, with torch 2.13.0.
     """
     differing, by_package = candidates.packages(good, bad)
     same = same_release_notes(good, bad)

@@ -25,7 +25,7 @@ AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """Deallocation callbacks for storages, and the freed storages since the last `put_into`.
+    """Watches storages, and keeps the freed storages until `put_into` inserts their frees into the recorded events.
 
     The profiler only reports the free of a block if it saw the block's allocation. For an older storage, a weak reference
     reports the free. Two tiny allocations at this moment, the mark, show its place among the recorded events.

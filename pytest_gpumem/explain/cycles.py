@@ -67,7 +67,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """Return a shortest cycle through the component's most specific object."""
+    """Return, as text, a shortest cycle through one object of the component, preferably an object of a user's class."""
     first = min(component, key=lambda number: (_genericness(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}

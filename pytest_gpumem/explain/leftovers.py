@@ -65,7 +65,7 @@ class _Matches:
         # Later steps may keep blocks with other sizes, for example batches.
         self._lasting = {**_by_size(later), **_by_size(block for block in remaining if block.is_kept)}
         for pool in survivors_of(timeline).ambiguous if timeline.following else ():
-            # The line of an older block with this size is not known.
+            # Nothing shows which blocks of this size were kept, so none of them gives an older kept block its line.
             self._lasting.pop(pool.blocks[0].nbytes, None)
         self._passing = _by_size(block for block in remaining if not block.is_kept and block.label is None)
         self._turns: dict[int, Iterator[Lifetime]] = {}

@@ -173,7 +173,7 @@ class _Reader:
         """The number of recomputed calls, by the module's folded path."""
         self._nodes: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
-        """The first and last moment of each ``rest`` span, by its name."""
+        """The first and last moment of each mark with kind ``rest`` (workspaces, garbage, result), by the mark's path."""
         self._lines: set[tuple[str, str]] = set()
         """The lines reached by forward. If backward reaches such a line, the line is recomputed."""
         self._sites: dict[str, Mark] = {}

@@ -56,8 +56,8 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # The context is left at exit, while torch is still loaded. Since Python 3.14, a process forked by multiprocessing drops its
-    # exit functions. Without a reference in `_kept`, the context would be left at that moment.
+    # At interpreter exit, the context ends while torch is still loaded. Since Python 3.14, a process forked by
+    # multiprocessing drops its exit functions. Without a reference in `_kept`, the context would end at that moment.
     contexts = ExitStack()
     _kept.append(contexts)
     contexts.enter_context(engine_run_within(away))

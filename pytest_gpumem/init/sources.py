@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _MOST_IMPORTS = 8
-"""The most modules through which a name is followed, because modules may import a name from each other in a circle."""
+"""The most steps in which a name, or a base class, is followed from module to module.
+
+Without a limit, a name that modules import from each other in a circle would be followed forever.
+"""
 
 
 @dataclass(frozen=True)

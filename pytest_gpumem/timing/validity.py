@@ -261,7 +261,7 @@ def slowdown(before: Conditions, after: Conditions) -> Slowdown:
 
 
 def gpu_slowdown(before: Conditions, after: Conditions) -> float:
-    """Return the largest factor by which a lowered clock slowed the GPU."""
+    """Return an upper bound for the factor by which a lowered clock slowed the GPU."""
     throttled = THROTTLED if is_throttled(before, after) else 1.0
     clock = sm_clock_share(after)
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
