@@ -277,8 +277,8 @@ class Runner:
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
-        others = [str(folder) for folder in self.checkouts if folder != worktree]
-        arguments = {"file": str(lines), "home": str(worktree), "others": others, "only": list(self.only)}
+        other_checkouts = [str(folder) for folder in self.checkouts if folder != worktree]
+        arguments = {"file": str(lines), "home": str(worktree), "others": other_checkouts, "only": list(self.only)}
         environment[collector.VARIABLE] = json.dumps(arguments)
         return environment
 

@@ -72,7 +72,7 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFigures:
-    """Measured figures in bytes that a recording has to match.
+    """Figures from the measured step, in bytes. A recording has to match them.
 
     Example:
         A step was measured with ``peak=10_575_904``. A recording with marks for each call peaks at 10,575,904 bytes and also

@@ -690,8 +690,8 @@ class HostValues(TorchDispatchMode):
             return any(map(self.is_unknown, parts)) if parts else tensor.is_cuda
         address = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
-            known = self._known.get(address)
-            return known is None or known.storage.expired()
+            known_storage = self._known.get(address)
+            return known_storage is None or known_storage.storage.expired()
         unknown = self._unknown_on_host.get(address)
         return unknown is not None and not unknown.storage.expired()
 

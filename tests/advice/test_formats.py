@@ -34,10 +34,10 @@ PEAK = Composition(
 
 def advice(*devices, subject="hf:model: Model, random weights; batch 1x8", explanation=None, why_not="", emulated=True):
     chosen = {one.chosen.config: one.name for one in devices if one.chosen is not None}
-    told = tuple(
+    recommendations = tuple(
         Recommendation(config, name, ("import torch",), explanation, why_not) for config, name in chosen.items()
     )
-    return Advice(subject, TRAINING, emulated, devices, told)
+    return Advice(subject, TRAINING, emulated, devices, recommendations)
 
 
 def device(name, limit, *tried):

@@ -28,8 +28,8 @@ def searched(count, first_bad, skipped=frozenset(), jobs=1):
 @given(st.integers(2, 300).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count - 1))))
 def test_the_first_bad_one_is_found_in_as_many_runs_as_halving_takes(row):
     count, first_bad = row
-    found, rounds, _ = searched(count, first_bad)
-    assert (found.good, found.bad) == (first_bad - 1, first_bad)
+    result, rounds, _ = searched(count, first_bad)
+    assert (result.good, result.bad) == (first_bad - 1, first_bad)
     assert rounds <= math.ceil(math.log2(count - 1)) if count > 2 else rounds == 0
 
 
@@ -39,10 +39,10 @@ def test_of_64_commits_eight_are_run_with_both_ends():
 
 @given(st.integers(1, 62), st.sets(st.integers(1, 62), max_size=20))
 def test_what_is_skipped_does_not_hide_the_first_bad_one_but_where_it_lies_beside(first_bad, skipped):
-    found, _, answers = searched(64, first_bad, skipped)
-    assert found.good < first_bad <= found.bad
-    assert found.between == tuple(range(found.good + 1, found.bad))
-    assert all(answers[position] == "skipped" for position in found.between)
+    result, _, answers = searched(64, first_bad, skipped)
+    assert result.good < first_bad <= result.bad
+    assert result.between == tuple(range(result.good + 1, result.bad))
+    assert all(answers[position] == "skipped" for position in result.between)
 
 
 def test_a_row_with_nothing_between_needs_no_run():
@@ -51,8 +51,8 @@ def test_a_row_with_nothing_between_needs_no_run():
 
 @given(st.integers(1, 62), st.integers(2, 8))
 def test_several_at_a_time_divide_what_is_left(first_bad, jobs):
-    found, rounds, _ = searched(64, first_bad, jobs=jobs)
-    assert (found.good, found.bad) == (first_bad - 1, first_bad)
+    result, rounds, _ = searched(64, first_bad, jobs=jobs)
+    assert (result.good, result.bad) == (first_bad - 1, first_bad)
     assert rounds <= math.ceil(math.log(63, jobs + 1)) + 1
 
 
@@ -78,20 +78,20 @@ def searched_in(graph, culprit, skipped=frozenset(), jobs=1):
 @pytest.mark.parametrize("culprit", range(1, 10))
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_branch_that_left_before_the_culprit_does_not_hide_it(culprit, jobs):
-    found, answers = searched_in(MERGED, culprit, jobs=jobs)
-    assert (found.bad, found.between) == (culprit, ())
-    assert found.good == MERGED.parents[culprit][0]
-    assert answers[found.good] == "good", "it was run"
+    result, answers = searched_in(MERGED, culprit, jobs=jobs)
+    assert (result.bad, result.between) == (culprit, ())
+    assert result.good == MERGED.parents[culprit][0]
+    assert answers[result.good] == "good", "it was run"
 
 
 def test_a_merge_that_did_it_is_compared_with_its_first_parent():
-    found, _ = searched_in(MERGED, 8)
-    assert (found.good, found.bad) == (1, 8)
+    result, _ = searched_in(MERGED, 8)
+    assert (result.good, result.bad) == (1, 8)
 
 
 def test_a_culprit_beside_what_cannot_be_run_is_one_of_those_that_remain():
-    found, _ = searched_in(MERGED, 5, skipped={4, 5})
-    assert (found.good, found.bad, found.between) == (3, 6, (4, 5))
+    result, _ = searched_in(MERGED, 5, skipped={4, 5})
+    assert (result.good, result.bad, result.between) == (3, 6, (4, 5))
     first, _ = searched_in(MERGED, 1, skipped={1})
     assert (first.good, first.bad, first.between) == (0, 8, (1,)), "all of the branch is good"
 
@@ -129,13 +129,13 @@ def test_in_any_graph_the_culprit_is_found_or_beside_what_cannot_be_run(graph, d
         st.sampled_from([position for position in range(1, last + 1) if graph.ancestors[last] >> position & 1])
     )
     skipped = data.draw(st.sets(st.integers(1, max(1, last - 1)), max_size=6)) - {last}
-    found, answers = searched_in(graph, culprit, skipped, jobs=data.draw(st.integers(1, 4)))
-    assert culprit in {found.bad, *found.between}
-    assert all(answers[position] == "skipped" for position in found.between)
-    assert answers[found.good] == "good"
+    result, answers = searched_in(graph, culprit, skipped, jobs=data.draw(st.integers(1, 4)))
+    assert culprit in {result.bad, *result.between}
+    assert all(answers[position] == "skipped" for position in result.between)
+    assert answers[result.good] == "good"
     if not skipped:
-        assert (found.bad, found.between) == (culprit, ())
-        assert found.good == graph.parents[culprit][0]
+        assert (result.bad, result.between) == (culprit, ())
+        assert result.good == graph.parents[culprit][0]
 
 
 @given(graphs(), st.data())
@@ -147,5 +147,5 @@ def test_what_mended_it_is_found_the_same_way(graph, data):
     mended = data.draw(
         st.sampled_from([position for position in range(last) if backwards.ancestors[0] >> position & 1])
     )
-    found, _ = searched_in(backwards, mended)
-    assert (found.good, found.bad, found.between) == (mended, turned[mended][0], ())
+    result, _ = searched_in(backwards, mended)
+    assert (result.good, result.bad, result.between) == (mended, turned[mended][0], ())
