@@ -137,7 +137,7 @@ lint: $(DEV_READY)
 	$(BIN)/python .ci/voice.py --check
 	$(BIN)/python .ci/docs_workflows.py build/workflows
 	$(BIN)/zizmor --offline --quiet --persona=pedantic --min-severity=medium --config=.ci/zizmor.yml \
-		.github action.yml comment/action.yml pytest_gpumem/init/workflows/*.yml build/workflows/*.yml
+		.github action.yml comment/action.yml pytest_gpumem/tools/init/workflows/*.yml build/workflows/*.yml
 
 reference: $(TEST_READY)
 	$(BIN)/python .ci/reference

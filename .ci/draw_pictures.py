@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.values.plain import from_plain
-from pytest_gpumem.values.timeline import OverTime
+from pytest_gpumem.facts.values.plain import from_plain
+from pytest_gpumem.facts.values.timeline import OverTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -23,8 +23,10 @@ def sizes(root: Path) -> dict[str, int]:
     """Return the sizes of a checkout by title. Figures from a test run are included if there was a run."""
     package = root / PACKAGE
     figures = {f"{PACKAGE}/*.py": _lines(package.glob("*.py"))}
-    for room in sorted(path.parent for path in package.glob("*/__init__.py")):
-        figures[f"{PACKAGE}/{room.name}"] = _lines(room.rglob("*.py"))
+    for house in sorted(path.parent for path in package.glob("*/__init__.py")):
+        figures[f"{PACKAGE}/{house.name}/*.py"] = _lines(house.glob("*.py"))
+        for room in sorted(path.parent for path in house.glob("*/__init__.py")):
+            figures[f"{PACKAGE}/{house.name}/{room.name}"] = _lines(room.rglob("*.py"))
     figures["the package"] = sum(figures.values())
     figures["its C"] = _lines([*package.rglob("*.c"), *package.rglob("*.h")])
     for folder in ("tests", "benchmarks"):

@@ -118,7 +118,7 @@ def rooms(package: Path) -> dict[str, Room]:
     counted: dict[str, Room] = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).parts
-        counted.setdefault(parts[0] if len(parts) > 1 else ".", Room()).add(path.read_text(encoding="utf-8"))
+        counted.setdefault("/".join(parts[:-1][:2]) or ".", Room()).add(path.read_text(encoding="utf-8"))
     return counted
 
 

@@ -1,8 +1,8 @@
 """Where the driver puts device memory: addresses of ``cudaMalloc`` after many allocations and releases.
 
 torch's allocator took the lower of two free blocks of equal size up to 2.11, so that peaks depend on addresses. An emulated GPU
-has the rules that were read from what this script recorded (`pytest_gpumem/emulation/native/addresses.c`), and a test replays
-the recording (`tests/emulated/test_addresses.py`). It needs a GPU that nobody else uses, and torch.
+has the rules that were read from what this script recorded (`pytest_gpumem/emulating/emulation/native/addresses.c`), and a test
+replays the recording (`tests/emulated/test_addresses.py`). It needs a GPU that nobody else uses, and torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> int:
     out: Path = parser.parse_args().out
     import torch
 
-    from pytest_gpumem.devices.registry import make_cuda
+    from pytest_gpumem.measuring.devices.registry import make_cuda
 
     memory = Memory()
     (first,) = memory.run([2])

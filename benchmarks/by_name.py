@@ -191,13 +191,13 @@ def configuration_of(case: Case) -> Config:
 
 def measured(word: str) -> dict[str, Any]:
     """Return the figures of a model, which is built twice: to look at its state, and for advice."""
-    from pytest_gpumem.advice.cards import begin, try_on
-    from pytest_gpumem.advice.trial import subject_by_name
-    from pytest_gpumem.emulation.gpus import emulated_gpu
-    from pytest_gpumem.models.name import ModelName, batch_size
-    from pytest_gpumem.models.sources import named_model
-    from pytest_gpumem.models.task import TRAINING
-    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+    from pytest_gpumem.measuring.models.name import ModelName, batch_size
+    from pytest_gpumem.measuring.models.sources import named_model
+    from pytest_gpumem.measuring.models.task import TRAINING
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.tools.advise.cards import begin, try_on
+    from pytest_gpumem.tools.advise.trial import subject_by_name
     from pytest_gpumem.torch_support.private_api import gpu_unseen
 
     case, began = CASES[word], time.perf_counter()
@@ -244,8 +244,8 @@ def _state(build: Callable[[Any], Any], config: str) -> tuple[int, int]:
 
     import torch
 
-    from pytest_gpumem.emulation.gpus import emulated_gpu
-    from pytest_gpumem.emulation.load import become
+    from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+    from pytest_gpumem.emulating.emulation.load import become
 
     become(replace(emulated_gpu("emulated:h100"), total_bytes=2**43))
 

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reports.layout import columns
+from pytest_gpumem.reporting.reports.layout import columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.explain.sites import Sites
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 LIMIT = 3.0

@@ -43,9 +43,9 @@ def serve(text: str, functions: Mapping[str, Callable[[dict[str, Any]], Any]]) -
     """Do what `run_child` asks, print it as JSON, and end at once: nothing waits for threads of autograd."""
     asked = json.loads(text)
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from pytest_gpumem.emulated_process.before_torch import install
-    from pytest_gpumem.emulation.gpus import emulated_gpu
-    from pytest_gpumem.emulation.load import load
+    from pytest_gpumem.emulating.emulated_process.before_torch import install
+    from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+    from pytest_gpumem.emulating.emulation.load import load
 
     gpu = f"emulated:{asked['gpu']}"
     if asked["values"]:

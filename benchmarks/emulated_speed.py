@@ -121,7 +121,7 @@ CHILDREN: dict[str, Callable[[], dict[str, Any]]] = {"gpt2_small": gpt2_small, "
 def _run_there(name: str, gpu: str) -> dict[str, Any]:
     """Have a new process train a model on an emulated GPU. Raises ``RuntimeError`` with what it wrote when it fails."""
     load = os.getloadavg()[0]
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "emulate", gpu, "--", sys.executable, __file__, name]
+    command = [sys.executable, "-m", "pytest_gpumem.tools.main", "emulate", gpu, "--", sys.executable, __file__, name]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False, timeout=LONGEST)
     if done.returncode:
         raise RuntimeError(f"{name} on emulated:{gpu} failed:\n{done.stderr[-4000:]}")

@@ -91,7 +91,7 @@ class Worker:
 
 def emulate(gpu: str, command: list[str], folder: Path) -> None:
     """Run a command with ``gpumem emulate``. Raises ``RuntimeError`` with what it wrote when it fails."""
-    whole = [sys.executable, "-m", "pytest_gpumem.cli.main", "emulate", "--quiet", gpu, "--", *command]
+    whole = [sys.executable, "-m", "pytest_gpumem.tools.main", "emulate", "--quiet", gpu, "--", *command]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         whole, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST

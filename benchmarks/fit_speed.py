@@ -34,7 +34,7 @@ class Taken:
 def fit(program: str, way: str) -> tuple[Taken, list[dict[str, Any]]]:
     """Return what the command takes for all cards, and what it finds for each."""
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", "--format", "json"]
+    command = [sys.executable, "-m", "pytest_gpumem.tools.main", "fit", "--format", "json"]
     command += [*WAYS[way], sys.executable, str(HERE / "fit" / f"{program}.py")]
     load, began = os.getloadavg()[0], time.perf_counter()
     done = subprocess.run(

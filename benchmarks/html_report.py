@@ -16,14 +16,14 @@ from typing import Any
 
 from claims import Claim, conclude, parser_of, print_table
 
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.html.page import html
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Terms
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.timeline import MOST_MOMENTS, OverTime, PhaseSpan
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.timeline import MOST_MOMENTS, OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.html.page import html
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
 
 TESTS = 1000
 LIMIT = 2.0

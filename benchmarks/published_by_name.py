@@ -63,8 +63,8 @@ class Run:
 
     def task(self, model_type: str) -> Any:
         """Return the task of the model, as options of ``gpumem advise`` say it."""
-        from pytest_gpumem.models.lora import lora
-        from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
+        from pytest_gpumem.measuring.models.lora import lora
+        from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING, Task
 
         step = self.step
         if step.kind == "generate":
@@ -140,11 +140,11 @@ HEADER = ("model", "step", "peak", "published", "emulated", "off", *PEERS)
 
 def advised(asked: dict[str, Any]) -> dict[str, Any]:
     """Return what ``gpumem advise`` finds of a row's step, in a process on an emulated GPU."""
-    from pytest_gpumem.advice.trial import subject_by_name, try_config
-    from pytest_gpumem.devices.registry import make_cuda
-    from pytest_gpumem.models.name import BatchSize
-    from pytest_gpumem.models.sources import model_name, named_model
-    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.measuring.devices.registry import make_cuda
+    from pytest_gpumem.measuring.models.name import BatchSize
+    from pytest_gpumem.measuring.models.sources import model_name, named_model
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.tools.advise.trial import subject_by_name, try_config
 
     run = RUNS[asked["model"], asked["config"]]
     configuration = run.configuration()

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from cost import cost_of
 
-from pytest_gpumem.cli.ab import environments
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.processes import Stop
-from pytest_gpumem.reports.values import shown
-from pytest_gpumem.requirements.requirement_set import requirement_set
+from pytest_gpumem.base.processes import Stop
+from pytest_gpumem.base.requirements.requirement_set import requirement_set
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.reporting.reports.values import shown
+from pytest_gpumem.tools.ab.command import environments
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -165,7 +165,7 @@ def compare(replay: Replay, base: Sequence[str], head: Sequence[str], device: st
         environments().make(requirement_set(wanted), Stop(), emulated=device.startswith("emulated"))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [sys.executable, "-m", "pytest_gpumem.cli.main", "ab", "--report", str(report)]
+        command = [sys.executable, "-m", "pytest_gpumem.tools.main", "ab", "--report", str(report)]
         command += [word for one in base for word in ("--base-with", one)]
         command += [word for one in head for word in ("--head-with", one)]
         command += ["--", f"--gpumem-device={device}", "--no-gpumem-time", replay.test.name]

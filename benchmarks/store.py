@@ -14,13 +14,13 @@ from pathlib import Path
 from claims import Claim, conclude, parser_of, print_table
 from cost import Cost, cost_of
 
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, baseline_of
+from pytest_gpumem.judging.gate.judge import judge
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 
 FILES, TESTS_A_FILE = 100, 100
 LIMIT = 2.0

@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from time_replay import Timed
 
-from pytest_gpumem.ab.checkout import BASE
-from pytest_gpumem.ab.compare_variants import order_of_pair, reports_in_turns
-from pytest_gpumem.ab.runs import Run as AbRun
-from pytest_gpumem.ab.verdicts import compare_runs
-from pytest_gpumem.cli.ab import ab
-from pytest_gpumem.gate.verdict import TestVerdict, Verdict
-from pytest_gpumem.git import Revision
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.timing.comparison import SLOWER_RUN, Runs, compare, is_undecided, run_of, slower_machine
-from pytest_gpumem.units import parse_ratio
-from pytest_gpumem.values.times import Times
+from pytest_gpumem.base.git import Revision
+from pytest_gpumem.base.units import parse_ratio
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.times import Times
+from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.measuring.timing.comparison import SLOWER_RUN, Runs, compare, is_undecided, run_of, slower_machine
+from pytest_gpumem.tools.ab.command import ab
+from pytest_gpumem.tools.ab.compare_variants import order_of_pair, reports_in_turns
+from pytest_gpumem.tools.ab.runs import Run as AbRun
+from pytest_gpumem.tools.ab.verdicts import compare_runs
+from pytest_gpumem.tools.checkout import BASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from time_recorded import Series
 
-    from pytest_gpumem.ab.checkout import Side
-    from pytest_gpumem.reports.comparison import ComparisonReport
-    from pytest_gpumem.values.times import Sample
+    from pytest_gpumem.facts.values.times import Sample
+    from pytest_gpumem.reporting.reports.comparison import ComparisonReport
+    from pytest_gpumem.tools.checkout import Side
 
 Outcome = Literal["fails", "passes", "uncertain"]
 _OUTCOMES: dict[str, Outcome] = {

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measure.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
-from pytest_gpumem.timing.sampling import SECONDS_A_ROUND, TimeBudget, sample_step
-from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.measure.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
+from pytest_gpumem.measuring.timing.sampling import SECONDS_A_ROUND, TimeBudget, sample_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from time_recorded import Series
 
-    from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.values.times import Sample
+    from pytest_gpumem.facts.values.times import Sample
+    from pytest_gpumem.measuring.devices.contract import Device
 
 
 class Replay:

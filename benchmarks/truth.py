@@ -34,23 +34,23 @@ import torch
 from claims import print_table
 from truth_models import SIZES, Subject, subjects
 
-from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
-from pytest_gpumem.devices.cuda_runtime import TorchCuda
-from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.reading import run_phases
-from pytest_gpumem.step_config.config import StepConfig, combinations
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.train_step import prepared_train_step
-from pytest_gpumem.timing.sampling import TimeBudget, time_step
+from pytest_gpumem.base.units import format_bytes, format_seconds
+from pytest_gpumem.measuring.devices.contract import CannotRun, DeviceUnavailable
+from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN, Devices
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.measure.reading import run_phases
+from pytest_gpumem.measuring.step_config.config import StepConfig, combinations
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.timing.sampling import TimeBudget, time_step
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
-from pytest_gpumem.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.measure.reading import Phase
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.measure.reading import Phase
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"full": "truth.json", "small": "truth-small.json"}

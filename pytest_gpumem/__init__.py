@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.contract import Device, DeviceUnavailable
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, MissingMetric
-    from pytest_gpumem.metrics import Tolerance
-    from pytest_gpumem.step_config.config import StepConfig
-    from pytest_gpumem.step_config.errors import ConfigError
-    from pytest_gpumem.values.composition import Composition, Explanation, MissingComposition, Row
+    from pytest_gpumem.facts.measurement import Environment, Measurement, MeasuringError, MissingMetric
+    from pytest_gpumem.facts.metrics import Tolerance
+    from pytest_gpumem.facts.values.composition import Composition, Explanation, MissingComposition, Row
+    from pytest_gpumem.measuring.devices.contract import Device, DeviceUnavailable
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.measuring.step_config.errors import ConfigError
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 __all__ = [
     "Composition",
@@ -35,12 +35,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "pytest_gpumem.devices.contract": ("Device", "DeviceUnavailable"),
-    "pytest_gpumem.fixture": ("Gpumem",),
-    "pytest_gpumem.measurement": ("Environment", "Measurement", "MeasuringError", "MissingMetric"),
-    "pytest_gpumem.metrics": ("Tolerance",),
-    "pytest_gpumem.step_config.config": ("ConfigError", "StepConfig"),
-    "pytest_gpumem.values.composition": ("Composition", "Explanation", "MissingComposition", "Row"),
+    "pytest_gpumem.measuring.devices.contract": ("Device", "DeviceUnavailable"),
+    "pytest_gpumem.plugin.fixture": ("Gpumem",),
+    "pytest_gpumem.facts.measurement": ("Environment", "Measurement", "MeasuringError", "MissingMetric"),
+    "pytest_gpumem.facts.metrics": ("Tolerance",),
+    "pytest_gpumem.measuring.step_config.config": ("ConfigError", "StepConfig"),
+    "pytest_gpumem.facts.values.composition": ("Composition", "Explanation", "MissingComposition", "Row"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.tools.main import main
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pytest_gpumem.plugin
-from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
 from tests.heap import are_out_of_sight, hide_what_is_loaded, own_objects_out_of_sight
@@ -67,7 +67,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     import torch
 
     for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem."):
-        if not module.name.startswith("pytest_gpumem.cli") or importlib.util.find_spec("click") is not None:
+        if not module.name.startswith("pytest_gpumem.tools.console") or importlib.util.find_spec("click") is not None:
             importlib.import_module(module.name)
     for name in (
         "torch._inductor.config",
@@ -183,7 +183,7 @@ class Project:
         """Run the command, in the project's folder if not in another."""
         self._drop_bytecode()
         environment = {"PYTEST_ADDOPTS": " ".join(_THE_SUITES), **os.environ}
-        command = ("-m", "pytest_gpumem.cli.main", *args)
+        command = ("-m", "pytest_gpumem.tools.main", *args)
         return preloaded.run(*command, cwd=folder or self.path, env=environment, before=_hiding())
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:

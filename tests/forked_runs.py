@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab import runs
-from pytest_gpumem.processes import POLL_SECONDS, run
+from pytest_gpumem.base.processes import POLL_SECONDS, run
+from pytest_gpumem.tools.ab import runs
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pytest_gpumem.processes import Stop
+    from pytest_gpumem.base.processes import Stop
 
 
 def fork_runs(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.format import render
-from pytest_gpumem.baselines.store import path_of
-from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.judging.baselines.format import render
+from pytest_gpumem.judging.baselines.store import path_of
+from pytest_gpumem.judging.gate.baseline import Baseline, Key
 
 if TYPE_CHECKING:
     from pathlib import Path

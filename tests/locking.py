@@ -15,7 +15,7 @@ HEADER = """
 import os, signal, sys, time
 from contextlib import nullcontext
 from pathlib import Path
-from pytest_gpumem.devices import device_lock
+from pytest_gpumem.measuring.devices import device_lock
 
 folder, me = Path(sys.argv[1]), sys.argv[2]
 lock = device_lock.DeviceLock("GPU-0", folder=folder / "locks")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.steps.function import prepared_function
-from pytest_gpumem.steps.inference import prepared_infer_step
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.steps.function import prepared_function
+from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measure.prepared import MeasuredStep
+    from pytest_gpumem.measuring.measure.prepared import MeasuredStep
 
 
 def measure_function(*args: Any, **kwargs: Any) -> MeasuredStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_gpumem.devices.nvml import GpuState
+from pytest_gpumem.measuring.devices.nvml import GpuState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.cuda_history import HistoryEntry
-    from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
+    from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
+    from pytest_gpumem.measuring.devices.cuda_runtime import GpuProperties, RecordedRegion
 
 
 class SilentCuda:

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, RunRecord
-from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.processes import Stop
+from pytest_gpumem.base.processes import Stop
+from pytest_gpumem.tools.ab.errors import RunFailed
+from pytest_gpumem.tools.ab.runs import Runner, RunRecord
+from pytest_gpumem.tools.ab.variants import ProvisionedVariant, Variant
+from pytest_gpumem.tools.checkout import Checkout
+from pytest_gpumem.tools.main import main
 from tests import preloaded
 from tests.ab.values import measured, measurement, run, unmeasured
 from tests.alive import wait_until_ended
@@ -36,10 +36,10 @@ import json
 import pytest
 from shipped import PEAK, SECONDS
 
-from pytest_gpumem.gate.verdict import TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.plain import to_plain
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.facts.values.times import Round, Sample, Times
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +237,7 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
     started = tmp_path / "started"
     repository.write("tests/test_it.py", INTERRUPTED_WHILE.format(file=str(started)))
     repository.commit("before")
-    process = preloaded.start("-m", "pytest_gpumem.cli.main", "ab", "before", "--", *PLAIN, cwd=repository.path)
+    process = preloaded.start("-m", "pytest_gpumem.tools.main", "ab", "before", "--", *PLAIN, cwd=repository.path)
     until = time.monotonic() + 60
     while not started.exists() and time.monotonic() < until:
         assert process.poll() is None, process.communicate()
@@ -267,7 +267,7 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
     repository.commit("after")
 
     def begun(number):
-        process = preloaded.start("-m", "pytest_gpumem.cli.main", "ab", "waiting", "--", *PLAIN, cwd=repository.path)
+        process = preloaded.start("-m", "pytest_gpumem.tools.main", "ab", "waiting", "--", *PLAIN, cwd=repository.path)
         until = time.monotonic() + 60
         while not (started.exists() and started.read_text().count("\n") == number):
             assert process.poll() is None
@@ -411,7 +411,7 @@ import pytest
 import torch
 from shipped import PEAK, SECONDS
 
-from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 
 
 class Clock(CpuDevice):
@@ -481,7 +481,7 @@ def test_a_changed_line_that_calls_what_allocates_is_named_before_it(repository,
 
 
 def test_the_command_does_not_load_torch():
-    code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_variants, pytest_gpumem.reports.comparison_formats; "
+    code = "import sys, pytest_gpumem.tools.main, pytest_gpumem.tools.ab.compare_variants, pytest_gpumem.reporting.reports.comparison_formats; "
     loaded = subprocess.run(
         [sys.executable, "-c", f"{code}print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

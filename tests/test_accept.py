@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.accept.from_report import by_device, candidates_of
-from pytest_gpumem.baselines.changes import Source
-from pytest_gpumem.baselines.errors import BackendError
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.reports.json_report import from_json, to_json
+from pytest_gpumem.judging.baselines.changes import Source
+from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.format import parse
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.json_report import from_json, to_json
+from pytest_gpumem.tools.accept.from_report import by_device, candidates_of
+from pytest_gpumem.tools.main import main
 from tests.git_store import Repository
 from tests.hostile import TEXTS
 from tests.reports.sessions import everything
@@ -180,7 +180,7 @@ def test_a_store_that_is_not_there_yet_is_begun(project):
     ],
 )
 def test_times_are_accepted_as_the_session_would_have(project, monkeypatch, seconds, recorded):
-    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     timed = Timed(project)
     timed.record() if recorded else timed.write()
     timed.script(seconds)
@@ -316,7 +316,7 @@ def test_nothing_is_written_where_the_questions_are_not_answered_to_the_end(grow
 
 
 def on_a_terminal(monkeypatch, keys, *arguments):
-    monkeypatch.setattr("pytest_gpumem.cli.accept._is_terminal", lambda: True)
+    monkeypatch.setattr("pytest_gpumem.tools.accept.command._is_terminal", lambda: True)
     return CliRunner().invoke(main, ["accept", "report.json", *arguments], input=keys)
 
 
@@ -475,7 +475,7 @@ def test_a_store_that_cannot_be_written_is_told(grown, monkeypatch):
     def fail(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pytest_gpumem.baselines.folder.write_atomically", fail)
+    monkeypatch.setattr("pytest_gpumem.judging.baselines.folder.write_atomically", fail)
     refused(grown, "cannot be written: ", code=2)
 
 
@@ -688,7 +688,7 @@ def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(projec
     project.run("--gpumem-update=new", *few)
     project.write(AFTER)
     gated(project, *few, report="now.json")
-    never = "pytest_gpumem.config.settings.Settings.may_be_accepted_later"
+    never = "pytest_gpumem.plugin.config.settings.Settings.may_be_accepted_later"
     monkeypatch.setattr(never, property(lambda settings: False))
     gated(project, *few, report="then.json")
     then, now = ((project.path / name).stat().st_size for name in ("then.json", "now.json"))

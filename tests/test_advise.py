@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.advice import trial
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.tools.advise import trial
+from pytest_gpumem.tools.main import main
 from tests import preloaded
 from tests.models.architectures import NEEDS_TRANSFORMERS
 
@@ -110,7 +110,7 @@ def advise(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "advised_models", raising=False)
     monkeypatch.setattr(trial, "_SECONDS", 0.05)
     # To run what is recommended once more is for the test of that.
-    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.explain_config", lambda *_, **__: "left out")
     yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
     for name in ("advised_models", "advised_few"):
         sys.modules.pop(name, None)
@@ -152,7 +152,7 @@ def test_warnings_of_the_model_and_of_its_runs_stand_below_the_table_once(advise
 
 def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch):
     emulation = SimpleNamespace(cudnn=SimpleNamespace(lacking=lambda: "no cuDNN is installed"))
-    monkeypatch.setattr("pytest_gpumem.cli.advise.current_emulation", lambda: emulation)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.current_emulation", lambda: emulation)
     told = advise("advised_models:make", "--fits", "1 GB").stdout
     assert "peaks may be too low: no cuDNN is installed\n" in told
 
@@ -160,7 +160,7 @@ def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch
 def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advise, monkeypatch):
     sizes = iter(range(9000, 2000, -100))
     monkeypatch.setattr(
-        "pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Trial(config, next(sizes), 1.0)
+        "pytest_gpumem.tools.advise.command.try_config", lambda _, __, config: trial.Trial(config, next(sizes), 1.0)
     )
     result = advise("advised_models:make", "--fits", "1 kB")
     assert result.exit_code == 1
@@ -194,7 +194,7 @@ def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkey
             return trial.try_config(device, subject, config)
         return trial.Trial(config, 4_000_000 if config.precision == "fp32" else 3_000_000, 1.0)
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", try_config)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", try_config)
     words = ("advised_models:make_unlisted", "--fits", "2.5 MB")
     unnamed = advise(*words)
     assert "amp-bf16,checkpoint=blocks ... the model has no repeated blocks" in unnamed.stderr
@@ -222,7 +222,7 @@ def interrupted(monkeypatch, peaks):
             return trial.Trial(config, peak, 1.0) if peak else trial.Trial(config, why_not="out of memory")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", answer)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         asked.append(config)
         return trial.Trial(config, 1000 - len(asked), 1.0)
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", answer)
     result = advise("advised_models:make", "--all")
     assert result.exit_code == 0
     assert len(asked) == len(set(asked)) == 96
@@ -375,7 +375,7 @@ def test_a_gpu_that_cannot_be_emulated_is_a_device_that_cannot_be_used(advise, m
     def fails():
         raise EmulationError("planted")
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.prepare", fails)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.prepare", fails)
     result = CliRunner().invoke(main, ["advise", model, "--device", "emulated:h100"])
     assert (result.exit_code, result.stderr) == (1, "Error: planted\n")
 
@@ -423,7 +423,7 @@ def test_a_model_that_fails_by_itself_is_told_in_one_sentence(advise, monkeypatc
     def fails(*_):
         raise trial.TrialFailed("hf:x: Model fails by itself: ValueError: planted")
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", fails)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", fails)
     result = advise("advised_models:make", "--fits", "1GB")
     assert result.exit_code == 1
     assert result.stderr.endswith("fp32 ... failed\nError: hf:x: Model fails by itself: ValueError: planted\n")
@@ -452,7 +452,7 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
         "attention: sdpa, ",
         whole.stdout,
     )
-    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.explain_config", trial.explain_config)
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]
     assert float(peaks[0]) > 1.5 * float(peaks[1])
@@ -469,7 +469,7 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
 def test_adapters_are_told_to_be_in_the_dtype_of_the_config(advise, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     write_gpt2(tmp_path)
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Trial(config, 100))
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", lambda _, __, config: trial.Trial(config, 100))
     words = ["hf:config.json", "--batch", "2x8", "--config", "bf16", "--fits", "1GB"]
     assert "PEFT makes them in float32" in advise(*words, "--lora", "r=4").stdout
     assert "PEFT" not in advise(*words).stdout
@@ -484,7 +484,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
         tried.append((subject.task.new_tokens, subject.number("tokens"), str(config)))
         return trial.Trial(config, 1000 // len(tried), 1.0)
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", answer)
     told = advise("hf:config.json", "--batch", "2x60", "--generate", "4", "--fits", "600B", "--longest-sequence").stdout
     assert re.search(r"GPT2LMHeadModel, random weights, .* layers; generation of 4 tokens, batch 2x60\n", told)
     assert tried[:2] == [(4, 60, "fp32"), (4, 60, "bf16")]
@@ -511,7 +511,7 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
             raise KeyboardInterrupt
         return trial.Trial(config, 1000 * (1 + subject.samples), 1.0)
 
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", answer)
     result = advise("hf:config.json", "--batch", "4x32", "--config", "fp32", "--fits", limit, "--largest-batch")
     assert said in result.stdout
     assert result.exit_code == {"40kB": 0, "1.5kB": 1, "1.2kB": 130}[limit]
@@ -520,7 +520,7 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
 @NEEDS_TRANSFORMERS
 def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, tmp_path, monkeypatch):
     write_gpt2(tmp_path)
-    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda *args: trial.Trial(args[-1], 100, 1.0))
+    monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", lambda *args: trial.Trial(args[-1], 100, 1.0))
     words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
     told = advise("hf:config.json", *words).stdout
     assert (

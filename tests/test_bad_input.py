@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.tools.main import main
 
 RIGHT = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1_000_000).sum()\n"
 

@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 
-from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.bisect.candidates import commits, graph_of
-from pytest_gpumem.requirements import installers
+from pytest_gpumem.base.requirements import installers
+from pytest_gpumem.tools.bisect.candidates import commits, graph_of
+from pytest_gpumem.tools.checkout import Checkout
 from tests.forked_runs import fork_runs
 from tests.git_store import Repository
 from tests.packages_here import make_wheel, only_from

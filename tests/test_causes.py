@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.reports.json_report import from_json
-from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.session import pytest_failures
+from pytest_gpumem.plugin.session import pytest_failures
+from pytest_gpumem.reporting.reports.json_report import from_json
+from pytest_gpumem.reporting.reports.markdown import markdown
+from pytest_gpumem.tools.main import main
 
 MODEL = """\
 class Attention(torch.nn.Module):
@@ -306,7 +306,7 @@ def test_a_cause_that_there_is_not_is_told_with_those_that_there_are():
 )
 @pytest.mark.usefixtures("red")
 def test_on_a_terminal_a_cause_is_one_question(monkeypatch, keys, told):
-    monkeypatch.setattr("pytest_gpumem.cli.accept._is_terminal", lambda: True)
+    monkeypatch.setattr("pytest_gpumem.tools.accept.command._is_terminal", lambda: True)
     output = accept(keys=keys)
     assert output.count("accept (a), skip (s) or quit (q)") == 1
     assert output.startswith("cause 1: model.py:8: peak allocated +2.77 MB in 4 of 5 tests\n  Model.*.attention exp ")

@@ -31,7 +31,7 @@ CARRIED = (
     "docs/conf.py",
     "action.yml",
     "comment/action.yml",
-    "pytest_gpumem/init/workflows/cpu.yml",
+    "pytest_gpumem/tools/init/workflows/cpu.yml",
     "benchmarks/replays/conv3d_bfloat16.toml",
     "benchmarks/results/replays.md",
     "benchmarks/results/cpu-x86_64/time-samples.json",

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem import __version__
-from pytest_gpumem.emulation.torch_build import OLDEST
-from pytest_gpumem.init.workflow import gate_lines
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.session_report import SessionReport, Terms
+from pytest_gpumem.emulating.emulation.torch_build import OLDEST
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
+from pytest_gpumem.tools.init.workflow import gate_lines
 from tests.fake_github import fake_github
 from tests.reports.sessions import REGRESSED, session
 from tests.workflows import ACTION, COMMENT_ACTION, ROOT, Runner, read_yaml
@@ -174,7 +174,11 @@ def test_every_input_and_output_of_an_action_is_documented_and_used(action, sect
 
 
 def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "pytest_gpumem" / "init").rglob("*.yml")]
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "pytest_gpumem" / "tools" / "init").rglob("*.yml"),
+    ]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     actions = re.findall(rf"uses: {ACCOUNT}/pytest-gpumem(?:/comment)?(@\S*)", text)
     plugins = re.findall(rf"git\+https://github\.com/{ACCOUNT}/pytest-gpumem([^\s`]*)", text)
@@ -201,13 +205,13 @@ def test_lint_sees_every_workflow_that_is_shown_or_written(tmp_path):
         ".github",
         "action.yml",
         "comment/action.yml",
-        "pytest_gpumem/init/workflows/*.yml",
+        "pytest_gpumem/tools/init/workflows/*.yml",
         "build/workflows/*.yml",
     ]
 
 
 def test_every_finding_that_lint_ignores_has_its_reason():
-    folders = (ROOT / ".github", ROOT / "docs", ROOT / "comment", ROOT / "pytest_gpumem" / "init")
+    folders = (ROOT / ".github", ROOT / "docs", ROOT / "comment", ROOT / "pytest_gpumem" / "tools" / "init")
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".yml", ".md")]
     ignored = re.findall(
         r"zizmor: ignore(.*)", "\n".join(file.read_text(encoding="utf-8") for file in (*files, ACTION))
@@ -416,7 +420,7 @@ def test_the_comment_is_made_of_another_runs_report_and_nothing_else_is_run(comm
     assert "@everybody" not in comment["body"]
     assert not list(commenting.folder.parent.rglob("evil"))
     assert all(words[1] == "-I" for words in commenting.calls())
-    assert {words[3] for words in commenting.calls() if words[2] == "-m"} == {"venv", "pip", "pytest_gpumem.cli.main"}
+    assert {words[3] for words in commenting.calls() if words[2] == "-m"} == {"venv", "pip", "pytest_gpumem.tools.main"}
 
 
 def test_torch_is_not_installed_to_comment(commenting):

@@ -11,9 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli import main as main_module
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.streams import WholeLines
+from pytest_gpumem.tools import main as main_module
+from pytest_gpumem.tools.console.streams import WholeLines
+from pytest_gpumem.tools.main import main
 
 COMMANDS = main.list_commands(click.Context(main))
 
@@ -33,7 +33,7 @@ def test_each_help_says_what_for_how_and_with_which_exit_status(command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_the_same_first_line_in_its_help_as_in_the_list(command):
     summary = str(main.get_command(click.Context(main), command).help).partition("\n\n")[0]
-    assert " ".join(summary.split()).startswith(main_module.COMMANDS[command].removesuffix("."))
+    assert " ".join(summary.split()).startswith(main_module.COMMANDS[command].help.removesuffix("."))
 
 
 def test_the_help_of_all_names_every_command_and_fits_a_terminal():
@@ -46,13 +46,13 @@ def test_the_help_of_all_names_every_command_and_fits_a_terminal():
 def test_the_help_of_all_imports_no_command_and_none_of_what_commands_need():
     code = (
         "import sys\n"
-        "from pytest_gpumem.cli.main import main\n"
+        "from pytest_gpumem.tools.main import main\n"
         "main(['--help'], standalone_mode=False)\n"
         "print(*(name for name in sys.modules if name.startswith('pytest_gpumem.')), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Compare two revisions" in done.stdout
-    light = {"cli", "cli.main", "terminals", "units", "variables"}
+    light = {"base", "base.terminals", "base.units", "base.variables", "tools", "tools.main"}
     assert set(done.stderr.split()) == {f"pytest_gpumem.{name}" for name in light}
 
 

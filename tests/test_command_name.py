@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem import command_name
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.command_name import OtherCommand, other_in
-from pytest_gpumem.doctor.findings import findings
+from pytest_gpumem.base import command_name
+from pytest_gpumem.base.command_name import OtherCommand, other_in
+from pytest_gpumem.tools.doctor.findings import findings
+from pytest_gpumem.tools.main import main
 from tests.test_doctor import FACTS
 
 THEIRS = (
     b"#!/usr/bin/python3\nimport sys\nfrom gpumem.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 )
-OURS = THEIRS.replace(b"gpumem.cli", b"pytest_gpumem.cli.main")
+OURS = THEIRS.replace(b"gpumem.cli", b"pytest_gpumem.tools.main")
 
 
 @pytest.mark.parametrize(

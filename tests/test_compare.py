@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.format import render
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.store import path_of
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict
-from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.comparison import (
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.facts.metrics import Tolerance
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.baselines.format import render
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.store import path_of
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.comparison import (
     NOTHING_COMPARED,
     WORSE,
     Failure,
@@ -26,13 +27,12 @@ from pytest_gpumem.reports.comparison import (
     side_of_report,
     side_of_store,
 )
-from pytest_gpumem.reports.comparison_formats import accounting, markdown, remarks
-from pytest_gpumem.reports.comparison_formats import to_json as comparison_json
-from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.reporting.reports.comparison_formats import accounting, markdown, remarks
+from pytest_gpumem.reporting.reports.comparison_formats import to_json as comparison_json
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.tools.main import main
 from tests.git_store import H100, MB, Repository, entry
 from tests.hostile import TEXTS
 from tests.reports.rendered import read

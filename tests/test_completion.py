@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.tools.main import main
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 HEAD = "tests/test_convnet.py::"
@@ -41,12 +41,12 @@ def example(monkeypatch):
 def test_commands_are_completed_and_none_is_imported():
     assert words("pr") == ["prune"]
     code = (
-        "import sys\nfrom click.shell_completion import ShellComplete\nfrom pytest_gpumem.cli.main import main\n"
+        "import sys\nfrom click.shell_completion import ShellComplete\nfrom pytest_gpumem.tools.main import main\n"
         "print([one.value for one in ShellComplete(main, {}, 'gpumem', 'X').get_completions([], 'sh')])\n"
-        "print([name for name in sys.modules if name.startswith('pytest_gpumem.cli.')])\n"
+        "print([name for name in sys.modules if name.startswith('pytest_gpumem.tools.console.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['show']", "['pytest_gpumem.cli.main']"]
+    assert done.stdout.splitlines() == ["['show']", "['pytest_gpumem.tools.main']"]
 
 
 @pytest.mark.parametrize("command", [["show"], ["history"], ["why"], ["accept", "a.json"], ["bisect"], ["prune"]])

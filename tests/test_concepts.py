@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.session.packing import needed_bytes
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.judging.baselines.format import parse
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+from pytest_gpumem.plugin.session.packing import needed_bytes
 from tests.pages import HEADING, ROOT, read
 
 EXAMPLE = ROOT / "example_project" / "gpumem-baselines"

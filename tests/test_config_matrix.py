@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.step_config.config import AXES
+from pytest_gpumem.measuring.step_config.config import AXES
 
 MODEL = """
 class Model(torch.nn.Module):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.tools.main import main
 from tests.git_store import Repository, entry
 from tests.pages import COMPARED, ROOT, blocks, blocks_of, command, follows, lasting, output, read
 from tests.test_example_project import HAS_AVX512

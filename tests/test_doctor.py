@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.doctor import collecting
-from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoredFacts, StoreFacts, TorchFacts
-from pytest_gpumem.doctor.findings import exit_status, findings
-from pytest_gpumem.doctor.texts import lines, to_json
-from pytest_gpumem.measurement import Environment
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.values.interference import Conditions
-from pytest_gpumem.values.plain import from_plain
+from pytest_gpumem.facts.measurement import Environment
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.facts.values.plain import from_plain
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.tools.doctor import collecting
+from pytest_gpumem.tools.doctor.facts import DeviceFacts, Facts, StoredFacts, StoreFacts, TorchFacts
+from pytest_gpumem.tools.doctor.findings import exit_status, findings
+from pytest_gpumem.tools.doctor.texts import lines, to_json
+from pytest_gpumem.tools.main import main
 from tests.git_store import Repository, entry
 
 ROOT = Path(__file__).parents[1]
@@ -334,7 +334,7 @@ def test_a_pytest_that_does_not_load_the_plugin_ends_with_2(seen_once, tmp_path,
 def test_a_device_that_a_conftest_adds_is_looked_at(seen_once, tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "tpu"\n')
     (tmp_path / "conftest.py").write_text(
-        "from pytest_gpumem.devices.contract import DeviceUnavailable\n\n\ndef make():\n"
+        "from pytest_gpumem.measuring.devices.contract import DeviceUnavailable\n\n\ndef make():\n"
         "    raise DeviceUnavailable('its firmware is asleep')\n\n\n"
         "def pytest_gpumem_devices(config):\n    return {'tpu': make}\n"
     )
@@ -400,7 +400,7 @@ def test_a_torch_that_ends_its_process_is_a_finding(tmp_path):
 def _command(folder, variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
-        [sys.executable, "-m", "pytest_gpumem.cli.main", "doctor"],
+        [sys.executable, "-m", "pytest_gpumem.tools.main", "doctor"],
         cwd=folder,
         env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.relations.estimate import Estimate, findings_of
-from pytest_gpumem.relations.state import Share, StateBytes
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.plugin.relations.estimate import Estimate, findings_of
+from pytest_gpumem.plugin.relations.state import Share, StateBytes
 
 KB = 1000
 

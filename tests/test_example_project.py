@@ -16,10 +16,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.facts.values.composition import MOST_KEPT
+from pytest_gpumem.judging.baselines.format import parse
+from pytest_gpumem.tools.main import main
 from pytest_gpumem.torch_support.private_api import bfloat16_instructions
-from pytest_gpumem.values.composition import MOST_KEPT
 from tests import preloaded
 from tests.conftest import _LEFT_OUT
 from tests.heap import hide_what_is_loaded
@@ -362,7 +362,7 @@ def test_all_tests_that_fail_by_it_are_those_of_the_page(sees_it_fail):
 @pytest.mark.thorough
 def test_the_advice_for_the_project_is_that_of_the_page(committed, tmp_path):
     example = committed.copy(tmp_path)
-    done = preloaded.run("-m", "pytest_gpumem.cli.main", *shlex.split(ADVISE)[1:], cwd=example.folder)
+    done = preloaded.run("-m", "pytest_gpumem.tools.main", *shlex.split(ADVISE)[1:], cwd=example.folder)
     assert done.returncode == 0, done.stderr
     shown, said = (
         [re.sub(r" +[\d.]+ ms.*", "", line) for line in lines] for lines in (ADVICE.printed, done.stdout.splitlines())

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.baselines.format import parse
+from pytest_gpumem.judging.baselines.format import parse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pytest_gpumem.gate.baseline import Baseline
+    from pytest_gpumem.judging.gate.baseline import Baseline
     from tests.conftest import Project
 
 MODEL = """

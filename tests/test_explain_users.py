@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.values.composition import REST
+from pytest_gpumem.facts.values.composition import REST
 
 if TYPE_CHECKING:
     from tests.conftest import Project

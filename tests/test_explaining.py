@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.runtest.explaining import COMPOSITION
+from pytest_gpumem.plugin.runtest.explaining import COMPOSITION
 from pytest_gpumem.torch_support.static_access import reads_any
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner, Result
 
-from pytest_gpumem.cli.jobs import A_RUN, most_jobs
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
-from pytest_gpumem.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
-from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
-from pytest_gpumem.fit import run
-from pytest_gpumem.fit.outcome import ProgramRun
-from pytest_gpumem.fit.run import run_on, with_expandable_segments
-from pytest_gpumem.processes import Stop, StopSignal
+from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, STEPS, USAGE
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
+from pytest_gpumem.emulating.emulation import load
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu, known_gpus
+from pytest_gpumem.tools.console.jobs import A_RUN, most_jobs
+from pytest_gpumem.tools.fit import run
+from pytest_gpumem.tools.fit.outcome import ProgramRun
+from pytest_gpumem.tools.fit.run import run_on, with_expandable_segments
+from pytest_gpumem.tools.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def ran(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(load, "stand_ins", lambda torch: ())
     monkeypatch.setattr(load, "installed_torch", lambda: None)
-    monkeypatch.setattr("pytest_gpumem.fit.forks.run_on", run_one)
+    monkeypatch.setattr("pytest_gpumem.tools.fit.forks.run_on", run_one)
     return called, comes
 
 
@@ -283,7 +283,7 @@ def test_no_more_run_at_a_time_than_there_is_memory_for(ran, monkeypatch):
         return fitting(GB)
 
     comes |= dict.fromkeys(("l4", "t4", "a100"), alone)
-    monkeypatch.setattr("pytest_gpumem.cli.fit.most_jobs", lambda jobs: most_jobs(jobs, lambda: A_RUN))
+    monkeypatch.setattr("pytest_gpumem.tools.fit.command.most_jobs", lambda jobs: most_jobs(jobs, lambda: A_RUN))
     result = fit("--jobs", "5", *FOUR, "train.py")
     assert result.exit_code == 0, result.output
     assert "there is memory for 1 run at a time" in result.stderr

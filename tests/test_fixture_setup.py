@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.runtest.fixture_setup import SharedFixtures, note_import
-from pytest_gpumem.values.unknown_reads import NOTHING_READ, UnknownReads
+from pytest_gpumem.facts.values.unknown_reads import NOTHING_READ, UnknownReads
+from pytest_gpumem.plugin.runtest.fixture_setup import SharedFixtures, note_import
 
 
 class Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.git import default_branch
+from pytest_gpumem.base.git import default_branch
 from tests.git_store import Repository
 
 

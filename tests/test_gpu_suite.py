@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.facts.measurement import Environment
 from tests import preloaded
 from tests.gpu.figures import Figures
 from tests.gpu.project import REPOSITORY, GpuProject, without_chance

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pytest_gpumem.baselines.format import parse
+from pytest_gpumem.judging.baselines.format import parse
 from tests.test_explain import COMPARE, RECORD, grown, place
 
 MODELS = """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.streams import InputError
-from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.reports.history import plot
-from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.reporting.reports.history import plot
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.tools.console.streams import InputError
+from pytest_gpumem.tools.main import main
 from tests.git_store import MB, Repository, entry
 from tests.hostile import TEXTS
 

@@ -6,9 +6,9 @@ import pytest
 
 MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones({count})\n"
 TOY = """
-from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.facts.measurement import Environment
 
 
 class Toy(CpuDevice):
@@ -65,7 +65,7 @@ def test_a_tolerance_can_be_adjusted_for_a_test(project):
     project.run("--gpumem-baseline").assert_outcomes(failed=1)
     conftest(
         project,
-        "from pytest_gpumem.metrics import Tolerance\n\n\n"
+        "from pytest_gpumem.facts.metrics import Tolerance\n\n\n"
         "def pytest_gpumem_tolerance(item, metric, tolerance):\n"
         "    return Tolerance(0.6) if metric == 'peak_allocated' and item.name == 'test_it' else None\n",
     )
@@ -93,7 +93,7 @@ def test_a_tolerance_that_is_none_fails_the_test_and_names_the_hook_and_its_plug
     project.run("--gpumem-update=new")
     conftest(
         project,
-        "from pytest_gpumem.metrics import Tolerance\n\n\n"
+        "from pytest_gpumem.facts.metrics import Tolerance\n\n\n"
         f"def pytest_gpumem_tolerance(item, metric, tolerance):\n    return {result} if metric == 'retained' else None\n",
     )
     failed = project.run("--gpumem-baseline")

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from pytest_gpumem.values.composition import REST, row_from_text
+from pytest_gpumem.facts.values.composition import REST, row_from_text
 from tests import zoo
 
 MODES = """

@@ -17,17 +17,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem import processes
-from pytest_gpumem.cli import edits, first_baselines, shown_session
-from pytest_gpumem.cli import init as command
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.shown_session import run_shown
-from pytest_gpumem.config.settings import KEYS, matches_test
-from pytest_gpumem.doctor import collecting
-from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
-from pytest_gpumem.init.addopts import addopts_of, ignored_by
-from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
-from pytest_gpumem.init.workflow import (
+from pytest_gpumem.base import processes
+from pytest_gpumem.plugin.config.settings import KEYS, matches_test
+from pytest_gpumem.tools.doctor import collecting
+from pytest_gpumem.tools.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
+from pytest_gpumem.tools.init import command, edits, first_baselines, shown_session
+from pytest_gpumem.tools.init.addopts import addopts_of, ignored_by
+from pytest_gpumem.tools.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
+from pytest_gpumem.tools.init.shown_session import run_shown
+from pytest_gpumem.tools.init.workflow import (
     DEVICES,
     PLACEHOLDER,
     RUNNERS,
@@ -37,6 +35,7 @@ from pytest_gpumem.init.workflow import (
     template,
     workflow,
 )
+from pytest_gpumem.tools.main import main
 from tests.forked_runs import fork_runs
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
@@ -638,7 +637,7 @@ def test_interrupting_the_question_on_a_terminal_writes_nothing(repository):
     pexpect = pytest.importorskip("pexpect")
     project = repository(FLAT)
     child = pexpect.spawn(
-        sys.executable, ["-m", "pytest_gpumem.cli.main", "init"], cwd=project.path, timeout=120, encoding="utf-8"
+        sys.executable, ["-m", "pytest_gpumem.tools.main", "init"], cwd=project.path, timeout=120, encoding="utf-8"
     )
     child.expect(r"Write \d files\?")
     # readline shows the question shortly before it waits for keys. It notes a signal in between, and looks at it only after

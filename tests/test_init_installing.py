@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem import __version__
-from pytest_gpumem.init import workflow as workflows
-from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
-from pytest_gpumem.init.project_tests import ProjectTest, ProjectTests
-from pytest_gpumem.init.proposal import Machine, Project, proposal
-from pytest_gpumem.init.proposal import _device as proposed_device
-from pytest_gpumem.init.workflow import PLACEHOLDER, RUNNERS, account, gate_lines, workflow
+from pytest_gpumem.tools.init import workflow as workflows
+from pytest_gpumem.tools.init.installing import Sources, lines_of, unfit_of
+from pytest_gpumem.tools.init.project_tests import ProjectTest, ProjectTests
+from pytest_gpumem.tools.init.proposal import Machine, Project, proposal
+from pytest_gpumem.tools.init.proposal import _device as proposed_device
+from pytest_gpumem.tools.init.workflow import PLACEHOLDER, RUNNERS, account, gate_lines, workflow
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.config.settings import matches_test
-from pytest_gpumem.init.patterns import patterns_of
-from pytest_gpumem.init.project_tests import Names, ProjectTest, find_tests
-from pytest_gpumem.init.sources import sources_of
+from pytest_gpumem.plugin.config.settings import matches_test
+from pytest_gpumem.tools.init.patterns import patterns_of
+from pytest_gpumem.tools.init.project_tests import Names, ProjectTest, find_tests
+from pytest_gpumem.tools.init.sources import sources_of
 
 
 def found(files, names=None):

@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pytest_gpumem.emulation.torch_build import requirement
+from pytest_gpumem.emulating.emulation.torch_build import requirement
 from tests.workflows import ACTION, read_yaml
 
 if sys.version_info >= (3, 11):
@@ -229,7 +229,7 @@ def test_what_torch_requires_of_nvidia_is_an_extras_and_still_told(tmp_path, mon
     kept = [one for one in map(Requirement, required) if one.marker is None or one.marker.evaluate({"extra": ""})]
     assert [one.name for one in asked] == [one.name for one in kept if not of_nvidia([one.name])]
     # The release of cuDNN is what an emulated GPU says that it has.
-    monkeypatch.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: lines)
+    monkeypatch.setattr("pytest_gpumem.emulating.emulation.torch_build.requires", lambda name: lines)
     assert requirement("nvidia-cudnn-cu") in {"nvidia-cudnn-cu13==9.26.0.51", "nvidia-cudnn-cu12==9.1.0.70"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.cli.jobs import A_RUN, available, most_jobs
+from pytest_gpumem.tools.console.jobs import A_RUN, available, most_jobs
 
 
 def test_no_more_runs_at_a_time_than_there_is_memory_for():

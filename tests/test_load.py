@@ -243,7 +243,7 @@ def test_it(gpumem):
 """
     result = run(project, source, failed=1)
     result.stdout.fnmatch_lines(
-        ["E * pytest_gpumem.measurement.MeasuringError: gpumem.load() is called within gpumem.load()*"]
+        ["E * pytest_gpumem.facts.measurement.MeasuringError: gpumem.load() is called within gpumem.load()*"]
     )
 
 

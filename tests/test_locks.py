@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.device_lock import DeviceLock
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 
 here = Path(__file__).parent
 
@@ -173,7 +173,8 @@ def test_a_session_within_a_test_that_is_alone_waits_for_nobody(logged):
 )
 def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers):
     conftest = LOGGED.replace(
-        "made = []", "from pytest_gpumem.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []"
+        "made = []",
+        "from pytest_gpumem.measuring.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []",
     )
     (logged.path / "conftest.py").write_text(conftest)
     logged.write("def test_it(gpumem):\n    gpumem.infer_step(lambda: torch.nn.Linear(4, 4), torch.ones(1, 4))\n")

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.reporting.reports.session_report import Terms
+from pytest_gpumem.tools.main import main
 from tests.hostile import TEXTS
 from tests.reports.sessions import everything
 from tests.reports.test_merging import A100, H100, measured, of_folder, shard, skipped

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import get_args
 
-from pytest_gpumem.config.marker import budget_from_arguments
-from pytest_gpumem.devices.contract import Peak
-from pytest_gpumem.measure.counting import Counts
-from pytest_gpumem.measure.reading import Figures
-from pytest_gpumem.measure.settling import have_same_peaks
-from pytest_gpumem.measurement import Measurement
-from pytest_gpumem.metrics import METRICS, WHOLE, Kind, RealMetric, WholeMetric
+from pytest_gpumem.facts.measurement import Measurement
+from pytest_gpumem.facts.metrics import METRICS, WHOLE, Kind, RealMetric, WholeMetric
+from pytest_gpumem.measuring.devices.contract import Peak
+from pytest_gpumem.measuring.measure.counting import Counts
+from pytest_gpumem.measuring.measure.reading import Figures
+from pytest_gpumem.measuring.measure.settling import have_same_peaks
+from pytest_gpumem.plugin.config.marker import budget_from_arguments
 
 
 def test_no_row_says_what_another_place_contradicts():

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.config.models import ModelStep
-from pytest_gpumem.model_tests import measure
-from pytest_gpumem.models.name import ModelName
-from pytest_gpumem.models.task import INFERENCE
+from pytest_gpumem.measuring.models.name import ModelName
+from pytest_gpumem.measuring.models.task import INFERENCE
+from pytest_gpumem.plugin.config.models import ModelStep
+from pytest_gpumem.plugin.model_tests import measure
 from tests import preloaded
 from tests.models.architectures import NEEDS_TRANSFORMERS
 from tests.models.test_by_name import CLASSES, written
@@ -312,7 +312,7 @@ def test_weights_and_batch_do_not_depend_on_earlier_draws_and_change_no_generato
     import torch
 
     models("BertForMaskedLM")
-    monkeypatch.setattr("pytest_gpumem.runtest.hooks.run_of", lambda _: SimpleNamespace(device=device))
+    monkeypatch.setattr("pytest_gpumem.plugin.runtest.hooks.run_of", lambda _: SimpleNamespace(device=device))
     step = ModelStep(ModelName("hf-tiny", "BertForMaskedLM"), task=INFERENCE)
     made = []
 

@@ -9,9 +9,9 @@ import pytest
 CONFTEST = """
 import os
 
-from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.facts.measurement import Environment
 
 
 class Second(CpuDevice):

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.gate.judge import failing_outcomes
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.html.page import page_of
-from pytest_gpumem.reports.json_report import from_json, to_json
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.reports.merging import merge_reports
-from pytest_gpumem.reports.results import TestResult, accounting
-from pytest_gpumem.reports.session_report import SessionReport, Terms
-from pytest_gpumem.reports.terminal import terminal_text
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.judge import failing_outcomes
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.html.page import page_of
+from pytest_gpumem.reporting.reports.json_report import from_json, to_json
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.reporting.reports.markdown import markdown
+from pytest_gpumem.reporting.reports.merging import merge_reports
+from pytest_gpumem.reporting.reports.results import TestResult, accounting
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
+from pytest_gpumem.reporting.reports.terminal import terminal_text
+from pytest_gpumem.tools.main import main
 from tests.reports.made_up import GB, regressed, result, verdict_on
 from tests.test_time_gate import Timed
 
@@ -124,7 +124,7 @@ def test_it(gpumem, n):
 @pytest.fixture
 def recorded(project, monkeypatch):
     """A project whose baselines have no times, on a device whose clock is a script's."""
-    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     timed = Timed(project)
     timed.write(TWO)
     assert timed.run("--gpumem-update=new", timed=False).ret == 0

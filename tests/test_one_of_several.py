@@ -9,7 +9,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.tools.main import main
 from tests.pages import follows
 from tests.pages import output as block_of
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import settings_from_table
-from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
-from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.gpus import described, emulated_gpu
+from pytest_gpumem.emulating.emulated_process.before_torch import DESCRIPTION
+from pytest_gpumem.emulating.emulation import load
+from pytest_gpumem.emulating.emulation.gpus import described, emulated_gpu
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.settings import settings_from_table
+from pytest_gpumem.tools.main import main
 
 GB = 10**9
 PLAIN = {"memory": "20GB", "capability": "8.9"}

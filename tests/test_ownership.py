@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from pytest_gpumem.runtest.ownership import Ownership
+from pytest_gpumem.plugin.runtest.ownership import Ownership
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from tests import zoo
 

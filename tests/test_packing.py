@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.config.selection import MeasuredTest
-from pytest_gpumem.gate.baseline import Baseline, Budget, Key
-from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.session import packing
-from pytest_gpumem.session.packing import GpuShare, Packed, Planner, largest_first, needed_bytes
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key
+from pytest_gpumem.plugin.config.selection import MeasuredTest
+from pytest_gpumem.plugin.session import packing
+from pytest_gpumem.plugin.session.packing import GpuShare, Packed, Planner, largest_first, needed_bytes
 
 GB, MIB = 10**9, 2**20
 

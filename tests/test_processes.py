@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem import processes
-from pytest_gpumem.ab.compare_variants import Progress
-from pytest_gpumem.processes import Stop, StopSignal, recorded_signals
+from pytest_gpumem.base import processes
+from pytest_gpumem.base.processes import Stop, StopSignal, recorded_signals
+from pytest_gpumem.tools.ab.compare_variants import Progress
 from tests.ab.values import BASE, measured, measurement, run
 from tests.alive import wait_until_ended
 

@@ -7,10 +7,10 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.project import _from_pytest, project_settings
-from pytest_gpumem.config.project_files import project_files
-from pytest_gpumem.config.settings import settings_of
+from pytest_gpumem.plugin.config.project_files import project_files
+from pytest_gpumem.plugin.config.settings import settings_of
+from pytest_gpumem.tools.console.project import _from_pytest, project_settings
+from pytest_gpumem.tools.main import main
 
 TABLE = '[tool.gpumem]\nunits = "iec"\nstore = "kept"\ndevice = "cpu"\n'
 NAMES_ALL = "--strict-markers -ra -p no:randomly --gpumem-store={} --gpumem-report=a.md -k 'not slow' --gpumem-strict"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import read_table
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.settings import read_table
+from pytest_gpumem.tools.main import main
 
 TEST = "import torch\n\n\ndef test_it():\n    torch.nn.Linear(8, 8)(torch.ones(3, 8))\n"
 UNREADABLE = {

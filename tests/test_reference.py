@@ -12,14 +12,15 @@ from collections import Counter
 import click
 import pytest
 
-from pytest_gpumem import hookspecs, variables
-from pytest_gpumem.advice.search_order import INFERENCE, candidates
-from pytest_gpumem.cli.main import COMMANDS, main
-from pytest_gpumem.config.keys import BUDGET_KEYS, GPU_KEYS, MODEL_KEYS, OTHER_KEYS
-from pytest_gpumem.config.options import OPTIONS
-from pytest_gpumem.emulation.gpus import known_slices, known_words
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.session.exit_status import EXIT_CODES
+from pytest_gpumem.base import variables
+from pytest_gpumem.emulating.emulation.gpus import known_slices, known_words
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.plugin import hookspecs
+from pytest_gpumem.plugin.config.keys import BUDGET_KEYS, GPU_KEYS, MODEL_KEYS, OTHER_KEYS
+from pytest_gpumem.plugin.config.options import OPTIONS
+from pytest_gpumem.plugin.session.exit_status import EXIT_CODES
+from pytest_gpumem.tools.advise.search_order import INFERENCE, candidates
+from pytest_gpumem.tools.main import COMMANDS, main
 from tests.pages import FENCE, ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -124,7 +125,7 @@ def test_a_stale_page_is_named(tmp_path):
     program = [sys.executable, str(tmp_path / ".ci/reference"), "--check"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert subprocess.run(program, env=environment, check=False).returncode == 0
-    options = tmp_path / "pytest_gpumem/config/options.py"
+    options = tmp_path / "pytest_gpumem/plugin/config/options.py"
     text = options.read_text(encoding="utf-8")
     options.write_text(
         text.replace("Folder or URL of the stored baselines.", "Place of the baselines."), encoding="utf-8"

@@ -13,18 +13,18 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem import Composition, Environment, Explanation, Gpumem, Measurement, Row, StepConfig, Tolerance
-from pytest_gpumem.baselines.format import ENTRY_KEYS, FILE_KEYS, parse, render
-from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
-from pytest_gpumem.measurement import Workload
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.relations.estimate import Estimate
-from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
-from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.json_report import report_schema
-from pytest_gpumem.step_config.config import AXES, FORMS
-from pytest_gpumem.values.composition import CATEGORIES, CompositionError, Holder, row_from_text
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.times import Times
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import CATEGORIES, CompositionError, Holder, row_from_text
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.times import Times
+from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS, parse, render
+from pytest_gpumem.measuring.step_config.config import AXES, FORMS
+from pytest_gpumem.plugin.config.marker_arguments import MARKER_ARGUMENTS
+from pytest_gpumem.plugin.relations.estimate import Estimate
+from pytest_gpumem.plugin.relations.gradients import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.formats import FORMATS
+from pytest_gpumem.reporting.reports.json_report import report_schema
 from tests.pages import FENCE, blocks_of, read
 
 

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.json_report import from_json
-from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.reports.terminal import failure_lines
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.json_report import from_json
+from pytest_gpumem.reporting.reports.layout import Screen, text_of
+from pytest_gpumem.reporting.reports.terminal import failure_lines
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.test_github import command

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pytest_gpumem
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.fixture import Gpumem
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.measure.prepared import PreparedStep
-from pytest_gpumem.measure.reading import Figures
-from pytest_gpumem.measure.runner import FURTHER_STEPS
-from pytest_gpumem.measurement import Measurement
-from pytest_gpumem.runtest.judging import Judging
+from pytest_gpumem.facts.measurement import Measurement
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.judging.gate.judge import judge
+from pytest_gpumem.measuring.measure.prepared import PreparedStep
+from pytest_gpumem.measuring.measure.reading import Figures
+from pytest_gpumem.measuring.measure.runner import FURTHER_STEPS
+from pytest_gpumem.plugin.fixture import Gpumem
+from pytest_gpumem.plugin.runtest.judging import Judging
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -119,7 +119,7 @@ def route(monkeypatch):
 @pytest.fixture
 def recorded(project, monkeypatch):
     """A project with one step, and a baseline of it, with a torch that needs no packages, as its builds for CUDA do."""
-    monkeypatch.setattr("pytest_gpumem.runtest.run.needed_by_torch", frozenset)
+    monkeypatch.setattr("pytest_gpumem.plugin.runtest.run.needed_by_torch", frozenset)
     project.write(STEP)
     assert project.run("--gpumem-update=new").ret == 0
     return project

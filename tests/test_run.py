@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pytest_gpumem.script import ScriptFailed, run_script
+from pytest_gpumem.tools.run.script import ScriptFailed, run_script
 
 SCRIPT = """
 import sys
@@ -162,7 +162,7 @@ def test_wrong_usage_is_an_error(script, project, words, said):
 
 
 def test_torch_is_not_loaded_before_a_gpu_can_be_emulated():
-    code = "import sys, pytest_gpumem.cli.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, pytest_gpumem.tools.run.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -47,8 +47,8 @@ import os
 
 import pytest
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.facts.measurement import Environment
 
 
 class SecondDevice(CpuDevice):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import uv
 
-from pytest_gpumem.github.comment import marker
+from pytest_gpumem.reporting.github.comment import marker
 from tests import preloaded
 from tests.fake_github import FakeGitHub, fake_github
 from tests.packages_here import make_wheel, only_from

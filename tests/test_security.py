@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.kinds import FOLDER, MODELS, REPORTS, STORE
-from pytest_gpumem.config.settings import KEYS, settings_from_table
-from pytest_gpumem.doctor import collecting
-from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
-from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.kinds import FOLDER, MODELS, REPORTS, STORE
+from pytest_gpumem.plugin.config.settings import KEYS, settings_from_table
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.tools.doctor import collecting
+from pytest_gpumem.tools.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
+from pytest_gpumem.tools.main import main
 from tests.git_store import Repository, entry
 from tests.reports.sessions import OK, session
 

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.models import ModelStep
-from pytest_gpumem.config.own_gpus import own_gpus
-from pytest_gpumem.config.settings import (
+from pytest_gpumem.base.units import ThroughputLimit
+from pytest_gpumem.facts.metrics import METRICS, Tolerance
+from pytest_gpumem.judging.gate.baseline import Budget
+from pytest_gpumem.measuring.models.lora import Lora
+from pytest_gpumem.measuring.models.name import BatchSize, ModelName
+from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING, Task
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.models import ModelStep
+from pytest_gpumem.plugin.config.own_gpus import own_gpus
+from pytest_gpumem.plugin.config.settings import (
     DEFAULT_TOLERANCES,
     KEYS,
     PatternBudget,
@@ -26,13 +33,6 @@ from pytest_gpumem.config.settings import (
     settings_from_table,
     settings_of,
 )
-from pytest_gpumem.gate.baseline import Budget
-from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.models.lora import Lora
-from pytest_gpumem.models.name import BatchSize, ModelName
-from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.units import ThroughputLimit
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,13 +7,13 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.baselines.format import render
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.store import path_of
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.measurement import Environment
-from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.facts.measurement import Environment
+from pytest_gpumem.judging.baselines.format import render
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.store import path_of
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.tools.main import main
 from tests.git_store import MB, Repository, entry
 from tests.hostile import TEXTS
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-import pytest_gpumem.git
-from pytest_gpumem.changed_code.sources import Commit, Folders
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Origin, Verdict
-from pytest_gpumem.git import GitError
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.runtest.since_baseline import SinceBaselines
-from pytest_gpumem.values.composition import Row
+import pytest_gpumem.base.git
+from pytest_gpumem.base.git import GitError
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import Row
+from pytest_gpumem.judging.changed_code.sources import Commit, Folders
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Origin, Verdict
+from pytest_gpumem.plugin.runtest.since_baseline import SinceBaselines
 from tests.git_store import Repository
 
 HELPER = """\
@@ -199,9 +199,9 @@ def test_a_shallow_clone_has_no_code_of_then(project, repository, tmp_path):
 
 def test_a_gate_that_is_green_asks_git_for_nothing(project, repository, monkeypatch):
     asked = []
-    answer = pytest_gpumem.git._output
+    answer = pytest_gpumem.base.git._output
     monkeypatch.setattr(
-        pytest_gpumem.git, "_output", lambda *given, **more: (asked.append(given), answer(*given, **more))[1]
+        pytest_gpumem.base.git, "_output", lambda *given, **more: (asked.append(given), answer(*given, **more))[1]
     )
     assert project.run("--gpumem-baseline").ret == 0
     assert asked == []

@@ -13,10 +13,11 @@ JUNIT = """<testsuites><testsuite tests="12" time="61.7"><testcase name="test_a"
 
 
 def checkout(root: Path, **lines: int) -> Path:
-    """A checkout whose rooms have so many lines."""
+    """A checkout with a house `judging`, whose rooms have so many lines."""
     for room, count in lines.items():
-        folder = root / "pytest_gpumem" / room
+        folder = root / "pytest_gpumem" / "judging" / room
         folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("")
         (folder / "__init__.py").write_text("")
         (folder / "it.py").write_text("pass\n" * count)
     return root
@@ -29,9 +30,9 @@ def test_lines_are_counted_by_room_beside_those_of_another_checkout(tmp_path):
     before = checkout(tmp_path / "before", gate=10, old=7)
     script = runpy.run_path(str(SCRIPT))
     lines = script["table"](script["sizes"](now), script["sizes"](before)).splitlines()
-    assert "| pytest_gpumem/gate | 30 | +20 |" in lines
-    assert "| pytest_gpumem/steps | 5 |  |" in lines
-    assert "| pytest_gpumem/old | - |  |" in lines
+    assert "| pytest_gpumem/judging/gate | 30 | +20 |" in lines
+    assert "| pytest_gpumem/judging/steps | 5 |  |" in lines
+    assert "| pytest_gpumem/judging/old | - |  |" in lines
     assert "| the package | 35 | +18 |" in lines
     assert "| tests | 3 | +3 |" in lines
 
@@ -50,5 +51,5 @@ def test_the_script_tells_the_size_of_its_own_checkout():
     done = subprocess.run(
         [sys.executable, SCRIPT, "--than", SCRIPT.parents[1]], capture_output=True, text=True, check=True
     )
-    assert "| pytest_gpumem/gate | " in done.stdout
+    assert "| pytest_gpumem/judging/gate | " in done.stdout
     assert "+" not in done.stdout

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from pytest_gpumem.git import restoring_command
+from pytest_gpumem.base.git import restoring_command
 
 MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n"
 RESTORE = "git checkout -- gpumem-baselines"

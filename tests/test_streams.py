@@ -14,13 +14,13 @@ import pytest
 from _pytest._io.terminalwriter import should_do_markup
 from click.testing import CliRunner
 
-from pytest_gpumem.ab.compare_variants import Progress
-from pytest_gpumem.cli.files import STANDARD, FilePath
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.streams import WholeLines
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.terminals import wants_colour
+from pytest_gpumem.base.terminals import wants_colour
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.tools.ab.compare_variants import Progress
+from pytest_gpumem.tools.console.files import STANDARD, FilePath
+from pytest_gpumem.tools.console.streams import WholeLines
+from pytest_gpumem.tools.main import main
 from tests.reports.test_merging import measured, shard
 
 PASSED = to_json(shard(measured(test=("a.py", "test_a"))))

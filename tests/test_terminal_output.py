@@ -11,8 +11,8 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.reports.layout import cells
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.reporting.reports.layout import cells
 from tests.hostile import TEXTS
 from tests.reports.made_up import GB, new, ok, recorded, regressed, result, verdict_on
 

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_gpumem.timing.comparison import MOST_RUNS
-from pytest_gpumem.timing.sampling import DEFAULT_SECONDS, SECONDS_A_ROUND
-from pytest_gpumem.values.times import FEWEST_ROUNDS
+from pytest_gpumem.facts.values.times import FEWEST_ROUNDS
+from pytest_gpumem.measuring.timing.comparison import MOST_RUNS
+from pytest_gpumem.measuring.timing.sampling import DEFAULT_SECONDS, SECONDS_A_ROUND
 
 CLOCK = """
 steps = 0
@@ -27,9 +27,9 @@ import json
 import pathlib
 
 import clock
-from pytest_gpumem.values.interference import Conditions
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import Environment
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.facts.measurement import Environment
 
 HERE = pathlib.Path(__file__).parent
 
@@ -174,7 +174,7 @@ class Timed:
 
 @pytest.fixture
 def timed(project, monkeypatch) -> Timed:
-    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     return Timed(project)
 
 

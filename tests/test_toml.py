@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_gpumem import toml
-from pytest_gpumem.baselines.errors import FormatError
-from pytest_gpumem.baselines.format import parse
-from pytest_gpumem.cli.files import read_text
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import check_readable
-from pytest_gpumem.init.proposal import Project, ProposalError
-from pytest_gpumem.toml import read_toml
+from pytest_gpumem.base import toml
+from pytest_gpumem.base.toml import read_toml
+from pytest_gpumem.judging.baselines.errors import FormatError
+from pytest_gpumem.judging.baselines.format import parse
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.settings import check_readable
+from pytest_gpumem.tools.console.files import read_text
+from pytest_gpumem.tools.init.proposal import Project, ProposalError
 from tests.git_store import Repository, entry
 from tests.hostile import ALL
 
@@ -110,7 +110,7 @@ def test_a_file_of_the_store_with_such_a_key_is_refused(unparsed):
 
 
 def test_a_file_of_the_store_that_is_too_large_is_refused(tmp_path, unparsed, monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.baselines.format.LARGEST", 100)
+    monkeypatch.setattr("pytest_gpumem.judging.baselines.format.LARGEST", 100)
     with pytest.raises(FormatError, match=r"^has more than 100 characters; restore it from version control"):
         parse("#" * 101, "test_it.py")
 
@@ -140,7 +140,7 @@ def test_settings_with_such_a_key_are_refused(tmp_path, unparsed):
 
 
 def test_a_report_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.cli.files.LARGEST_REPORT", 100)
+    monkeypatch.setattr("pytest_gpumem.tools.console.files.LARGEST_REPORT", 100)
     (tmp_path / "report.json").write_text("1" * 100, encoding="utf-8")
     assert len(read_text(tmp_path / "report.json")) == 100
     (tmp_path / "report.json").write_text("1" * 101, encoding="utf-8")

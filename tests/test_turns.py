@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.session.packing import GpuShare
-from pytest_gpumem.session.turns import Repeating, Turns
+from pytest_gpumem.plugin.session.packing import GpuShare
+from pytest_gpumem.plugin.session.turns import Repeating, Turns
 
 WANTED = {wanted}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.units import (
+from pytest_gpumem.base.units import (
     SIZES,
     ThroughputLimit,
     counted,

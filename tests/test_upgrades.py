@@ -22,13 +22,13 @@ import pytest
 import uv
 from click.testing import CliRunner
 
-from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, RunRecord, run_of
-from pytest_gpumem.bisect.driver import Search
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.processes import StopSignal
-from pytest_gpumem.requirements import installers
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.base.processes import StopSignal
+from pytest_gpumem.base.requirements import installers
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.tools.ab.errors import RunFailed
+from pytest_gpumem.tools.ab.runs import Runner, RunRecord, run_of
+from pytest_gpumem.tools.bisect.driver import Search
+from pytest_gpumem.tools.main import main
 from tests.ab.values import measured, measurement
 from tests.forked_runs import fork_runs
 from tests.packages_here import make_wheel, only_from
@@ -43,9 +43,9 @@ import json
 import pytest
 import tinymodels
 
-from pytest_gpumem.gate.verdict import TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.plain import to_plain
 
 
 @pytest.fixture(autouse=True)
@@ -362,7 +362,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
 def test_a_growing_test_is_searched_and_accepted_with_the_release_installed_here(
     project, index, forks, by_uv, monkeypatch
 ):
-    monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))
+    monkeypatch.setattr("pytest_gpumem.tools.bisect.command.versions", lambda names: dict.fromkeys(names, "1.1+local"))
     (project / "conftest.py").write_text(
         TELLING.replace("tinymodels.PEAK", "tinymodels.PEAKS[request.node.name]"), encoding="utf-8"
     )

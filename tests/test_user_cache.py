@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem import user_cache
-from pytest_gpumem.bisect.journal import journals_folder
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.git import plain_environment
-from pytest_gpumem.processes import Stop
-from pytest_gpumem.requirements import environments
-from pytest_gpumem.requirements.environments import Environments, cache_folder, interpreter
-from pytest_gpumem.requirements.errors import InstallationError
-from pytest_gpumem.requirements.requirement_set import requirement_set
-from pytest_gpumem.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base import user_cache
+from pytest_gpumem.base.git import plain_environment
+from pytest_gpumem.base.processes import Stop
+from pytest_gpumem.base.requirements import environments
+from pytest_gpumem.base.requirements.environments import Environments, cache_folder, interpreter
+from pytest_gpumem.base.requirements.errors import InstallationError
+from pytest_gpumem.base.requirements.requirement_set import requirement_set
+from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.tools.bisect.journal import journals_folder
+from pytest_gpumem.tools.main import main
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users of this system have no numbers")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.gate.verdict import SKIPPED, TestVerdict
-from pytest_gpumem.reports.results import TestResult, nothing_recorded
+from pytest_gpumem.judging.gate.verdict import SKIPPED, TestVerdict
+from pytest_gpumem.reporting.reports.results import TestResult, nothing_recorded
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.gate.verdict import Cell
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.reports.merging import merge_reports
-from pytest_gpumem.reports.session_report import SessionReport, Terms
-from pytest_gpumem.reports.why import why_lines
+from pytest_gpumem.judging.gate.verdict import Cell
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.reporting.reports.merging import merge_reports
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
+from pytest_gpumem.reporting.reports.why import why_lines
+from pytest_gpumem.tools.main import main
 from tests.hostile import TEXTS
 from tests.reports.made_up import GB, cell, explained, ok, recorded, regressed, result, verdict_on
 
@@ -347,7 +347,7 @@ def test_a_cache_that_cannot_be_written_fails_no_session_and_keeps_no_older_repo
         def full(*_args, **_named):
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr("pytest_gpumem.session.cached_report.write_atomically", full)
+        monkeypatch.setattr("pytest_gpumem.plugin.session.cached_report.write_atomically", full)
     else:
         folder = kept.parent if what == "the folder is a file" else project.path / ".pytest_cache"
         folder.rename(project.path / "away")

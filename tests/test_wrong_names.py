@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.reports.file_kinds import SESSION, STORED, kind_of, kind_of_file
-from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.file_kinds import SESSION, STORED, kind_of, kind_of_file
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.tools.main import main
 from tests.reports.test_merging import measured, shard
 
 STORE = Path(__file__).parents[1] / "example_project/gpumem-baselines"

@@ -35,7 +35,7 @@ case " $* " in
   *) exec "$REAL" "$@" ;;
 esac
 """
-_MODULES = {"pip": "pip", "pytest": "pytest", **dict.fromkeys(("gpumem", "pytest-gpumem"), "pytest_gpumem.cli.main")}
+_MODULES = {"pip": "pip", "pytest": "pytest", **dict.fromkeys(("gpumem", "pytest-gpumem"), "pytest_gpumem.tools.main")}
 
 
 def read_yaml(text: str) -> Any:

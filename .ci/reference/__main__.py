@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from pytest_gpumem.config.options import OPTIONS  # noqa: E402 - from this checkout
+from pytest_gpumem.plugin.config.options import OPTIONS  # noqa: E402 - from this checkout
 from reference import (  # noqa: E402
     api,
     commands,

@@ -9,27 +9,27 @@ from functools import cached_property
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import pytest_gpumem
-from pytest_gpumem.config.marker_arguments import (
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import CATEGORIES, Holder, Row
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.module_calls import Caller, Calls
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.plugin.config.marker_arguments import (
     CONFIG_MARKER_DETAILS,
     MARKER_ARGUMENTS,
     MARKER_DETAILS,
     SKIP_HELP,
 )
-from pytest_gpumem.fixture import Gpumem, Region
-from pytest_gpumem.measurement import Workload
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.relations.estimate import Estimate
-from pytest_gpumem.relations.state import Share, StateBytes
-from pytest_gpumem.runtest.loading import Loading
-from pytest_gpumem.runtest.stepping import MeasuredLoop
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.values.composition import CATEGORIES, Holder, Row
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.module_calls import Caller, Calls
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.plugin.fixture import Gpumem, Region
+from pytest_gpumem.plugin.relations.estimate import Estimate
+from pytest_gpumem.plugin.relations.state import Share, StateBytes
+from pytest_gpumem.plugin.runtest.loading import Loading
+from pytest_gpumem.plugin.runtest.stepping import MeasuredLoop
 from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
 
 if TYPE_CHECKING:

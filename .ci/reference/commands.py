@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.main import COMMANDS, main
+from pytest_gpumem.tools.main import GROUPS, main
 from reference.markdown import page, paragraphs, table
 
 if TYPE_CHECKING:
@@ -41,13 +41,16 @@ def pages() -> dict[str, Callable[[], str]]:
 
 def _common_page(context: click.Context) -> str:
     help_text = _Help(main, context)
-    rows = [f"- `gpumem {name}`: {line}" for name, line in COMMANDS.items()]
+    groups = [
+        "\n".join([f"{title}:\n", *(f"- `gpumem {name}`: {subcommand.help}" for name, subcommand in group.items())])
+        for title, group in GROUPS.items()
+    ]
     return page(
         "Commands",
         help_text.summary,
         help_text.usage,
         help_text.body,
-        "\n".join(["## All commands\n", *rows]),
+        "\n\n".join(["## All commands", *groups]),
         *help_text.sections(_options([(main, context)], help_text.details)),
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.config.keys import GPU_KEYS, OTHER_KEYS
-from pytest_gpumem.devices.cuda import cuda_slug
-from pytest_gpumem.emulation import gpus
-from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.option_words import EMULATED_SLUG
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.emulating.emulation import gpus
+from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
+from pytest_gpumem.measuring.devices.cuda import cuda_slug
+from pytest_gpumem.plugin.config.keys import GPU_KEYS, OTHER_KEYS
 from reference.markdown import page, paragraphs, table
 from reference.settings import entries
 
@@ -16,9 +16,9 @@ _HEADS = ("Card", "Name in CUDA", "Memory", "Compute capability", "SMs", "L2", "
 def cards_page() -> str:
     """Return the page of the cards: those of the table, their MIG slices, and the keys of one's own."""
     sources = (
-        "The figures are those that CUDA reports. `pytest_gpumem/emulation/gpus.toml` has the source of each. As on a "
-        "real card, kernels fail with `no kernel image is available for execution on the device` if torch has no code for it, "
-        "for example recent releases for a `v100`."
+        "The figures are those that CUDA reports. `pytest_gpumem/emulating/emulation/gpus.toml` has the source of each. As on "
+        "a real card, kernels fail with `no kernel image is available for execution on the device` if torch has no code for "
+        "it, for example recent releases for a `v100`."
     )
     capabilities = ", ".join(f"`{major}.{minor}`" for major, minor in gpus.known_capabilities())
     profiles = (

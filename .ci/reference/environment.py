@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem import variables
+from pytest_gpumem.base import variables
 from reference.markdown import attribute_docstrings, page, paragraphs
 
 

@@ -7,27 +7,27 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.format import ENTRY_KEYS, FILE_KEYS
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.explain.artifacts import TIMELINE_KEYS, Artifacts
-from pytest_gpumem.gate.difference import Difference, PeakMove
-from pytest_gpumem.gate.graph_changes import GraphChange
-from pytest_gpumem.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.files import ReportFiles
-from pytest_gpumem.reports.formats import FORMATS, Format
-from pytest_gpumem.reports.json_report import report_schema
-from pytest_gpumem.reports.results import Renaming, TestResult
-from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
-from pytest_gpumem.runtest.judging import record_verdict
-from pytest_gpumem.values.composition import Composition, Explanation, Holder
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.plain import KEY
-from pytest_gpumem.values.selection import Selection
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.values.times import SampleColumns, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.plain import KEY
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import SampleColumns, Times
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.judging.gate.difference import Difference, PeakMove
+from pytest_gpumem.judging.gate.graph_changes import GraphChange
+from pytest_gpumem.judging.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
+from pytest_gpumem.measuring.explain.artifacts import TIMELINE_KEYS, Artifacts
+from pytest_gpumem.plugin.runtest.judging import record_verdict
+from pytest_gpumem.reporting.reports.files import ReportFiles
+from pytest_gpumem.reporting.reports.formats import FORMATS, Format
+from pytest_gpumem.reporting.reports.json_report import report_schema
+from pytest_gpumem.reporting.reports.results import Renaming, TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState, Terms
 from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ torch = "2.13.0+cpu"
 
 def reports_page() -> str:
     """Return the page of the formats of reports, of the timeline and of exports."""
-    from pytest_gpumem.reports import github
+    from pytest_gpumem.reporting.reports import github
 
     return page(
         "Report formats",
@@ -256,7 +256,7 @@ def _kind_of_array(node: Schema, name: str) -> str:
 
 def store_page() -> str:
     """Return the page of the files of the store."""
-    from pytest_gpumem.baselines import format as baseline_format
+    from pytest_gpumem.judging.baselines import format as baseline_format
 
     workload, environment = attribute_docstrings(Workload), attribute_docstrings(Environment)
     details = environment.pop("details")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from pytest_gpumem import hookspecs
+from pytest_gpumem.plugin import hookspecs
 from reference.markdown import docstring, page, paragraphs
 
 

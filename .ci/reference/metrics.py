@@ -1,10 +1,10 @@
-"""The page of metrics, made from the rows of `pytest_gpumem.metrics`."""
+"""The page of metrics, made from the rows of `pytest_gpumem.facts.metrics`."""
 
 from __future__ import annotations
 
-from pytest_gpumem.gate.judge import MOST_BY_ENVIRONMENT
-from pytest_gpumem.metrics import METRICS, Metric, MetricAttributes, Tolerance
-from pytest_gpumem.units import format_bytes, format_ratio
+from pytest_gpumem.base.units import format_bytes, format_ratio
+from pytest_gpumem.facts.metrics import METRICS, Metric, MetricAttributes, Tolerance
+from pytest_gpumem.judging.gate.judge import MOST_BY_ENVIRONMENT
 from reference.markdown import attribute_docstrings, page, paragraphs, table
 
 INTRODUCTION = """

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.config import keys
-from pytest_gpumem.config.keys import BUDGET_KEYS, MODEL_KEYS, OTHER_KEYS, Key
-from pytest_gpumem.config.kinds import DURATION, SECONDS
-from pytest_gpumem.config.options import OPTIONS, Option
-from pytest_gpumem.config.settings import Settings
+from pytest_gpumem.plugin.config import keys
+from pytest_gpumem.plugin.config.keys import BUDGET_KEYS, MODEL_KEYS, OTHER_KEYS, Key
+from pytest_gpumem.plugin.config.kinds import DURATION, SECONDS
+from pytest_gpumem.plugin.config.options import OPTIONS, Option
+from pytest_gpumem.plugin.config.settings import Settings
 from reference.markdown import page, paragraphs, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_gpumem.config.kinds import Kind
+    from pytest_gpumem.plugin.config.kinds import Kind
 
 _ADDOPTS = (
     "The command line and `PYTEST_ADDOPTS` win over `addopts`, which wins over `[tool.gpumem]`. A flag can be switched off, "

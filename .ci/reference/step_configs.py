@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from pytest_gpumem.step_config.config import FORMS, NOT_IN, StepConfig
+from pytest_gpumem.measuring.step_config.config import FORMS, NOT_IN, StepConfig
 from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.gate.verdict import ALWAYS_FAILING, FAILING, PASSING, Outcome
-from pytest_gpumem.reports.session_report import SessionReport
-from pytest_gpumem.session import exit_status
+from pytest_gpumem.judging.gate.verdict import ALWAYS_FAILING, FAILING, PASSING, Outcome
+from pytest_gpumem.plugin.session import exit_status
+from pytest_gpumem.reporting.reports.session_report import SessionReport
 from reference.markdown import attribute_docstrings, page, paragraphs, table
 
 

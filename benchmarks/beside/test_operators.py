@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

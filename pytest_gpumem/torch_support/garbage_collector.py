@@ -26,7 +26,7 @@ _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """A device's interface for a collection (`pytest_gpumem.devices.contract.Device`)."""
+    """A device's interface for a collection (`pytest_gpumem.measuring.devices.contract.Device`)."""
 
     def quiesce(self) -> None: ...
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from pytest_gpumem.values.events import AllocationEvent, Threads
-from pytest_gpumem.variables import KINETO_LOG_LEVEL
+from pytest_gpumem.base.variables import KINETO_LOG_LEVEL
+from pytest_gpumem.facts.values.events import AllocationEvent, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

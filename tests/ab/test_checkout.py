@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from pytest_gpumem.ab.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.git import GitError
-from pytest_gpumem.processes import Stop, StopSignal
+from pytest_gpumem.base.git import GitError
+from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.tools.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
 
 IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.collector import outside_modules
-from pytest_gpumem.ab.runs import Runner, python_path, reason_to_refuse
-from pytest_gpumem.processes import Stop
+from pytest_gpumem.base.processes import Stop
+from pytest_gpumem.tools.ab.collector import outside_modules
+from pytest_gpumem.tools.ab.runs import Runner, python_path, reason_to_refuse
+from pytest_gpumem.tools.checkout import Checkout
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import run_of
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.tools.ab.errors import RunFailed
+from pytest_gpumem.tools.ab.runs import run_of
 from tests.ab.values import measured, measurement, unmeasured
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ab.variants import Variant, without_folders
-from pytest_gpumem.requirements.requirement_set import RequirementSet
+from pytest_gpumem.base.requirements.requirement_set import RequirementSet
+from pytest_gpumem.tools.ab.variants import Variant, without_folders
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.ab.verdicts import closest, compare_runs
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict
-from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.reports.explanation import explanation_blocks
-from pytest_gpumem.values.composition import NOT_EXPLAINED, Composition, Explanation, Row
+from pytest_gpumem.facts.metrics import Tolerance
+from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Composition, Explanation, Row
+from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.explanation import explanation_blocks
+from pytest_gpumem.tools.ab.verdicts import closest, compare_runs
 from tests.ab.values import BASE, HEAD, measured, measurement, pair, unmeasured
 
 DRIFT = (1.0, 1.02, 1.05, 1.01, 0.98)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.ab.runs import Run
-from pytest_gpumem.gate.verdict import TestVerdict, Verdict
-from pytest_gpumem.git import Revision
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.base.git import Revision
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.tools.ab.runs import Run
 
 BASE = Revision("main", "1f3c9ab00000")
 HEAD = Revision("HEAD", "2b4d8ce00000")

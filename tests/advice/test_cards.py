@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.cards import capacity_of, with_capacity
-from pytest_gpumem.advice.search_order import Search, Trial
-from pytest_gpumem.advice.trial import AdviceSubject, TrialFailed
-from pytest_gpumem.advice.trials import Trials
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import capacity_of, with_capacity
+from pytest_gpumem.tools.advise.search_order import Search, Trial
+from pytest_gpumem.tools.advise.trial import AdviceSubject, TrialFailed
+from pytest_gpumem.tools.advise.trials import Trials
 
 GB = 10**9
 FP32, BF16 = map(StepConfig.parse, ("fp32", "bf16"))

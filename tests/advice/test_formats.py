@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.advice.formats import html, markdown, to_json
-from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation, shares_of
-from pytest_gpumem.advice.search_order import Trial, recommended
-from pytest_gpumem.advice.texts import composition_lines, lines
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.formats import html, markdown, to_json
+from pytest_gpumem.tools.advise.results import Advice, DeviceTrials, Recommendation, shares_of
+from pytest_gpumem.tools.advise.search_order import Trial, recommended
+from pytest_gpumem.tools.advise.texts import composition_lines, lines
 
 GB = 10**9
 FP32, BF16 = map(StepConfig.parse, ("fp32", "bf16"))

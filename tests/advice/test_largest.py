@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.advice.largest import MOST, Largest, SizeTrial, largest_of, next_size
+from pytest_gpumem.tools.advise.largest import MOST, Largest, SizeTrial, largest_of, next_size
 
 LIMIT = 10_000
 

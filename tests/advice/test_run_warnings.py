@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from pytest_gpumem.advice.run_warnings import collected_warnings
-from pytest_gpumem.steps.model_step import quietly
+from pytest_gpumem.measuring.steps.model_step import quietly
+from pytest_gpumem.tools.advise.run_warnings import collected_warnings
 
 WARNING = "the fast path is not available"
 

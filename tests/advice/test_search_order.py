@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.search_order import (
+from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.search_order import (
     OUT_OF_MEMORY,
     START,
     Search,
@@ -13,8 +15,6 @@ from pytest_gpumem.advice.search_order import (
     next_config,
     recommended,
 )
-from pytest_gpumem.models.task import INFERENCE, TRAINING
-from pytest_gpumem.step_config.config import StepConfig
 
 
 def climb(answers, samples=8, limit=None) -> list[str]:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from pytest_gpumem.advice.snippet import code_of, code_snippet
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.models.lora import Lora
-from pytest_gpumem.models.task import TRAINING, Task
-from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Snippet
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.models.lora import Lora
+from pytest_gpumem.measuring.models.task import TRAINING, Task
+from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS, Snippet
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.snippet import code_of, code_snippet
 from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, store_of_nobody
 
 SAMPLES, WIDTH = 8, 32

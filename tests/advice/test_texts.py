@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.advice.results import Advice, DeviceTrials
-from pytest_gpumem.advice.search_order import Trial, recommended
-from pytest_gpumem.advice.texts import card_table, conclusions
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.results import Advice, DeviceTrials
+from pytest_gpumem.tools.advise.search_order import Trial, recommended
+from pytest_gpumem.tools.advise.texts import card_table, conclusions
 
 GB = 10**9
 FP32, BF16, BLOCKS = map(StepConfig.parse, ("fp32", "bf16", "bf16,checkpoint=blocks"))

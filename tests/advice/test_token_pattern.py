@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.token_pattern import FIRST_TOKENS, Allocation, Free, Recording, pattern_of, place_of
+from pytest_gpumem.tools.advise.token_pattern import FIRST_TOKENS, Allocation, Free, Recording, pattern_of, place_of
 
 LAST_TOKENS = 13
 

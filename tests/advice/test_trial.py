@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.advice import trial
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import NotAStep
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import NotAStep
+from pytest_gpumem.tools.advise import trial
+from pytest_gpumem.tools.advise.search_order import OUT_OF_MEMORY, START
 
 LATER = StepConfig(precision="amp-bf16")
 NO_MEMORY = (

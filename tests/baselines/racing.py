@@ -6,17 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.store import Store
 
 WRITER = """
 import sys
 from pathlib import Path
 
-from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.judging.gate.baseline import Baseline, Key
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.facts.measurement import Environment, Workload
 
 location, mine, entries = sys.argv[1], sys.argv[2], int(sys.argv[3])
 environment = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})

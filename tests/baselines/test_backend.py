@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import pytest
 
-from pytest_gpumem.baselines.errors import BackendError
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.url_backend import Url
+from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.url_backend import Url
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
 
@@ -295,7 +295,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.folder import Folder
 
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 with Folder(Path(sys.argv[1])).locked():

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.distributed_lock import LOCK_SECONDS, WAIT_SECONDS, DistributedLock, _holder, _released
-from pytest_gpumem.baselines.errors import DistributedLockError
+from pytest_gpumem.judging.baselines.distributed_lock import (
+    LOCK_SECONDS,
+    WAIT_SECONDS,
+    DistributedLock,
+    _holder,
+    _released,
+)
+from pytest_gpumem.judging.baselines.errors import DistributedLockError
 
 
 class Shelf:

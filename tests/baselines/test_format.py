@@ -11,15 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.errors import FormatError
-from pytest_gpumem.baselines.format import FORMAT, parse, render
-from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.measurement import Environment, Workload
-from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
-from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.facts.values.module_calls import Calls
+from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
+from pytest_gpumem.judging.baselines.errors import FormatError
+from pytest_gpumem.judging.baselines.format import FORMAT, parse, render
+from pytest_gpumem.judging.gate.baseline import Baseline, Key
+from pytest_gpumem.measuring.timing.comparison import Runs
 from tests.hostile import TEXTS as HOSTILE
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.atomic_file import write_atomically
-from pytest_gpumem.baselines.errors import BackendError
-from pytest_gpumem.baselines.folder import Folder, GitBackend
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.open_folder import OpenFolder
+from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.base.open_folder import OpenFolder
+from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.judging.baselines.folder import Folder, GitBackend
+from pytest_gpumem.tools.main import main
 from tests.git_store import Repository, entry
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
@@ -91,7 +91,7 @@ def empty(store: Path) -> Path:
 def test_no_operation_of_a_folder_reaches_what_a_link_in_it_leads_to(
     tmp_path, outside, plant, monkeypatch, has_descriptors
 ):
-    monkeypatch.setattr("pytest_gpumem.open_folder._HAS_DESCRIPTORS", has_descriptors)
+    monkeypatch.setattr("pytest_gpumem.base.open_folder._HAS_DESCRIPTORS", has_descriptors)
     store = empty(tmp_path / "store")
     plant(store, outside)
     before = contents(outside)
@@ -173,7 +173,7 @@ def test_a_link_that_appears_while_a_file_is_written_is_not_followed(tmp_path, o
 @pytest.mark.parametrize("has_descriptors", [True, False], ids=["by descriptor", "by path, as on Windows"])
 def test_a_store_whose_root_is_a_link_works(tmp_path, monkeypatch, has_descriptors):
     """A user's own choice, for example to a disk that several machines share."""
-    monkeypatch.setattr("pytest_gpumem.open_folder._HAS_DESCRIPTORS", has_descriptors)
+    monkeypatch.setattr("pytest_gpumem.base.open_folder._HAS_DESCRIPTORS", has_descriptors)
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk")
     folder = Folder(tmp_path / "store")

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.errors import StoreError
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.store import Store, path_of
-from pytest_gpumem.baselines.url_backend import Url
-from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
-from pytest_gpumem.measurement import Environment, Workload
+from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.judging.baselines.errors import StoreError
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.store import Store, path_of
+from pytest_gpumem.judging.baselines.url_backend import Url
+from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline
 from tests.baselines.racing import check_that_nothing_is_lost
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies
 
-from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget, Key, NoBaseline, baseline_of
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import Outcome, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.timing.comparison import MOST_RUNS, Runs
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.option_words import UPDATE_MODES
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.option_words import UPDATE_MODES
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.baselines.update import ACCEPTS, entries_to_write, times_left_out
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, NoBaseline, baseline_of
+from pytest_gpumem.judging.gate.judge import judge
+from pytest_gpumem.judging.gate.verdict import Outcome, Verdict
+from pytest_gpumem.measuring.timing.comparison import MOST_RUNS, Runs
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 KEY = Key("tests/test_gpt.py", "test_a", "call")

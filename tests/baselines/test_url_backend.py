@@ -14,10 +14,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pytest_gpumem.baselines.errors import BackendError
-from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.location import backend_of
-from pytest_gpumem.baselines.url_backend import Url
+from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.judging.baselines.folder import Folder
+from pytest_gpumem.judging.baselines.location import backend_of
+from pytest_gpumem.judging.baselines.url_backend import Url
 from tests.baselines.racing import check_that_nothing_is_lost
 
 PATH = "cpu-x86_64/tests/test_gpt.py.toml"
@@ -111,7 +111,7 @@ def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
     backend.write(PATH, "old\n")
     files, root = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{root}/.lock/00000041", b'{"holder": "runner-7, process 12", "released": false}\n')
-    monkeypatch.setattr("pytest_gpumem.baselines.distributed_lock.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("pytest_gpumem.judging.baselines.distributed_lock.LOCK_SECONDS", 0.1)
     with backend.locked() as unlocked:
         assert unlocked is None
         backend.write(PATH, "new\n")
@@ -121,7 +121,7 @@ def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
 def test_a_holder_that_was_taken_for_dead_is_told_before_it_writes(url, monkeypatch):
     backend = Url(url)
     backend.write(PATH, "old\n")
-    monkeypatch.setattr("pytest_gpumem.baselines.distributed_lock._RENEWED_AFTER", 0.0)
+    monkeypatch.setattr("pytest_gpumem.judging.baselines.distributed_lock._RENEWED_AFTER", 0.0)
     with backend.locked():
         backend._files.pipe_file(f"{backend._root}/.lock/00000041", b"{}")
         with pytest.raises(BackendError, match="the lock was lost") as caught:
@@ -194,7 +194,7 @@ def test_without_credentials_it_is_said_how_to_give_them(s3, monkeypatch, tmp_pa
 def test_two_that_create_at_once_are_told_apart(s3_url, monkeypatch):
     from botocore.exceptions import ClientError
 
-    from pytest_gpumem.baselines.distributed_lock import LockObjects
+    from pytest_gpumem.judging.baselines.distributed_lock import LockObjects
 
     backend = Url(s3_url)
     lock = LockObjects(backend._files, f"{backend._root}/.lock")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.url_backend import has_credentials, reason_of, scheme_of, without_credentials
+from pytest_gpumem.judging.baselines.url_backend import has_credentials, reason_of, scheme_of, without_credentials
 
 
 class NoCredentialsError(Exception):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import replay
 
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.requirements.requirement_set import requirement_set
+from pytest_gpumem.base.requirements.requirement_set import requirement_set
+from pytest_gpumem.facts.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 KNOWN = replay.replays()

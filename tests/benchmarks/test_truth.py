@@ -11,8 +11,8 @@ import truth
 from truth import Case, CudaCounters, DeviceCounters, cases, peaks_of, result_of
 from truth_models import Subject, subjects
 
-from pytest_gpumem.measure.reading import Phase
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.measuring.measure.reading import Phase
+from pytest_gpumem.measuring.step_config.config import StepConfig
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: most of the models are its"

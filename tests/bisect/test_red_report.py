@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from pytest_gpumem.bisect.driver import NothingToSearch
-from pytest_gpumem.bisect.red_report import regressed_test_of
-from pytest_gpumem.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.tools.bisect.driver import NothingToSearch
+from pytest_gpumem.tools.bisect.red_report import regressed_test_of
 
 
 def change(metric: str, outcome: str = "regressed") -> dict[str, str]:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.ab.variants import Variant
-from pytest_gpumem.bisect.candidates import Candidate
-from pytest_gpumem.bisect.driver import SearchResult
-from pytest_gpumem.bisect.report import culprit, notes, result
-from pytest_gpumem.config.settings import Settings
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparison import ComparedChange, ComparedRow, ComparisonReport
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.plugin.config.settings import Settings
+from pytest_gpumem.reporting.reports.comparison import ComparedChange, ComparedRow, ComparisonReport
+from pytest_gpumem.tools.ab.variants import Variant
+from pytest_gpumem.tools.bisect.candidates import Candidate
+from pytest_gpumem.tools.bisect.driver import SearchResult
+from pytest_gpumem.tools.bisect.report import culprit, notes, result
 
 GOOD, BAD = Candidate(Variant(), "1f2e3d4"), Candidate(Variant(), "5a6b7c8", "merges a branch")
 BETWEEN = Candidate(Variant(), "9d8e7f6")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.bisect.search import Bounds, Graph, bounds, next_positions
+from pytest_gpumem.tools.bisect.search import Bounds, Graph, bounds, next_positions
 
 
 def searched(count, first_bad, skipped=frozenset(), jobs=1):

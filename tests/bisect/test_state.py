@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.bisect import state
-from pytest_gpumem.bisect.state import state_of
+from pytest_gpumem.tools.bisect import state
+from pytest_gpumem.tools.bisect.state import state_of
+from pytest_gpumem.tools.checkout import Checkout
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.reports.html.page import html
+from pytest_gpumem.reporting.reports.html.page import html
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 ARGUMENTS = (
     "--no-sandbox",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 
 if TYPE_CHECKING:
-    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 MOMENTS = 300
 """As many as a report keeps of a step."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.formats import html
-from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommendation
-from pytest_gpumem.advice.search_order import Trial
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.formats import html
+from pytest_gpumem.tools.advise.results import Advice, DeviceTrials, Recommendation
+from pytest_gpumem.tools.advise.search_order import Trial
 from tests.reports.sessions import explained
 
 FP32 = StepConfig.parse("fp32")

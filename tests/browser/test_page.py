@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
-from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.html.document import in_lines
-from pytest_gpumem.reports.html.page import anchor_of, html
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.html.document import in_lines
+from pytest_gpumem.reporting.reports.html.page import anchor_of, html
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small
 from tests.hostile import TEXTS

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code, without_callers
-from pytest_gpumem.changed_code.sources import Folders
-from pytest_gpumem.changed_code.statements import TwoVersions
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.composition import REST, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import REST, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.judging.changed_code.marks import ChangedCode, with_changed_code, without_callers
+from pytest_gpumem.judging.changed_code.sources import Folders
+from pytest_gpumem.judging.changed_code.statements import TwoVersions
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Verdict
 
 A_MEASUREMENT = Measurement("train_step", Workload("train_step"), Environment("cpu", "cpu"), {})
 

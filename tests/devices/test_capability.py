@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.devices.capability import lacking, lacking_in
+from pytest_gpumem.measuring.devices.capability import lacking, lacking_in
 
 T4, L4 = (7, 5), (8, 9)
 IMAGE = "AcceleratorError: CUDA error: no kernel image is available for execution on the device"

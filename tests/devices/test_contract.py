@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.contract import Device, Peak, Window, highest
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.devices.contract import Device, Peak, Window, highest
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.facts.measurement import Environment
 
 unhurried = settings(deadline=None)
 

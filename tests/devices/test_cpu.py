@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.facts.values.events import AllocationEvent, Token
+from pytest_gpumem.measuring.devices import proc
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.device_lock import DeviceLock
+from pytest_gpumem.measuring.step_config.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.torch_support.private_api import bfloat16_instructions
 from pytest_gpumem.torch_support.reachability import storages_of
-from pytest_gpumem.values.events import AllocationEvent, Token
 from tests.locking import state_of
 
 KB = 1000
@@ -211,7 +211,7 @@ def test_torch_runs_on_one_thread_while_the_device_is_open():
 
 @pytest.mark.usefixtures("three_threads")
 def test_threads_are_given_back_when_the_device_cannot_be_used(monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.devices.cpu.allocation_events", lambda _profiler: [])
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.allocation_events", lambda _profiler: [])
     device = CpuDevice()
     with pytest.raises(DeviceUnavailable, match="does not report host allocations"):
         device.open()
@@ -230,7 +230,7 @@ def test_whatever_ends_opening_or_closing_threads_and_the_lock_are_given_back(mo
     device = CpuDevice(DeviceLock("cpu", folder=tmp_path))
     if ends == "close":
         device.open()
-    monkeypatch.setattr("pytest_gpumem.devices.cpu.allocation_events", interrupted)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.allocation_events", interrupted)
     with pytest.raises(KeyboardInterrupt):
         getattr(device, ends)()
     assert torch.get_num_threads() == 3

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import DeviceUnavailable, Peak
-from pytest_gpumem.devices.cuda import CudaDevice, cuda_slug
-from pytest_gpumem.devices.cuda_history import HistoryEntry
-from pytest_gpumem.devices.cuda_runtime import GpuProperties, RecordedRegion
-from pytest_gpumem.devices.nvml import GpuState, OtherProcesses
-from pytest_gpumem.measure.reading import Figures
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
-from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
+from pytest_gpumem.measuring.devices import proc
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.measuring.devices.cuda import CudaDevice, cuda_slug
+from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
+from pytest_gpumem.measuring.devices.cuda_runtime import GpuProperties, RecordedRegion
+from pytest_gpumem.measuring.devices.nvml import GpuState, OtherProcesses
+from pytest_gpumem.measuring.measure.reading import Figures
+from pytest_gpumem.measuring.step_config.config import CHECKPOINTS, PRECISIONS
 from tests.silent_cuda import SilentCuda
 
 MIB = 2**20

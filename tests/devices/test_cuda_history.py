@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.cuda_history import (
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.facts.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord
+from pytest_gpumem.measuring.devices.cuda_history import (
     HistoryEntry,
     Threads,
     history_of,
@@ -15,8 +17,6 @@ from pytest_gpumem.devices.cuda_history import (
     numbered_by_thread,
     with_requested_sizes,
 )
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 
 A, B, C = 0xA000, 0xB000, 0xC000
 MS = 1_000_000

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pytest_gpumem.devices import cuda_runtime
-from pytest_gpumem.devices.cuda_history import HistoryEntry, in_order_of_time
-from pytest_gpumem.devices.cuda_runtime import TorchCuda
-from pytest_gpumem.devices.profiled import profiled
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
+from pytest_gpumem.measuring.devices import cuda_runtime
+from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry, in_order_of_time
+from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
+from pytest_gpumem.measuring.devices.profiled import profiled
 from pytest_gpumem.torch_support.private_api import (
     cuda_history_is_on,
     cuda_snapshot,
@@ -22,7 +23,6 @@ from pytest_gpumem.torch_support.private_api import (
     start_cuda_history,
     stop_cuda_history,
 )
-from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd
 
 
 def tensor(nbytes: int) -> torch.Tensor:

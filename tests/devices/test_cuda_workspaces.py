@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.devices.cuda import CudaDevice
-from pytest_gpumem.devices.cuda_history import HistoryEntry
-from pytest_gpumem.devices.cuda_workspaces import transient_in_peak
+from pytest_gpumem.measuring.devices.cuda import CudaDevice
+from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
+from pytest_gpumem.measuring.devices.cuda_workspaces import transient_in_peak
 from tests.silent_cuda import SilentCuda
 
 if TYPE_CHECKING:

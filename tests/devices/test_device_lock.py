@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.devices import device_lock
-from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.cuda import CudaDevice
-from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.devices.registry import make_cpu, make_cuda
+from pytest_gpumem.measuring.devices import device_lock
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cuda import CudaDevice
+from pytest_gpumem.measuring.devices.device_lock import DeviceLock
+from pytest_gpumem.measuring.devices.registry import make_cpu, make_cuda
 from tests.devices.test_cuda import SyntheticCuda, in_place_of_torchs
 from tests.locking import GATE, log_of, overlaps, start, state_of, wait_for
 
@@ -512,7 +512,7 @@ def test_a_device_that_is_open_already_keeps_its_one_share(device, locks):
 @pytest.mark.parametrize(("make", "name"), [(make_cpu, "cpu.lock"), (make_cuda, "gpu-GPU-0.lock")])
 def test_there_is_one_lock_for_each_gpu_and_one_for_the_cpu(tmp_path, monkeypatch, make, name):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("pytest_gpumem.devices.cuda_runtime.TorchCuda", SyntheticCuda)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.cuda_runtime.TorchCuda", SyntheticCuda)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda _device=None: None)
     device = make()
     device.open()

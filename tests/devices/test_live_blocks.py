@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
-from pytest_gpumem.values.events import AllocationEvent
+from pytest_gpumem.facts.values.events import AllocationEvent
+from pytest_gpumem.measuring.devices.live_blocks import FreeCallbacks, LiveBlocks
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.contract import Peak
+    from pytest_gpumem.measuring.devices.contract import Peak
 
 unhurried = settings(deadline=None)
 

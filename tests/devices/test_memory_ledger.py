@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from pytest_gpumem.devices import memory_ledger
-from pytest_gpumem.devices.memory_ledger import DeviceMemory, Entry, MemoryLedger, State, may_begin
+from pytest_gpumem.measuring.devices import memory_ledger
+from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory, Entry, MemoryLedger, State, may_begin
 from tests import locking
 from tests.locking import log_of, wait_for
 
 RESTS, SHARES, ALONE = State.RESTS, State.SHARES, State.ALONE
 EMPTY = DeviceMemory(total=16, free=16, held=0)
 LEDGER = """
-from pytest_gpumem.devices.memory_ledger import DeviceMemory, MemoryLedger
+from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory, MemoryLedger
 
 ledger = MemoryLedger("GPU-0", folder=folder / "ledger")
 now = lambda: DeviceMemory(total=16, free=16, held=1)

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pytest_gpumem.devices.nvml import GpuState, NvmlGpu, OtherProcesses, other_processes
+from pytest_gpumem.measuring.devices.nvml import GpuState, NvmlGpu, OtherProcesses, other_processes
 
 NOT_SUPPORTED, NOT_FOUND = 3, 6
 OWN, OTHER = 4711, 4712

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pytest_gpumem.devices import proc
+from pytest_gpumem.measuring.devices import proc
 
 STAT = """cpu  3441627 102074 209740 3196132 4871 7 1400 1537 50 60
 cpu0 1523455 51331 90799 1808449 1745 0 233 764 0 0

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pytest_gpumem.devices.reference_workload import ReferenceWorkload, one_thread
+from pytest_gpumem.measuring.devices.reference_workload import ReferenceWorkload, one_thread
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.devices.contract import DeviceUnavailable
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.registry import BUILT_IN, Devices, make_cuda
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices, make_cuda
 
 
 class Factory:

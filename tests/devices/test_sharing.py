@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.sharing import (
+from pytest_gpumem.measuring.devices.sharing import (
     give_worker_its_gpu,
     gpu_of_worker,
     installed_gpus,
@@ -63,12 +63,12 @@ def test_workers_are_spread_evenly(gpus, workers):
 def test_the_installed_gpus_are_those_that_the_driver_lists(tmp_path, monkeypatch):
     for name in ("0000:18:00.0", "0000:2a:00.0"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("pytest_gpumem.devices.sharing._DRIVER_GPUS", tmp_path)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.sharing._DRIVER_GPUS", tmp_path)
     assert installed_gpus() == 2
 
 
 def test_without_a_driver_no_gpu_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.devices.sharing._DRIVER_GPUS", tmp_path / "missing")
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.sharing._DRIVER_GPUS", tmp_path / "missing")
     assert installed_gpus() == 0
 
 
@@ -79,7 +79,7 @@ def test_without_a_driver_no_gpu_is_installed(tmp_path, monkeypatch):
 def test_a_worker_sees_only_its_own_gpu_from_then_on(monkeypatch, chosen, installed, after):
     import os
 
-    monkeypatch.setattr("pytest_gpumem.devices.sharing.installed_gpus", lambda: installed)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.sharing.installed_gpus", lambda: installed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen or "")
     if chosen is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

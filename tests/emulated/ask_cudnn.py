@@ -10,7 +10,7 @@ import ctypes
 import json
 import sys
 
-from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 
 ENUMERATION, INT64, FLOAT, DESCRIPTOR, CHARACTER = 1, 3, 4, 15, 24
 ENGINE_CONFIG, HEURISTICS, PLAN, GRAPH, TENSOR, GPU = 3, 4, 5, 15, 17, 38

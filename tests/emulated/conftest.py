@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulated_process.before_torch import PEAKS
-from pytest_gpumem.emulated_process.start import STARTUP
-from pytest_gpumem.emulation.load import current_emulation
-from pytest_gpumem.variables import EMULATED
+from pytest_gpumem.base.variables import EMULATED
+from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.emulating.emulation.load import current_emulation
 from tests import preloaded
 from tests.emulated.processes import Processes
 
@@ -24,10 +24,10 @@ if current_emulation() is not None:
     preloaded.load_as_well("tests.with_transformers")
 WITHOUT_VALUES = """
 import sys, types
-nothing = types.ModuleType("pytest_gpumem.host_values.scope")
+nothing = types.ModuleType("pytest_gpumem.emulating.host_values.scope")
 nothing.begin = nothing.current = lambda: None
-import pytest_gpumem.host_values
-sys.modules[nothing.__name__] = pytest_gpumem.host_values.scope = nothing
+import pytest_gpumem.emulating.host_values
+sys.modules[nothing.__name__] = pytest_gpumem.emulating.host_values.scope = nothing
 """
 """Run before torch is imported: it is as if values of small tensors were not computed."""
 

@@ -24,8 +24,8 @@ from unittest import mock
 
 import torch
 
-from pytest_gpumem.host_values.host_operators import tensors_among
-from pytest_gpumem.host_values.scope import HostValues, current
+from pytest_gpumem.emulating.host_values.host_operators import tensors_among
+from pytest_gpumem.emulating.host_values.scope import HostValues, current
 from pytest_gpumem.torch_support.reachability import sparse_parts
 
 if TYPE_CHECKING:

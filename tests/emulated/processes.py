@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.emulated_process import before_torch
-from pytest_gpumem.emulated_process.start import STARTUP
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import become
-from pytest_gpumem.variables import EMULATED
+from pytest_gpumem.base.variables import EMULATED
+from pytest_gpumem.emulating.emulated_process import before_torch
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulating.emulation.load import become
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
@@ -57,7 +57,7 @@ class Processes:
         self, *words: str, gpu: str = "h100", new: bool = False, timeout: float = 300, **variables: object
     ) -> subprocess.CompletedProcess[str]:
         """Run the command, whose ``words`` say which GPU is emulated: ``gpu`` if it is done in its own process."""
-        return self._module("pytest_gpumem.cli.main", *words, gpu=gpu, new=new, timeout=timeout, variables=variables)
+        return self._module("pytest_gpumem.tools.main", *words, gpu=gpu, new=new, timeout=timeout, variables=variables)
 
     def _module(
         self, *words: str, gpu: str, new: bool, timeout: float, variables: dict[str, object]

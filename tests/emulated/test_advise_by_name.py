@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from tests import needs
 from tests.emulated.processes import REPOSITORY
 
@@ -47,13 +47,13 @@ except torch.OutOfMemoryError:
     print("ran out")
 """
 ADVICE = """
-from pytest_gpumem.advice.cards import begin, capacity_of, try_on, with_capacity
-from pytest_gpumem.advice.trial import subject_by_name
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.models.name import batch_size
-from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import begin, capacity_of, try_on, with_capacity
+from pytest_gpumem.tools.advise.trial import subject_by_name
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.models.name import batch_size
+from pytest_gpumem.measuring.models.sources import model_name, named_model
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
 begin(emulated_gpu("h100"))
@@ -134,10 +134,10 @@ FAILING = [
     ("import os; os._exit(3)", "fp32", "its process ended with exit code 3"),
 ]
 FAILS = f"""
-from pytest_gpumem.advice.cards import TrialFailed, begin, try_on
-from pytest_gpumem.advice.trial import AdviceSubject
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import TrialFailed, begin, try_on
+from pytest_gpumem.tools.advise.trial import AdviceSubject
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.step_config.config import StepConfig
 
 begin(emulated_gpu("h100"))
 for how, config, _ in {FAILING!r}:
@@ -177,11 +177,11 @@ def test_the_guides_example_is_what_llama_3_8b_takes(on_gpu, model):
 
 CAST = """
 import torch
-from pytest_gpumem.advice.cards import begin, try_on
-from pytest_gpumem.advice.trial import AdviceSubject
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.models.task import INFERENCE
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import begin, try_on
+from pytest_gpumem.tools.advise.trial import AdviceSubject
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.models.task import INFERENCE
+from pytest_gpumem.measuring.step_config.config import StepConfig
 
 begin(emulated_gpu("h100"))
 

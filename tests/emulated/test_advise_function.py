@@ -85,7 +85,7 @@ print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 ADVISES = """
 import sys
-from pytest_gpumem.cli.main import main
+from pytest_gpumem.tools.main import main
 
 sys.argv = ["gpumem", "advise", "own:wait", "--device=emulated:h100"]
 main()

@@ -75,7 +75,7 @@ LONG = Case("LlamaForCausalLM", "llama", CASES["grouped-query"].values | {"num_h
 FORETOLD = """
 from pathlib import Path
 
-from pytest_gpumem.advice import trial
+from pytest_gpumem.tools.advise import trial
 
 foretold_peak = trial.foretold_peak
 
@@ -106,13 +106,13 @@ for step in range(3):
 print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 """
 ADVICE = """
-from pytest_gpumem.advice.cards import begin, try_on
-from pytest_gpumem.advice.trial import subject_by_name
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.models.name import BatchSize
-from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import Task
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import begin, try_on
+from pytest_gpumem.tools.advise.trial import subject_by_name
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.models.name import BatchSize
+from pytest_gpumem.measuring.models.sources import model_name, named_model
+from pytest_gpumem.measuring.models.task import Task
+from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
 begin(emulated_gpu("h100"))
@@ -163,7 +163,7 @@ def test_a_window_that_is_reached_after_the_first_tokens_has_all_tokens_run(on_g
 
 def test_a_mask_of_any_size_is_known_to_leave_nothing_out_until_it_is_written_to(on_gpu):
     source = """
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 
 
 def mask():

@@ -71,14 +71,14 @@ dist.destroy_process_group()
 STATE = (
     MODEL
     + """
-from pytest_gpumem.devices.registry import make_cuda
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.models.name import batch_size
-from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.relations.state import state_of
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.devices.registry import make_cuda
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.models.name import batch_size
+from pytest_gpumem.measuring.models.sources import model_name, named_model
+from pytest_gpumem.measuring.models.task import TRAINING
+from pytest_gpumem.plugin.relations.state import state_of
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 
 named = named_model(model_name("hf:model"), batch_size("2x256"), TRAINING)
 device = make_cuda()

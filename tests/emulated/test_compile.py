@@ -87,7 +87,7 @@ def test_processes_that_compile_find_the_gpu_of_the_session(processes, tmp_path)
     (tmp_path / "test_it.py").write_text(
         "from torch._inductor.async_compile import AsyncCompile\n"
         "def test_it(gpumem):\n"
-        "    asked = \"__import__('pytest_gpumem.emulation.load', fromlist=['_']).current_emulation().gpu.word\"\n"
+        "    asked = \"__import__('pytest_gpumem.emulating.emulation.load', fromlist=['_']).current_emulation().gpu.word\"\n"
         "    assert AsyncCompile.process_pool().submit(eval, asked).result(timeout=100) == 'h100'\n",
         encoding="utf-8",
     )
@@ -120,7 +120,7 @@ def test_what_a_kernel_of_triton_writes_to_is_no_longer_known_and_what_it_reads_
     )
     source = """
 from kernels import gather
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 given, index = torch.arange(16, device="cuda"), torch.arange(16, device="cuda")
 out, counts = torch.zeros(32, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
 gather[(1,)](given, index, out[16:], counts)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.emulation.cudnn import installed_cudnn
-from pytest_gpumem.emulation.torch_build import installed_torch
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.emulating.emulation.cudnn import installed_cudnn
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 from tests.emulated.processes import REPOSITORY
 
 HERE = Path(__file__).parent
 HIDDEN = """
 from dataclasses import replace
-from pytest_gpumem.emulation import cudnn, load
+from pytest_gpumem.emulating.emulation import cudnn, load
 cudnn.installed_cudnn = lambda torch: {library}
 for at, there in enumerate(load._loaded):
     there.cudnn._stand_in.gpumem_use_cudnn(b"")
@@ -30,7 +30,7 @@ for at, there in enumerate(load._loaded):
 NOTHING = HIDDEN.format(library=None)
 CONVOLUTIONS = """
 from torch.nn.functional import conv2d
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
 cudnn = current_emulation().cudnn
 
 def beside(run):

@@ -214,7 +214,7 @@ def test_an_error_of_memory_that_ran_out_tells_where_it_went_on_that_gpu(session
 
 UNUSED = """
 import torch
-from pytest_gpumem.devices.registry import Devices, BUILT_IN
+from pytest_gpumem.measuring.devices.registry import Devices, BUILT_IN
 
 device = Devices(BUILT_IN).get("cuda")
 device.open()

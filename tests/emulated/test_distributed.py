@@ -113,7 +113,7 @@ def test_values_that_are_exchanged_are_known_where_this_ranks_are(ranks):
     source = """
 import warnings
 warnings.simplefilter("ignore")
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 for dtype in (torch.int64, torch.int32, torch.float32, torch.bfloat16):
     sums = torch.tensor([1, 2, 3], dtype=dtype, device="cuda")
     dist.all_reduce(sums)
@@ -148,7 +148,7 @@ def test_what_another_rank_sends_is_known_only_where_this_one_would_send_the_sam
     source = """
 import warnings
 warnings.simplefilter("ignore")
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 def own():
     return torch.arange(1, 5, device="cuda")
 def other():

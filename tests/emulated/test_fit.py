@@ -343,7 +343,7 @@ def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path, j
 
 ASKED = """
 import os
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
 
 told = current_emulation().was_told
 print(told(), torch.cuda.device_count(), told(), flush=True)
@@ -379,7 +379,7 @@ def test_a_signal_ends_all_that_run_at_the_time_and_what_was_found_is_told(tmp_p
     (tmp_path / "program.py").write_text(ENDLESS, encoding="utf-8")
     began = tmp_path / "began.txt"
     cards = [f"--device={card}" for card in ("h100", "a100", "h200", "b200", "l40s", "l4", "t4", "a10")]
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", "--jobs=2", *cards, "program.py"]
+    command = [sys.executable, "-m", "pytest_gpumem.tools.main", "fit", "--jobs=2", *cards, "program.py"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as fit:
         while not began.exists() or began.read_text(encoding="utf-8").count("\n") < 2:

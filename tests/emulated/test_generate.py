@@ -20,7 +20,7 @@ def generate(model, **how):
     return model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=5, **how)
 """
 READS = """
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 def told():
     return [current().reads.take_trouble(), *current().reads.take_others().notes()]
 """

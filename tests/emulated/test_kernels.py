@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def test_the_kernels_of_a_graph_are_launched_with_it_and_not_when_it_is_captured(on_gpu):
     told = on_gpu(
-        "from pytest_gpumem.emulation.load import current_emulation\n"
+        "from pytest_gpumem.emulating.emulation.load import current_emulation\n"
         "x, graph = torch.ones(64, 64, device='cuda'), torch.cuda.CUDAGraph()\n"
         "y = x @ x\n"
         "current_emulation().forget_launches()\n"
@@ -33,7 +33,7 @@ def test_everything_takes_the_same_time_so_that_choices_by_time_repeat(on_gpu):
 
 def test_a_kernel_that_torch_compiles_at_run_time_is_launched(on_gpu):
     told = on_gpu(
-        "from pytest_gpumem.emulation.load import current_emulation\n"
+        "from pytest_gpumem.emulating.emulation.load import current_emulation\n"
         "twice = torch.cuda.jiterator._create_jit_fn('template <typename T> T twice(T x) { return 2 * x; }')\n"
         "current_emulation().forget_launches()\n"
         "print(twice(torch.empty(10, device='cuda')).shape, [n for n in current_emulation().launches() if 'twice' in n])\n"

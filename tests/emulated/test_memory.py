@@ -185,8 +185,8 @@ def test_a_library_of_another_s_gets_a_status_and_no_exception(on_gpu):
     # As from bitsandbytes, which Python calls through ctypes: nothing there would catch it.
     source = """
 import ctypes
-from pytest_gpumem.emulation.build import stand_ins
-from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.emulating.emulation.build import stand_ins
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 (path,) = (path for path in stand_ins(installed_torch()) if path.name.startswith("libcufft"))
 print(ctypes.CDLL(str(path)).cufftCreate(None))
 """

@@ -11,15 +11,15 @@ from tests.emulated.processes import REPOSITORY
 
 BEGIN = """
 import json, multiprocessing
-from pytest_gpumem.advice.cards import begin, try_on
-from pytest_gpumem.advice.trial import subject_by_name
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import become
-from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.name import batch_size
-from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import Task
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.tools.advise.cards import begin, try_on
+from pytest_gpumem.tools.advise.trial import subject_by_name
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulating.emulation.load import become
+from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.measuring.models.name import batch_size
+from pytest_gpumem.measuring.models.sources import model_name, named_model
+from pytest_gpumem.measuring.models.task import Task
+from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
 begin(emulated_gpu("emulated:h100"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.variables import EMULATED_CARD
+from pytest_gpumem.base.variables import EMULATED_CARD
 
 if TYPE_CHECKING:
     import subprocess

@@ -296,7 +296,7 @@ def test_no_value_that_is_not_computed_decides_anything_without_a_word(on_gpu, t
     (tmp_path / "probes.py").write_text(COMMON + probes, encoding="utf-8")
     source = f"""
 import contextlib, io, sys; sys.path.insert(0, '.')
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 import probes
 for at in range({len(TABLE)}):
     reads = current().reads

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulated_process.start import STARTUP
-from pytest_gpumem.variables import EMULATED
+from pytest_gpumem.base.variables import EMULATED
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from tests.emulated.processes import REPOSITORY, emulate
 from tests.jobs import Job, run_job
 

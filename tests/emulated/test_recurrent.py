@@ -8,7 +8,7 @@ import pytest
 
 KEPT = """
 from torch import nn
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
 cudnn = current_emulation().cudnn
 
 def kept(layer, x):

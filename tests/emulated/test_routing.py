@@ -9,7 +9,7 @@ import pytest
 
 MODELS = """
 import itertools, json, sys, transformers
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 mode = current()
 TOKENS, EXPERTS, EACH = 1024, 8, 2
 SIZES = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=32,
@@ -104,7 +104,7 @@ def test_grouped_products_take_the_same_whoever_gets_the_tokens_and_nothing_is_r
 def test_what_is_made_of_choices_is_known_also_where_there_are_many(on_gpu):
     source = """
 from torch.nn.functional import one_hot
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 reads = current().reads
 scores = torch.randn(1 << 14, 64, device="cuda")
 def looped(chosen):
@@ -143,7 +143,7 @@ def test_generated_text_ends_where_it_ends_without_the_word(on_gpu):
     pytest.importorskip("transformers")
     source = """
 import transformers
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=128,
     vocab_size=4000, bos_token_id=1, eos_token_id=[0, 5], pad_token_id=5)).cuda()

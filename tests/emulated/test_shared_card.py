@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from pytest_gpumem.emulation.load import CONTEXT_BYTES
-from pytest_gpumem.variables import EMULATED_CARD
+from pytest_gpumem.base.variables import EMULATED_CARD
+from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES
 
 TOTAL = 16 * 10**9
 HOLDS = """

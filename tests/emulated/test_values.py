@@ -8,7 +8,7 @@ from pytest_gpumem.torch_support.private_api import compiles_within_modes
 from tests.emulated.conftest import WITHOUT_VALUES
 
 SEEN = """
-from pytest_gpumem.host_values.scope import current
+from pytest_gpumem.emulating.host_values.scope import current
 seen = current().reads.take_trouble
 """
 

@@ -247,7 +247,7 @@ def test_what_autograds_thread_has_still_to_let_go_is_neither_live_nor_a_workspa
     source = """
 import os, threading, time
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
-from pytest_gpumem.devices.registry import make_cuda
+from pytest_gpumem.measuring.devices.registry import make_cuda
 class Callback:
     def __init__(self):
         self.kept = torch.empty(10**7, device="cuda")

@@ -46,7 +46,9 @@ if __name__ == "__main__":
         process.join()
         print(process.exitcode)
 """
-AS_A_FORK = "import sys; from pytest_gpumem.emulated_process.fork_server import _run; sys.path[0] = sys.argv[1]; "
+AS_A_FORK = (
+    "import sys; from pytest_gpumem.emulating.emulated_process.fork_server import _run; sys.path[0] = sys.argv[1]; "
+)
 AS_A_FORK += "_run((sys.executable, *sys.argv[2:]))"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.emulated_process.peaks import NOWHERE, at_peak, line_of
+from pytest_gpumem.emulating.emulated_process.peaks import NOWHERE, at_peak, line_of
 
 
 def entry(action: str, addr: int, size: int, *lines: str) -> dict:

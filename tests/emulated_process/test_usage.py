@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import (
+from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
     OutOfMemory,
     ProcessUsage,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.emulation.build import stand_ins
-from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.neighbours import needed_beside
-from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.emulating.emulation.build import stand_ins
+from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.emulating.emulation.neighbours import needed_beside
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 from tests.emulation.conftest import calling, compile_library, compile_runtime
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,10 +21,10 @@ REPOSITORY = Path(__file__).parents[2]
 CALLS = """
 import ctypes
 import sys
-from pytest_gpumem.emulation.build import stand_ins
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import _configuration
-from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.emulating.emulation.build import stand_ins
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulating.emulation.load import _configuration
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 
 libraries = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in stand_ins(installed_torch())]
 cuda = libraries[0]

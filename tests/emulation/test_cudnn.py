@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.emulation.cudnn import WHY_RECURRENT, Cudnn, installed_cudnn
-from pytest_gpumem.emulation.torch_build import TorchBuild
+from pytest_gpumem.emulating.emulation.cudnn import WHY_RECURRENT, Cudnn, installed_cudnn
+from pytest_gpumem.emulating.emulation.torch_build import TorchBuild
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,7 @@ from importlib.resources import files
 
 import pytest
 
-from pytest_gpumem.devices.cuda import cuda_slug
-from pytest_gpumem.emulation.gpus import (
+from pytest_gpumem.emulating.emulation.gpus import (
     Gpu,
     described,
     emulated_gpu,
@@ -18,6 +17,7 @@ from pytest_gpumem.emulation.gpus import (
     known_capabilities,
     known_gpus,
 )
+from pytest_gpumem.measuring.devices.cuda import cuda_slug
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +28,7 @@ WORDS = """
     t4 v100 v100-32gb a10 a10g rtxa6000 a100 a100-40gb l4 l40s rtx6000ada rtx3090 rtx4090 rtx5080 rtx5090 rtxpro6000 gb10
     h100 h200 gh200 b200 gb200 b300 gb300
 """.split()  # noqa: SIM905
-TABLE = tomllib.loads((files("pytest_gpumem.emulation") / "gpus.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads((files("pytest_gpumem.emulating.emulation") / "gpus.toml").read_text(encoding="utf-8"))
 SLICES = [(word, profile) for word, entry in TABLE["gpu"].items() for profile in entry.get("mig", {})]
 
 

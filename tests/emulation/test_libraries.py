@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.emulation.build import stand_ins
-from pytest_gpumem.emulation.libraries import BY_STEM, library_of, stubs, version_script
-from pytest_gpumem.emulation.neighbours import needed_beside
-from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.emulating.emulation.build import stand_ins
+from pytest_gpumem.emulating.emulation.libraries import BY_STEM, library_of, stubs, version_script
+from pytest_gpumem.emulating.emulation.neighbours import needed_beside
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 from tests.emulation.conftest import calling, compile_library, compile_runtime
 
 NOT_NAMES = [

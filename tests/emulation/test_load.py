@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.emulated_process.before_torch import PEAKS, QUIET
-from pytest_gpumem.emulated_process.start import STARTUP
-from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, QUIET
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.emulating.emulation import load
+from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.tools.main import main
 
 
 def test_where_torch_has_been_imported_who_did_it_is_named(project):
@@ -161,7 +161,7 @@ def test_another_failure_has_no_such_hint(without_libraries):
 @pytest.mark.skipif(any(sign.exists() for sign in load._SIGNS_OF_A_DRIVER), reason="a GPU's driver is installed")
 def test_a_command_that_imports_such_a_torch_ends_with_the_hint(without_libraries):
     command = [sys.executable, "-m", "pytest_gpumem", "advise", "hf:gpt2", "--fits=8GB"]
-    environment = {**os.environ, "PYTHONPATH": f"{without_libraries.path}{os.pathsep}{Path(load.__file__).parents[2]}"}
+    environment = {**os.environ, "PYTHONPATH": f"{without_libraries.path}{os.pathsep}{Path(load.__file__).parents[3]}"}
     done = subprocess.run(
         command, cwd=without_libraries.path, env=environment, capture_output=True, text=True, check=False
     )
@@ -201,7 +201,7 @@ def test_a_command_that_there_is_not_is_named():
 def test_a_session_without_the_word_loads_nothing_of_it(project):
     project.write(
         "def test_it(gpumem):\n    import sys\n    gpumem.measure(lambda: torch.ones(10))\n"
-        "    assert 'pytest_gpumem.host_values.scope' not in sys.modules\n"
+        "    assert 'pytest_gpumem.emulating.host_values.scope' not in sys.modules\n"
     )
     project.run(new=True).assert_outcomes(passed=1)
 

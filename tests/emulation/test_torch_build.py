@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.emulation import torch_build
-from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.torch_build import installed_torch
+from pytest_gpumem.emulating.emulation import torch_build
+from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 
 
 def test_a_cuda_build_is_told_with_its_cuda(fake_torch):
@@ -29,7 +29,9 @@ def test_a_cuda_build_is_told_with_its_cuda(fake_torch):
     ],
 )
 def test_the_cudnn_that_it_requires_is_told(fake_torch, monkeypatch, required, release, wheel):
-    monkeypatch.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy>=1.13.3", required])
+    monkeypatch.setattr(
+        "pytest_gpumem.emulating.emulation.torch_build.requires", lambda name: ["sympy>=1.13.3", required]
+    )
     torch = installed_torch()
     assert (torch.cudnn, torch.cudnn_wheel) == (release, wheel)
 
@@ -94,7 +96,7 @@ def test_a_machine_that_has_all_lacks_nothing(complete):
     ],
 )
 def test_triton_is_asked_for_in_the_release_that_torch_requires(complete, required, release):
-    complete.setattr("pytest_gpumem.emulation.torch_build.requires", lambda name: ["sympy", required])
+    complete.setattr("pytest_gpumem.emulating.emulation.torch_build.requires", lambda name: ["sympy", required])
     complete.setattr(importlib.util, "find_spec", lambda name: None)
     assert torch_build.missing_for_compiling({}) == (
         f"torch.compile also needs Triton on an emulated GPU, and Triton is not installed: pip install --no-deps triton{release}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from tests.explain.recorder import Recorder
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.recording import ExpectedFigures, Recording, Subject, explain, phase, record
+from pytest_gpumem.measuring.explain.recording import ExpectedFigures, Recording, Subject, explain, phase, record
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_gpumem.devices.cpu import CpuDevice
-    from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.explain.sites import Site, Sites
-    from pytest_gpumem.explain.tracker import Level, Tracker
-    from pytest_gpumem.values.composition import Explanation
+    from pytest_gpumem.facts.values.composition import Explanation
+    from pytest_gpumem.measuring.devices.cpu import CpuDevice
+    from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.explain.sites import Site, Sites
+    from pytest_gpumem.measuring.explain.tracker import Level, Tracker
 
 Phases = dict[str, "Callable[[], object]"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.lifetimes import timeline_of
-from pytest_gpumem.explain.trace import Label, Mark, MarkKind, Trace
-from pytest_gpumem.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Token
+from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Token
+from pytest_gpumem.measuring.explain.lifetimes import timeline_of
+from pytest_gpumem.measuring.explain.trace import Label, Mark, MarkKind, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.explain.blocks import Lifetime, Timeline
-    from pytest_gpumem.values.events import SpanKind
+    from pytest_gpumem.facts.values.events import SpanKind
+    from pytest_gpumem.measuring.explain.blocks import Lifetime, Timeline
 
 
 class Stream:

@@ -9,11 +9,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.settings import Settings
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.artifacts import TIMELINE_FORMAT, Artifacts, artifact_name, timeline_to_plain
-from pytest_gpumem.explain.recording import Recording
-from pytest_gpumem.explain.trace import Label
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.explain.artifacts import TIMELINE_FORMAT, Artifacts, artifact_name, timeline_to_plain
+from pytest_gpumem.measuring.explain.recording import Recording
+from pytest_gpumem.measuring.explain.trace import Label
+from pytest_gpumem.plugin.config.settings import Settings
 from tests.explain.stream import Stream
 
 unhurried = settings(deadline=None)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.explain.compose import (
+from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.measuring.explain.compose import (
     category_of,
     composition_at,
     composition_of_garbage,
@@ -16,13 +17,12 @@ from pytest_gpumem.explain.compose import (
     composition_of_retained,
     compositions_of_phases,
 )
-from pytest_gpumem.explain.lifetimes import timeline_of
-from pytest_gpumem.explain.trace import Label
-from pytest_gpumem.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.measuring.explain.lifetimes import timeline_of
+from pytest_gpumem.measuring.explain.trace import Label
 from tests.explain.stream import Stream
 
 if TYPE_CHECKING:
-    from pytest_gpumem.values.events import SpanKind
+    from pytest_gpumem.facts.values.events import SpanKind
 
 unhurried = settings(deadline=None)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpumem.explain.call_sites import creation_sites
-from pytest_gpumem.explain.sites import Site, Sites
+from pytest_gpumem.measuring.explain.call_sites import creation_sites
+from pytest_gpumem.measuring.explain.sites import Site, Sites
 
 HERE = Path(__file__)
 

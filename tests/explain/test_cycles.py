@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.explain.cycles import MOST_CYCLES, collect_cycles, cycles_among
+from pytest_gpumem.measuring.explain.cycles import MOST_CYCLES, collect_cycles, cycles_among
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

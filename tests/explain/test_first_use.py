@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.explain import first_use
-from pytest_gpumem.explain.first_use import NewTensors, blocks_retained_by_run
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row, holder_at
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder, Row, holder_at
+from pytest_gpumem.measuring.explain import first_use
+from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from tests.heap import own_objects_out_of_sight
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.explain.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
-from pytest_gpumem.host_values.backward import _in_mode
+from pytest_gpumem.emulating.host_values.backward import _in_mode
+from pytest_gpumem.measuring.explain.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from tests.heap import own_objects_out_of_sight
 

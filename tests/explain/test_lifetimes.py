@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.live_blocks import LiveBlocks
-from pytest_gpumem.explain.lifetimes import timeline_of
-from pytest_gpumem.explain.trace import Label, Mark, Trace
-from pytest_gpumem.values.events import AllocationEvent, TensorRecord
+from pytest_gpumem.facts.values.events import AllocationEvent, TensorRecord
+from pytest_gpumem.measuring.devices.live_blocks import LiveBlocks
+from pytest_gpumem.measuring.explain.lifetimes import timeline_of
+from pytest_gpumem.measuring.explain.trace import Label, Mark, Trace
 from tests.explain.stream import Stream
 
 unhurried = settings(deadline=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.explain.owners import TensorOwners
+from pytest_gpumem.measuring.explain.owners import TensorOwners
 
 
 class Net(nn.Module):

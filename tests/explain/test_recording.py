@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.explain.compose import composition_at, composition_of_peak
-from pytest_gpumem.explain.recording import (
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.facts.values.composition import Composition
+from pytest_gpumem.facts.values.events import SpanBegin
+from pytest_gpumem.measuring.explain.compose import composition_at, composition_of_peak
+from pytest_gpumem.measuring.explain.recording import (
     DIFFERING_STEPS,
     FOLLOWING_STEPS,
     ExpectedFigures,
@@ -22,9 +25,6 @@ from pytest_gpumem.explain.recording import (
     explain_out_of_memory,
     is_out_of_memory,
 )
-from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.composition import Composition
-from pytest_gpumem.values.events import SpanBegin
 from tests.explain.conftest import opened
 from tests.explain.recorder import Phases, Recorder
 

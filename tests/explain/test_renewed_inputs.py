@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.explain.blocks import Lifetime, Timeline
-from pytest_gpumem.explain.compose import composition_of_peak, holders_of_inputs_in
-from pytest_gpumem.explain.renewed_inputs import renewals, with_makers_of_inputs
-from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.values.composition import Composition, Holder, Row
+from pytest_gpumem.facts.values.composition import Composition, Holder, Row
+from pytest_gpumem.measuring.explain.blocks import Lifetime, Timeline
+from pytest_gpumem.measuring.explain.compose import composition_of_peak, holders_of_inputs_in
+from pytest_gpumem.measuring.explain.renewed_inputs import renewals, with_makers_of_inputs
+from pytest_gpumem.measuring.explain.trace import Label, Mark
 
 FLIP = Mark("call", "Flip", site="flip.py:5")
 OTHER = Mark("call", "Flip", site="flip.py:9")

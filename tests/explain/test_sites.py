@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pytest_gpumem
-from pytest_gpumem.explain.sites import MOST_CALLERS, Site, Sites
+from pytest_gpumem.measuring.explain.sites import MOST_CALLERS, Site, Sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +128,7 @@ def test_what_is_installed_is_no_code_of_the_project_wherever_it_is_installed(co
         f"{INSTALLED}/_pytest/python.py",
         f"{INSTALLED}/torch/nn/modules/module.py",
         Path(torch.__file__).parent / "nn" / "modules" / "module.py",
-        Path(pytest_gpumem.__file__).parent / "fixture.py",
+        Path(pytest_gpumem.__file__).parent / "plugin" / "fixture.py",
         Path(textwrap.__file__).parent / "contextlib.py",
         "<string>",
     ],

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.explain.compose import composition_of_peak, composition_of_retained, holders_in
-from pytest_gpumem.explain.lifetimes import timeline_of
-from pytest_gpumem.explain.survivors import survivors_of
-from pytest_gpumem.explain.trace import Label
-from pytest_gpumem.values.composition import Row
+from pytest_gpumem.facts.values.composition import Row
+from pytest_gpumem.measuring.explain.compose import composition_of_peak, composition_of_retained, holders_in
+from pytest_gpumem.measuring.explain.lifetimes import timeline_of
+from pytest_gpumem.measuring.explain.survivors import survivors_of
+from pytest_gpumem.measuring.explain.trace import Label
 from tests.explain.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.explain.blocks import Timeline
+    from pytest_gpumem.measuring.explain.blocks import Timeline
 
 
 def steps(run: Callable[[Stream, int], None], before: dict[int, int], *, following: int = 4) -> Stream:

@@ -12,18 +12,18 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.explain.compose import category_of, composition_of_peak
-from pytest_gpumem.explain.recording import record
-from pytest_gpumem.explain.sites import Site
-from pytest_gpumem.explain.tracker import Tracker
-from pytest_gpumem.values.events import SpanBegin, SpanEnd
+from pytest_gpumem.facts.values.events import SpanBegin, SpanEnd
+from pytest_gpumem.measuring.explain.compose import category_of, composition_of_peak
+from pytest_gpumem.measuring.explain.recording import record
+from pytest_gpumem.measuring.explain.sites import Site
+from pytest_gpumem.measuring.explain.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.explain.owners import TensorOwners
-    from pytest_gpumem.explain.recording import Recording
-    from pytest_gpumem.explain.trace import Mark
+    from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.explain.recording import Recording
+    from pytest_gpumem.measuring.explain.trace import Mark
 
 LEVELS = ["calls", "modules", "phases"]
 

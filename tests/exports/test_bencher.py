@@ -7,8 +7,8 @@ import json
 import pytest
 from jsonschema import validate
 
-from pytest_gpumem.exports.figures import figures_of
-from pytest_gpumem.exports.formats import bencher
+from pytest_gpumem.reporting.exports.figures import figures_of
+from pytest_gpumem.reporting.exports.formats import bencher
 from tests.exports.values import PEAK, TIMED, figure, from_utf8
 from tests.hostile import TEXTS
 

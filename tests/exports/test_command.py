@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from pytest_gpumem.cli.export import export
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.tools.main import main
+from pytest_gpumem.tools.report.export import export
 from tests.exports.values import TIMED, called, from_utf8, report, result, timed
 from tests.hostile import TEXTS
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.exports.figures import benchmark_name, utf8
+from pytest_gpumem.reporting.exports.figures import benchmark_name, utf8
 from tests.exports.values import figure, from_utf8
 
 _ODD = st.text(st.sampled_from("\\ud8fF0\ud800\udfffa"), max_size=12)

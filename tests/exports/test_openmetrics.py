@@ -6,9 +6,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as older_format
 
-from pytest_gpumem.exports.figures import figures_of
-from pytest_gpumem.exports.formats import family, openmetrics
-from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.reporting.exports.figures import figures_of
+from pytest_gpumem.reporting.exports.formats import family, openmetrics
 from tests.exports.values import H100, PEAK, TIMED, called, figure, from_utf8, report, result
 from tests.hostile import TEXTS
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from pytest_gpumem.exports.figures import Figure
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.exports.figures import Figure
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "machine": "a box"})
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {})

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage
-from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
-from pytest_gpumem.fit import forks
-from pytest_gpumem.fit.forks import ProgramRuns, can_be_forked, forks_pay
-from pytest_gpumem.fit.outcome import ProgramRun
-from pytest_gpumem.processes import Stop
+from pytest_gpumem.base.processes import Stop
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessUsage
+from pytest_gpumem.emulating.emulation.gpus import Gpu, emulated_gpu
+from pytest_gpumem.tools.fit import forks
+from pytest_gpumem.tools.fit.forks import ProgramRuns, can_be_forked, forks_pay
+from pytest_gpumem.tools.fit.outcome import ProgramRun
 
 COMMAND = (sys.executable, "train.py")
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
-from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.fit.outcome import Fit, FitOutcome, ProgramRun, RunResult, ends_it, exit_status, result_of
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.tools.fit.outcome import Fit, FitOutcome, ProgramRun, RunResult, ends_it, exit_status, result_of
 
 TOTAL, CONTEXT = 1000, 50
 SMALL = replace(emulated_gpu("t4"), total_bytes=TOTAL)

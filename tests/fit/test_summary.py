@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.emulated_process.usage import OutOfMemory
-from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
-from pytest_gpumem.fit.outcome import Fit, FitOutcome, RunResult
-from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
-from pytest_gpumem.reports.layout import plain_lines
+from pytest_gpumem.emulating.emulated_process.usage import OutOfMemory
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu, known_gpus
+from pytest_gpumem.reporting.reports.layout import plain_lines
+from pytest_gpumem.tools.fit.outcome import Fit, FitOutcome, RunResult
+from pytest_gpumem.tools.fit.summary import conclusion, details, progress, table, to_json
 
 GB = 10**9
 CWD = "/mine"

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.causes import causes_of
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.growths import ENOUGH
-from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.causes import SessionCauses, cause_notes
-from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row, holder_at
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row, holder_at
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.judging.gate.causes import causes_of
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.growths import ENOUGH
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.causes import SessionCauses, cause_notes
 
 MB = 10**6
 SCORES = Row("activation", 0, "blocks.*.attn", "model.py:38", "", "_softmax", "float32[8, 256, 256]", 4)

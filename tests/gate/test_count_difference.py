@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.count_difference import changed_tallies
-from pytest_gpumem.values.operator_counts import (
+from pytest_gpumem.facts.values.operator_counts import (
     OperatorSite,
     Tally,
     of_layers,
@@ -17,6 +16,7 @@ from pytest_gpumem.values.operator_counts import (
     total,
     without_places,
 )
+from pytest_gpumem.judging.gate.count_difference import changed_tallies
 
 
 def tally(operator: str, amount: int, line: int = 0, module: str = "h.*", file: str = "model.py") -> Tally:

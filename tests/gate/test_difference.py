@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import (
+from pytest_gpumem.facts.values.composition import CATEGORIES, REST, Composition, Row, merge_rows
+from pytest_gpumem.facts.values.module_calls import EVERYWHERE, Caller, Calls
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.judging.gate.difference import (
     Change,
     Difference,
     PeakMove,
@@ -17,9 +20,6 @@ from pytest_gpumem.gate.difference import (
     difference_of_peaks,
     with_changed_lines,
 )
-from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merge_rows
-from pytest_gpumem.values.module_calls import EVERYWHERE, Caller, Calls
-from pytest_gpumem.values.plain import from_plain, to_plain
 
 SIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 

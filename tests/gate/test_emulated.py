@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.judge import emulated_tolerances
-from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.facts.metrics import Tolerance
+from pytest_gpumem.judging.gate.judge import emulated_tolerances
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 
 
 def test_default_tolerances_are_as_wide_as_the_benchmark_asks_for_but_for_launches():

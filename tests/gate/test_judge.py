@@ -9,20 +9,20 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.baselines.update import ACCEPTS
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
-from pytest_gpumem.gate.difference import difference
-from pytest_gpumem.gate.judge import MOSTLY_WORKSPACES, emulated_tolerances, failing_outcomes, judge
-from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.reports.failure import failure_text
-from pytest_gpumem.units import parse_ratio
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.times import Round, Sample, Times
-from pytest_gpumem.values.unknown_reads import UnknownReads
+from pytest_gpumem.base.units import parse_ratio
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.metrics import METRICS, Tolerance
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.facts.values.unknown_reads import UnknownReads
+from pytest_gpumem.judging.baselines.update import ACCEPTS
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
+from pytest_gpumem.judging.gate.difference import difference
+from pytest_gpumem.judging.gate.judge import MOSTLY_WORKSPACES, emulated_tolerances, failing_outcomes, judge
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.failure import failure_text
 
 unhurried = settings(deadline=None)
 GB = 10**9

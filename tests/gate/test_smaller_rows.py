@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import CHANGED_LINE, Change, Difference, difference, with_changed_lines
-from pytest_gpumem.gate.smaller_rows import MOST_ALTERNATIVES
-from pytest_gpumem.values.composition import REST, Composition, Row, merge_rows
-from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.facts.values.composition import REST, Composition, Row, merge_rows
+from pytest_gpumem.facts.values.module_calls import Calls
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.judging.gate.difference import CHANGED_LINE, Change, Difference, difference, with_changed_lines
+from pytest_gpumem.judging.gate.smaller_rows import MOST_ALTERNATIVES
 
 MB = 10**6
 

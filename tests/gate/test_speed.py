@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.gate.speed import (
+from pytest_gpumem.base.units import ThroughputLimit, parse_rate
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.metrics import Tolerance
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+from pytest_gpumem.judging.gate.speed import (
     idle_slowdown,
     idle_throughput,
     judge_step_time,
     judge_throughput,
     update_that_adds_time,
 )
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.metrics import Tolerance
-from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.units import ThroughputLimit, parse_rate
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.measuring.timing.comparison import Runs
 
 TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
 HERE, THERE = "Xeon, 8 cores", "EPYC, 64 cores"

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Origin, Outcome, TestVerdict, Verdict, worst
 
 unhurried = settings(deadline=None)
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})

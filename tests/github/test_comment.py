@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.github.comment import (
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.github.comment import (
     Api,
     GitHubError,
     NotAllowedError,
@@ -22,8 +21,9 @@ from pytest_gpumem.github.comment import (
     put_comment,
     room_in_comment,
 )
-from pytest_gpumem.reports.json_report import to_json
-from pytest_gpumem.reports.session_report import SessionReport, Terms
+from pytest_gpumem.reporting.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
+from pytest_gpumem.tools.main import main
 from tests.fake_github import LIMIT, ME, NUMBER, REPOSITORY, TOKEN, FakeGitHub, fake_github
 from tests.hostile import ALL, TEXTS
 from tests.reports.sessions import OK, REGRESSED, measured, peak, result, session

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.devices.registry import make_cuda
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
+from pytest_gpumem.measuring.devices.registry import make_cuda
 from tests.gpu.figures import Figures
 from tests.gpu.gpt2 import GIBIBYTE, NEEDED
 from tests.gpu.project import REPOSITORY, GpuProject
@@ -21,8 +21,8 @@ from tests.heap import own_objects_out_of_sight
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.devices.contract import Device
 
 HERE = Path(__file__).parent
 RESULTS = REPOSITORY / "benchmarks" / "results"

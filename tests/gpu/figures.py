@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.facts.measurement import Environment
 
 FORMAT = 1
 FILE = "tests.json"
@@ -18,7 +18,7 @@ FILE = "tests.json"
 
 @dataclass
 class Figures:
-    """Metrics by test and by name of the measurement, in the units of ``pytest_gpumem.metrics.METRICS``."""
+    """Metrics by test and by name of the measurement, in the units of ``pytest_gpumem.facts.metrics.METRICS``."""
 
     tests: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 

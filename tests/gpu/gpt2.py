@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
 
 LAYERS = 12 if current_emulation() is None else 8
 PARAMETERS = 39_385_344 + LAYERS * 7_087_872

@@ -9,19 +9,19 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.events import AllocationEvent, SpanBegin
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin
 from tests.gpu.project import without_chance
 from tests.workspaces import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.values.composition import Composition, Row
-    from pytest_gpumem.values.events import Token
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.facts.values.composition import Composition, Row
+    from pytest_gpumem.facts.values.events import Token
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.plugin.fixture import Gpumem
     from tests.gpu.project import GpuProject
 
 # What another library or its torch warn of is not what these tests are about.

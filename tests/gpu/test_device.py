@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.devices.cuda import cuda_slug
-from pytest_gpumem.devices.registry import BUILT_IN, Devices
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulating.emulation.load import current_emulation
+from pytest_gpumem.measuring.devices.cuda import cuda_slug
+from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices
 
 if TYPE_CHECKING:
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measuring.devices.contract import Device
 
 # Around the sizes at which the allocator rounds, and changes from small segments to large ones.
 SIZES = (1, 511, 512, 513, 2**20 - 1, 2**20 + 1, 10 * 2**20 - 1, 10_000_001, 20 * 2**20 + 3)

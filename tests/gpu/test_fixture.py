@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 RESET_KEPT_BEFORE = torch.cuda.reset_peak_memory_stats
 

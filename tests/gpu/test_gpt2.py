@@ -11,8 +11,8 @@ from tests.gpu.gpt2 import BATCH, FLOAT, MOST_WORKSPACES, PARAMETERS, TOKENS, VO
 from tests.gpu.project import without_chance
 
 if TYPE_CHECKING:
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 pytestmark = [
     pytest.mark.usefixtures("room_for_gpt2"),

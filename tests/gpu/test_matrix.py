@@ -12,10 +12,10 @@ from tests.gpu.gpt2 import FLOAT, MOST_WORKSPACES, PARAMETERS, TENSORS, batch, g
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.measurement import Measurement
-    from pytest_gpumem.relations.estimate import Estimate
-    from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.plugin.fixture import Gpumem
+    from pytest_gpumem.plugin.relations.estimate import Estimate
 
     Plain = Callable[[str], Estimate]
 

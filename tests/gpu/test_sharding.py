@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.relations.state import StateBytes, state_of
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.plugin.relations.state import StateBytes, state_of
 from tests.steps.test_sharding import BLOCKS, F32, SHAPES, WIDTH, Net, shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measuring.devices.contract import Device
 
 HEADS, LENGTH = 4, 256
 LARGE, LARGE_INNER = 8192, 32768

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measuring.devices.contract import Device
     from tests.gpu.project import GpuProject
 
 LONGEST_WAIT = 30.0
@@ -133,7 +133,7 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-from pytest_gpumem.devices.{module} import {device}
+from pytest_gpumem.measuring.devices.{module} import {device}
 
 here = Path(__file__).parent
 plain = {device}.exclusive

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.host_values.routing import AssumedRouting, chosen_of_rows
+from pytest_gpumem.emulating.host_values.routing import AssumedRouting, chosen_of_rows
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.data())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.host_values.triton_kernels import written_arguments
+from pytest_gpumem.emulating.host_values.triton_kernels import written_arguments
 
 ARGUMENTS = (
     "tt.func public @it(%a: !tt.ptr<f32> {tt.divisibility = 16 : i32}, %n: i32, %index: !tt.ptr<i64>, "

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.host_values.use_of_float import use_of_comparison, use_of_conversion
+from pytest_gpumem.emulating.host_values.use_of_float import use_of_comparison, use_of_conversion
 
 
 class Compared(float):

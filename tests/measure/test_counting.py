@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.explain.call_sites import OperatorSites
-from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.counting import CountResult, Counts, count_step, with_lines
-from pytest_gpumem.measure.syncs import HostTensors
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.inference import quantized
-from pytest_gpumem.steps.train_step import prepared_train_step
-from pytest_gpumem.values.layers import folded
-from pytest_gpumem.values.operator_counts import Tally, without_places
+from pytest_gpumem.facts.values.layers import folded
+from pytest_gpumem.facts.values.operator_counts import Tally, without_places
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.explain.call_sites import OperatorSites
+from pytest_gpumem.measuring.explain.sites import Sites
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.measure.counting import CountResult, Counts, count_step, with_lines
+from pytest_gpumem.measuring.measure.syncs import HostTensors
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.inference import quantized
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from tests.measuring import measure_infer_step
 
 

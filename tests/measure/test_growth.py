@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.measure.counting import FURTHER_COUNTED_STEPS
-from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
-from pytest_gpumem.measure.reading import Phase
-from pytest_gpumem.measure.runner import MOST_WARM_UPS, measure_step
+from pytest_gpumem.measuring.measure.counting import FURTHER_COUNTED_STEPS
+from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
+from pytest_gpumem.measuring.measure.reading import Phase
+from pytest_gpumem.measuring.measure.runner import MOST_WARM_UPS, measure_step
 
 KB = 1000
 

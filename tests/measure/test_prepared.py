@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.prepared import MOST_SAMPLES, MeasuredStep
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.function import prepared_function
-from pytest_gpumem.steps.inference import prepared_infer_step
-from pytest_gpumem.steps.train_step import prepared_train_step
-from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.measure.prepared import MOST_SAMPLES, MeasuredStep
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.function import prepared_function
+from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from tests.measuring import measure_function, measure_infer_step, measure_train_step
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 4

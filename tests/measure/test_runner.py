@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.devices.contract import Device, Peak
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.measure.counting import FURTHER_COUNTED_STEPS, NO_COUNTS
-from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, measure_growth
-from pytest_gpumem.measure.reading import Figures, Phase, run_one_step
-from pytest_gpumem.measure.runner import (
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.measuring.devices.contract import Device, Peak
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.device_lock import DeviceLock
+from pytest_gpumem.measuring.measure.counting import FURTHER_COUNTED_STEPS, NO_COUNTS
+from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, measure_growth
+from pytest_gpumem.measuring.measure.reading import Figures, Phase, run_one_step
+from pytest_gpumem.measuring.measure.runner import (
     FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
@@ -27,11 +29,11 @@ from pytest_gpumem.measure.runner import (
     measure_step,
     sample_again,
 )
-from pytest_gpumem.measure.settling import figures_of_steps
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.inference import infer_phases
-from pytest_gpumem.steps.training import Training
-from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.measuring.measure.settling import figures_of_steps
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.inference import infer_phases
+from pytest_gpumem.measuring.steps.training import Training
+from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.garbage_collector import (
     FrozenHeap,
     collect_everything,
@@ -39,13 +41,11 @@ from pytest_gpumem.torch_support.garbage_collector import (
     is_heap_frozen,
 )
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
-from pytest_gpumem.values.interference import Conditions
-from pytest_gpumem.values.step_peaks import StepPeaks
 from tests.heap import own_objects_out_of_sight
 from tests.locking import state_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measure.settling import StepFigures
+    from pytest_gpumem.measuring.measure.settling import StepFigures
 
 KB = 1000
 F32 = 4
@@ -499,7 +499,7 @@ def test_memory_freed_by_finalizers_or_collector_callbacks_is_garbage(device):
 
 def test_all_objects_are_collected_where_a_step_keeps_bytes_and_is_not_one_of_many(device, monkeypatch):
     collections: list[bool] = []
-    monkeypatch.setattr("pytest_gpumem.measure.reading.collect_everything", lambda: collections.append(True))
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.reading.collect_everything", lambda: collections.append(True))
     kept: list[torch.Tensor] = []
 
     def collected(step, **how: bool) -> int:
@@ -527,7 +527,7 @@ def grown(device, step, monkeypatch) -> tuple[dict[str, int], int]:
     collections: list[bool] = []
     for module in ("growth", "reading"):
         monkeypatch.setattr(
-            f"pytest_gpumem.measure.{module}.collect_everything",
+            f"pytest_gpumem.measuring.measure.{module}.collect_everything",
             lambda: collections.append(True) or collect_everything(),
         )
     with cyclic_collector_off():
@@ -719,7 +719,7 @@ def test_what_counting_takes_is_in_no_window(device):
         return NO_COUNTS
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pytest_gpumem.measure.runner.count_step", count)
+        patch.setattr("pytest_gpumem.measuring.measure.runner.count_step", count)
         before = device.live()
         measure_step([Phase("step", step)], device, other_bytes=[before])
     assert counting

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from pytest_gpumem.measure.step_boundaries import StepBoundaries
+from pytest_gpumem.measuring.measure.step_boundaries import StepBoundaries
 
 
 # torch's CUDA build has a thread from its import on, and from Python 3.15 on this warning can be an error.

@@ -13,7 +13,7 @@ from tests import needs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.facts.measurement import Measurement
 
 NEEDS_TRANSFORMERS = needs.package("transformers")
 ON_THE_CPU = pytest.mark.gpumem(device="cpu")

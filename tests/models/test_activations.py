@@ -15,8 +15,8 @@ import torch
 from tests.models.architectures import GPT2, NEEDS_TRANSFORMERS, ON_THE_CPU
 
 if TYPE_CHECKING:
-    from pytest_gpumem.fixture import Gpumem
-    from pytest_gpumem.relations.estimate import Estimate
+    from pytest_gpumem.plugin.fixture import Gpumem
+    from pytest_gpumem.plugin.relations.estimate import Estimate
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.models.attention import attention_of
+from pytest_gpumem.measuring.models.attention import attention_of
 from tests import needs
 
 pytestmark = needs.package("transformers")

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.advice.trial import subject_by_name, try_config
-from pytest_gpumem.devices.registry import make_cpu
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.images import cross_entropy
-from pytest_gpumem.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
-from pytest_gpumem.models.lora import Lora, lora
-from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
-from pytest_gpumem.models.named_model import NamedModel
-from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
-from pytest_gpumem.models.transformers import _shrink
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.devices.registry import make_cpu
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.measuring.models.images import cross_entropy
+from pytest_gpumem.measuring.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
+from pytest_gpumem.measuring.models.lora import Lora, lora
+from pytest_gpumem.measuring.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.measuring.models.named_model import NamedModel
+from pytest_gpumem.measuring.models.sources import model_name, named_model
+from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING, Task
+from pytest_gpumem.measuring.models.transformers import _shrink
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.tools.advise.trial import subject_by_name, try_config
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def test_a_library_that_is_missing_or_of_another_build_is_told_in_a_sentence(mon
     def built_for_another(word: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr("pytest_gpumem.models.library.import_quietly", built_for_another)
+    monkeypatch.setattr("pytest_gpumem.measuring.models.library.import_quietly", built_for_another)
     with pytest.raises(ModelError, match=f"needs {source} of a build that fits this torch: operator torchvision::nms"):
         named_model(name, None, TRAINING)
 

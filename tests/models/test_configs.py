@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.name import ModelName
-from pytest_gpumem.models.sources import named_model
-from pytest_gpumem.models.task import INFERENCE, TRAINING
+from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.measuring.models.name import ModelName
+from pytest_gpumem.measuring.models.sources import named_model
+from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING
+from pytest_gpumem.tools.main import main
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tests.models.architectures import GPT2, NEEDS_TRANSFORMERS, ON_THE_CPU
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
 

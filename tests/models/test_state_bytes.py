@@ -19,7 +19,7 @@ from tests.models.architectures import (
 )
 
 if TYPE_CHECKING:
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and_data", "_without_times")]
 

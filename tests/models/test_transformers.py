@@ -21,7 +21,7 @@ from tests.models.architectures import (
 )
 
 if TYPE_CHECKING:
-    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.plugin.fixture import Gpumem
     from tests.models.architectures import Architecture
 
 pytestmark = NEEDS_TRANSFORMERS

@@ -7,13 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pytest_gpumem.ranks.consensus import Consensus
-from pytest_gpumem.values.rank import Rank
+from pytest_gpumem.facts.values.rank import Rank
+from pytest_gpumem.measuring.ranks.consensus import Consensus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pytest_gpumem.ranks.board import Board
+    from pytest_gpumem.measuring.ranks.board import Board
 
 MOST_SECONDS = 30
 T = TypeVar("T")

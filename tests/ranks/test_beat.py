@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
-from pytest_gpumem.ranks.consensus import Point
-from pytest_gpumem.ranks.watch import _missing_text
+from pytest_gpumem.measuring.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
+from pytest_gpumem.measuring.ranks.consensus import Point
+from pytest_gpumem.measuring.ranks.watch import _missing_text
 
 STEP = "test_it.py::test_step (call)"
 SLEEPS = Position("test_it.py:18 in step")

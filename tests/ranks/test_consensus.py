@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pytest_gpumem.ranks import consensus as module
-from pytest_gpumem.ranks.consensus import Consensus
-from pytest_gpumem.values.rank import Rank
+from pytest_gpumem.facts.values.rank import Rank
+from pytest_gpumem.measuring.ranks import consensus as module
+from pytest_gpumem.measuring.ranks.consensus import Consensus
 from tests.ranks.side_by_side import Entries, side_by_side
 
 

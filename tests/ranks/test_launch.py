@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ranks.errors import LaunchError
-from pytest_gpumem.ranks.launch import launch_of
-from pytest_gpumem.values.rank import Rank, in_words, name_on, rank_in, without_rank
+from pytest_gpumem.facts.values.rank import Rank, in_words, name_on, rank_in, without_rank
+from pytest_gpumem.measuring.ranks.errors import LaunchError
+from pytest_gpumem.measuring.ranks.launch import launch_of
 
 TORCHRUN = {
     "WORLD_SIZE": "8",

@@ -22,7 +22,7 @@ def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, run_
     (project.path / "train.py").write_text(SCRIPT)
 
     def run(*arguments: str, **variables: str):
-        program = ("pytest_gpumem.cli.main", "run")
+        program = ("pytest_gpumem.tools.main", "run")
         return run_ranks(project.path, 2, "--steps=8", *arguments, "train.py", program=program, **variables)
 
     recorded = run("--gpumem-update=new")
@@ -58,7 +58,7 @@ for _ in range(1000):
 
 def test_a_leak_of_one_rank_is_told_and_all_ranks_run_as_many_steps_for_that(project, run_ranks):
     (project.path / "train.py").write_text(LEAK)
-    program = ("pytest_gpumem.cli.main", "run")
+    program = ("pytest_gpumem.tools.main", "run")
     recorded = run_ranks(project.path, 2, "--gpumem-update=new", "train.py", program=program)
     assert recorded.status == 0, recorded.output
     red = run_ranks(project.path, 2, "--gpumem-baseline", "train.py", program=program, LEAK="1")

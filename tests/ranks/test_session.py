@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from pytest_gpumem.ranks.launch import launch_of
-from pytest_gpumem.session.rank_session import RankSession
+from pytest_gpumem.measuring.ranks.launch import launch_of
+from pytest_gpumem.plugin.session.rank_session import RankSession
 
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

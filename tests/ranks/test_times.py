@@ -14,8 +14,8 @@ DEVICE = """
 import contextlib, json, os, pathlib, time
 
 import steps
-from pytest_gpumem.values.interference import Conditions
-from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 
 RANK = int(os.environ["RANK"])
 SCRIPT = {"seconds": [0.01], "moves": 0.0, **json.loads(os.environ["SCRIPT"])[RANK]}

@@ -149,7 +149,9 @@ def test_it(gpumem, number):
 
 TIMEOUT = 8
 """Seconds in which a rank that was forked comes from one point to the next, also beside a suite."""
-SHORTER_AFTER_A_FAILURE = f"from pytest_gpumem.ranks import watch\n\nwatch._SECONDS_AFTER_A_FAILURE = {TIMEOUT}\n"
+SHORTER_AFTER_A_FAILURE = (
+    f"from pytest_gpumem.measuring.ranks import watch\n\nwatch._SECONDS_AFTER_A_FAILURE = {TIMEOUT}\n"
+)
 TWO = f"""
 {TESTS}
 
@@ -299,7 +301,8 @@ if os.environ["RANK"] == "{where}":
         folder = project.path / where
         (folder / "pyproject.toml").write_text("[tool.gpumem]\nrank_timeout = 3\n", encoding="utf-8")
         project.write(
-            "from pytest_gpumem.ranks import watch\n\nwatch._SECONDS_FOR_THE_FIRST = 1\n", f"{where}/conftest.py"
+            "from pytest_gpumem.measuring.ranks import watch\n\nwatch._SECONDS_FOR_THE_FIRST = 1\n",
+            f"{where}/conftest.py",
         )
         return run_ranks(folder, 2)
 

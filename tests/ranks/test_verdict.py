@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_gpumem.gate.rank_verdicts import RankEnd, verdict_of_all
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.ranks import imbalance_text, peaks_by_rank, rank_cells
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.session.rank_session import differing_text
-from pytest_gpumem.values.rank import Rank, name_on
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.rank import Rank, name_on
+from pytest_gpumem.judging.gate.rank_verdicts import RankEnd, verdict_of_all
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.plugin.session.rank_session import differing_text
+from pytest_gpumem.reporting.reports.ranks import imbalance_text, peaks_by_rank, rank_cells
+from pytest_gpumem.reporting.reports.results import TestResult
 
 NOTHING = TestVerdict("test_it.py", "test_step")
 MB = 1_000_000

@@ -9,7 +9,7 @@ import pytest
 from tests.recipes.recipes import ROOT, copy_of_the_package, write_tests
 
 THERE, HERE = 'torch.device("xpu", torch.xpu.current_device())', 'torch.device("cpu")'
-NO_XPU = "import sys; from pytest_gpumem.devices.registry import BUILT_IN; BUILT_IN['xpu']()"
+NO_XPU = "import sys; from pytest_gpumem.measuring.devices.registry import BUILT_IN; BUILT_IN['xpu']()"
 CONFTEST = """
 import torch
 from host_as_accelerator import install
@@ -42,7 +42,7 @@ def test_step(gpumem):
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     package = copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-device")
-    device = package.folder / "pytest_gpumem/devices/xpu.py"
+    device = package.folder / "pytest_gpumem/measuring/devices/xpu.py"
     code = device.read_text()
     assert code.count(THERE) == 1
     device.write_text(code.replace(THERE, HERE))

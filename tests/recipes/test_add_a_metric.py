@@ -24,7 +24,7 @@ AT_ONCE = IN_PARTS.replace("[torch.ones(1_000_000), torch.ones(1_000_000)]", "to
 )
 VALID = """
 import json, pathlib
-from pytest_gpumem.reports.json_report import from_json, report_schema
+from pytest_gpumem.reporting.reports.json_report import from_json, report_schema
 
 from_json(pathlib.Path("report.json").read_text(), "report.json")
 print(json.dumps(report_schema()))

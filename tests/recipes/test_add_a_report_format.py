@@ -19,7 +19,7 @@ TESTS = """
     @pytest.mark.parametrize("size", ["small, and quiet", "large"])
     def test_sizes(size):
         torch.ones(10 if size != "large" else 1000)
-        assert "pytest_gpumem.reports.csv_report" not in sys.modules
+        assert "pytest_gpumem.reporting.reports.csv_report" not in sys.modules
 """
 
 
@@ -43,7 +43,7 @@ def test_a_session_writes_the_new_format(package, tmp_path):
         "test_sizes[small, and quiet]": (40, "ok"),
     }
 
-    merged = package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "gpumem.json", "--report", "merged.csv")
+    merged = package.run(tmp_path, "-m", "pytest_gpumem.tools.main", "merge", "gpumem.json", "--report", "merged.csv")
     assert merged.returncode == 1, merged.stdout + merged.stderr
     assert (tmp_path / "merged.csv").read_text() == (tmp_path / "new" / "gpumem.csv").read_text()
 
@@ -55,7 +55,7 @@ def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
         ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning. May be repeated"
         in options
     )
-    merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
+    merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.tools.main", "merge", "--help").stdout.split())
     assert "in the format of its suffix: .html, .md, .json, .csv or .sarif;" in merge
     wrong = package.pytest(tmp_path, "--gpumem-report=gpumem.txt")
     assert wrong.returncode == pytest.ExitCode.USAGE_ERROR

@@ -25,7 +25,7 @@ def package(tmp_path_factory):
 
 
 def gpumem(package, folder, *words):
-    return package.run(folder, "-m", "pytest_gpumem.cli.main", *words)
+    return package.run(folder, "-m", "pytest_gpumem.tools.main", *words)
 
 
 def test_it_counts_the_baselines(package, tmp_path):

@@ -61,6 +61,6 @@ def test_a_wrong_value_is_a_usage_error(package, tmp_path, key, typed, message):
 
 def test_the_help_of_pytest_and_of_gpumem_run_has_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
-    for words in (("-m", "pytest", "--help"), ("-m", "pytest_gpumem.cli.main", "run", "--help")):
+    for words in (("-m", "pytest", "--help"), ("-m", "pytest_gpumem.tools.main", "run", "--help")):
         said = " ".join(package.run(tmp_path, *words).stdout.split())
         assert "How much the end of the run shows, whatever -v says." in said

@@ -40,19 +40,19 @@ def test_a_recipe_names_every_file_that_its_patch_changes(name):
 
 
 def test_a_patch_that_does_not_apply_is_named_with_the_file_and_the_way_to_redo_it(tmp_path):
-    (tmp_path / "pytest_gpumem/step_config").mkdir(parents=True)
-    (tmp_path / "pytest_gpumem/step_config/checkpoint_kinds.py").write_text("changed = 1\n")
+    (tmp_path / "pytest_gpumem/measuring/step_config").mkdir(parents=True)
+    (tmp_path / "pytest_gpumem/measuring/step_config/checkpoint_kinds.py").write_text("changed = 1\n")
     with pytest.raises(ValueError, match=r"add-a-checkpointing-kind\.patch no longer applies") as error:
         apply_patch(tmp_path, "add-a-checkpointing-kind")
-    assert "error: patch failed: pytest_gpumem/step_config/checkpoint_kinds.py:" in str(error.value)
+    assert "error: patch failed: pytest_gpumem/measuring/step_config/checkpoint_kinds.py:" in str(error.value)
     assert "git apply --3way --index tests/recipes/add-a-checkpointing-kind.patch" in str(error.value)
 
 
 def test_a_patch_applies_in_a_folder_of_a_repository_too(tmp_path):
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     folder = tmp_path / "copy"
-    file = folder / "pytest_gpumem/reports/formats.py"
+    file = folder / "pytest_gpumem/reporting/reports/formats.py"
     file.parent.mkdir(parents=True)
-    file.write_text((ROOT / "pytest_gpumem/reports/formats.py").read_text())
+    file.write_text((ROOT / "pytest_gpumem/reporting/reports/formats.py").read_text())
     apply_patch(folder, "add-a-report-format")
     assert re.search(r"^    Format\(\"\.csv\",", file.read_text(), flags=re.MULTILINE)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.devices.contract import CannotRun
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.relations.gradients import Gradients, assert_same_gradients, difference
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.plugin.relations.gradients import Gradients, assert_same_gradients, difference
 
 RTOL = 1e-2
 

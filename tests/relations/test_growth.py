@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.relations import growth
-from pytest_gpumem.relations.growth import assert_no_growth, growth_text
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.plugin.relations import growth
+from pytest_gpumem.plugin.relations.growth import assert_no_growth, growth_text
 
 KB = 1000
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.relations.state import Share, StateBytes
-from pytest_gpumem.relations.state import state_of as state_of_step
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.plugin.relations.state import Share, StateBytes
+from pytest_gpumem.plugin.relations.state import state_of as state_of_step
 
 INPUTS, OUTPUTS, SAMPLES = 64, 64, 8
 F32, COUNT = 4, 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
-from pytest_gpumem.gate.judge import judge
-from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline
+from pytest_gpumem.judging.gate.judge import judge
+from pytest_gpumem.judging.gate.verdict import Cell, TestVerdict, Verdict
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.results import TestResult
 
 MB, GB = 10**6, 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.difference import Change, Difference, PeakMove
-from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
-from pytest_gpumem.values.selection import Selection
-from pytest_gpumem.values.step_peaks import StepPeaks
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.module_calls import Calls
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.difference import Change, Difference, PeakMove
+from pytest_gpumem.judging.gate.verdict import Cell, Location, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState, Terms
 
 GB = 10**9
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0", "driver": "580.1"})

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.git import Revision
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.comparison import (
+from pytest_gpumem.base.git import Revision
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.measuring.timing.intervals import Interval
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.comparison import (
     ChangedPackage,
     ComparedChange,
     ComparedRow,
@@ -20,9 +21,8 @@ from pytest_gpumem.reports.comparison import (
     OmittedTest,
     changes_of,
 )
-from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
-from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.timing.intervals import Interval
+from pytest_gpumem.reporting.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.reporting.reports.layout import Screen, text_of
 from tests.ab.values import BASE, HEAD
 
 RUNS = "5 pairs of runs, base main (1f3c9ab), head HEAD (2b4d8ce), slowdown tolerated 2.0 %"

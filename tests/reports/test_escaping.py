@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.reports.escaping import block, code, code_in_table, html_code, one_line, plain, table, visible
+from pytest_gpumem.reporting.reports.escaping import (
+    block,
+    code,
+    code_in_table,
+    html_code,
+    one_line,
+    plain,
+    table,
+    visible,
+)
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 

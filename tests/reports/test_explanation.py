@@ -9,22 +9,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.gate.difference import Change, Difference, difference
-from pytest_gpumem.gate.judge import failing_metrics, judge
-from pytest_gpumem.gate.verdict import FAILING, Outcome, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.explanation import (
+from pytest_gpumem.base.units import parse_size
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+from pytest_gpumem.judging.gate.difference import Change, Difference, difference
+from pytest_gpumem.judging.gate.judge import failing_metrics, judge
+from pytest_gpumem.judging.gate.verdict import FAILING, Outcome, Verdict
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.explanation import (
     change_table,
     composition_table,
     explanation_blocks,
     out_of_memory_lines,
     part_lines,
 )
-from pytest_gpumem.units import parse_size
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from tests.reports.made_up import literal_lines
 
 unhurried = settings(deadline=None)

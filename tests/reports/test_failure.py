@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
-from pytest_gpumem.gate.judge import failing_outcomes, judge
-from pytest_gpumem.gate.verdict import Outcome, TestVerdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, measured_section
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.timing.comparison import Runs
-from pytest_gpumem.timing.intervals import LEVEL
-from pytest_gpumem.units import ThroughputLimit
-from pytest_gpumem.values.interference import Slowdown
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.base.units import ThroughputLimit
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.interference import Slowdown
+from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, Tally
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline
+from pytest_gpumem.judging.gate.judge import failing_outcomes, judge
+from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.measuring.timing.intervals import LEVEL
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.failure import accept_command, bisect_command, failure_text, measured_section
+from pytest_gpumem.reporting.reports.layout import Screen
 
 unhurried = settings(deadline=None)
 

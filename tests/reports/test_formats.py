@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from pytest_gpumem.atomic_file import write_atomically
-from pytest_gpumem.reports.files import write_report
-from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.json_report import from_json, to_json
-from pytest_gpumem.reports.markdown import markdown
+from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.reporting.reports.files import write_report
+from pytest_gpumem.reporting.reports.formats import FORMATS
+from pytest_gpumem.reporting.reports.json_report import from_json, to_json
+from pytest_gpumem.reporting.reports.markdown import markdown
 from tests.reports.sessions import OK, REGRESSED, session
 
 REPORT = session(OK, REGRESSED)
@@ -24,7 +24,7 @@ def test_every_format_renders_a_session(form):
 
 def test_suffixes_and_options_are_known_without_loading_a_renderer_or_its_needs():
     heavy = [*(form.renderer.partition(":")[0] for form in FORMATS), "plotly", "jinja2", "torch"]
-    imports = "import sys, pytest_gpumem.config.options, pytest_gpumem.reports.formats"
+    imports = "import sys, pytest_gpumem.plugin.config.options, pytest_gpumem.reporting.reports.formats"
     asks = f"{imports}; print([one for one in {heavy} if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

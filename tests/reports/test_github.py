@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict
-from pytest_gpumem.reports import github
-from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.github import annotation_lines, folder_within, report_to_github, shown_files
-from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict
+from pytest_gpumem.reporting.reports import github
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.github import annotation_lines, folder_within, report_to_github, shown_files
+from pytest_gpumem.reporting.reports.markdown import markdown
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import Terms
 from tests.git_store import Repository
 from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, UNEXPLAINED, everything, measured, peak, result, session

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
-from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
-from pytest_gpumem.reports.html.page import HtmlCell, anchor_of, html, page_of, unique
-from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
-from pytest_gpumem.reports.matrix import MatrixRow
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome
+from pytest_gpumem.reporting.reports.formats import FORMATS
+from pytest_gpumem.reporting.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
+from pytest_gpumem.reporting.reports.html.page import HtmlCell, anchor_of, html, page_of, unique
+from pytest_gpumem.reporting.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
+from pytest_gpumem.reporting.reports.matrix import MatrixRow
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import Terms
 from tests.hostile import ALL
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 
@@ -422,7 +422,7 @@ def test_the_tags_of_a_page_do_not_depend_on_its_texts(page):
 
 
 def test_colours_can_be_read():
-    css = resources.files("pytest_gpumem.reports.html").joinpath("page.css").read_text(encoding="utf-8")
+    css = resources.files("pytest_gpumem.reporting.reports.html").joinpath("page.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("@media (prefers-color-scheme: dark)")
     )

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from pytest_gpumem.reports.comparison_formats import failure_as_json
-from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.reports.job_result import job_result
-from pytest_gpumem.reports.json_report import to_json
+from pytest_gpumem.reporting.reports.comparison_formats import failure_as_json
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.job_result import job_result
+from pytest_gpumem.reporting.reports.json_report import to_json
 from tests.hostile import TEXTS
 from tests.reports.sessions import OK, REGRESSED, session
 

@@ -17,22 +17,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem import __version__
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparison import compare_sides, side_of_report
-from pytest_gpumem.reports.comparison_formats import markdown
-from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.reports.json_report import FORMAT, from_json, mistake_in, report_schema, to_json
-from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.reports.terminal import terminal_text
-from pytest_gpumem.values.composition import CATEGORIES
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.values.composition import CATEGORIES
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.comparison import compare_sides, side_of_report
+from pytest_gpumem.reporting.reports.comparison_formats import markdown
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.formats import FORMATS
+from pytest_gpumem.reporting.reports.json_report import FORMAT, from_json, mistake_in, report_schema, to_json
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.reporting.reports.terminal import terminal_text
 from tests.hostile import ALL
 from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
 
-PUBLISHED = json.loads(files("pytest_gpumem.reports").joinpath("report.schema.json").read_text(encoding="utf-8"))
+PUBLISHED = json.loads(
+    files("pytest_gpumem.reporting.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
+)
 SCHEMA = report_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 FULL = to_json(everything("a text"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_gpumem.reports.layout import Column, Screen, Span, Table, cells, laid_out, text_of
+from pytest_gpumem.reporting.reports.layout import Column, Screen, Span, Table, cells, laid_out, text_of
 from tests.hostile import ALL
 
 COLUMNS = (

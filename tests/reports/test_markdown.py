@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
-from pytest_gpumem.reports.escaping import one_line, visible
-from pytest_gpumem.reports.explanation import FILLED_ONCE
-from pytest_gpumem.reports.markdown import COMMENT_LIMIT, LEAST_BYTES, markdown
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import StoreState, Terms
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
+from pytest_gpumem.reporting.reports.escaping import one_line, visible
+from pytest_gpumem.reporting.reports.explanation import FILLED_ONCE
+from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT, LEAST_BYTES, markdown
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import StoreState, Terms
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.sessions import (

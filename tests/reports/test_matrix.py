@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.gate.verdict import Cell, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.matrix import MatrixRow, efficient, matrices, matrix_table
-from pytest_gpumem.reports.results import TestResult
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.judging.gate.verdict import Cell, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.matrix import MatrixRow, efficient, matrices, matrix_table
+from pytest_gpumem.reporting.reports.results import TestResult
 
 HERE = Environment("cpu-x86_64", "CPU")
 MB = 10**6

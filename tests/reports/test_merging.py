@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.errors import MergeError
-from pytest_gpumem.reports.json_report import from_json, to_json
-from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.reports.merging import (
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.errors import MergeError
+from pytest_gpumem.reporting.reports.json_report import from_json, to_json
+from pytest_gpumem.reporting.reports.matrix import matrices
+from pytest_gpumem.reporting.reports.merging import (
     merge_reports,
     repeated_tests,
     run_twice,
     unaccounted_baselines,
     unselected_tests,
 )
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
-from pytest_gpumem.reports.view import shown_measurements
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState, Terms
+from pytest_gpumem.reporting.reports.view import shown_measurements
 from tests.hostile import TEXTS
 
 H100 = Environment("h100", "NVIDIA H100", {"torch": "2.11.0"})

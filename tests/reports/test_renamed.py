@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
-from pytest_gpumem.gate.baseline import Baseline, Key
-from pytest_gpumem.gate.renaming import MOST_CANDIDATES, candidates_of
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.measurement import Measurement, Workload
-from pytest_gpumem.reports.merging import merge_reports
-from pytest_gpumem.reports.renamed import with_renamings
-from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.facts.measurement import Measurement, Workload
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.baseline import Baseline, Key
+from pytest_gpumem.judging.gate.renaming import MOST_CANDIDATES, candidates_of
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
+from pytest_gpumem.reporting.reports.merging import merge_reports
+from pytest_gpumem.reporting.reports.renamed import with_renamings
+from pytest_gpumem.reporting.reports.session_report import Terms
 from tests.reports.test_merging import A100, H100, measured, shard, skipped
 
 MB = 10**6

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
-from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
 from tests.pages import output
 
 unhurried = settings(deadline=None)

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.sarif import MOST_RELATED, sarif
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.sarif import MOST_RELATED, sarif
 from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import Location, MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import SessionReport, StoreState, Terms
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.verdict import Location, MetricVerdict, Outcome, TestVerdict, Verdict
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState, Terms
 
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
 MEASUREMENT = Measurement("call", Workload("call"), H100, {"peak_allocated": 1})

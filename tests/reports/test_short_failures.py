@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from pytest_gpumem.gate.causes import causes_of
-from pytest_gpumem.gate.difference import Change, Difference
-from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.reports.causes import causes_in
-from pytest_gpumem.reports.github import annotation_lines
-from pytest_gpumem.reports.html.page import html, page_of
-from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
-from pytest_gpumem.reports.short_failures import explained_before, explained_by_causes, short_failures
-from pytest_gpumem.reports.terminal import terminal_text
-from pytest_gpumem.values.composition import REST, Row
-from pytest_gpumem.values.operator_counts import OperatorSite, Tally
-from pytest_gpumem.values.rank import Rank, name_on
+from pytest_gpumem.facts.values.composition import REST, Row
+from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.rank import Rank, name_on
+from pytest_gpumem.judging.gate.causes import causes_of
+from pytest_gpumem.judging.gate.difference import Change, Difference
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.reporting.reports.causes import causes_in
+from pytest_gpumem.reporting.reports.github import annotation_lines
+from pytest_gpumem.reporting.reports.html.page import html, page_of
+from pytest_gpumem.reporting.reports.layout import Screen, text_of
+from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
+from pytest_gpumem.reporting.reports.short_failures import explained_before, explained_by_causes, short_failures
+from pytest_gpumem.reporting.reports.terminal import terminal_text
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 

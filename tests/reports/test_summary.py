@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.layout import columns, plain_lines
-from pytest_gpumem.reports.summary import (
+from pytest_gpumem.facts.values.times import Round, Sample, Times
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.layout import columns, plain_lines
+from pytest_gpumem.reporting.reports.summary import (
     MOST_FIGURES,
     STYLES,
     not_shown,
@@ -18,8 +19,7 @@ from pytest_gpumem.reports.summary import (
     summary_table,
     to_be_shown,
 )
-from pytest_gpumem.reports.view import shown_measurements
-from pytest_gpumem.values.times import Round, Sample, Times
+from pytest_gpumem.reporting.reports.view import shown_measurements
 from tests.reports.made_up import CALL, GB, H100, MB, literal_lines, new, ok, recorded, regressed, result, verdict_on
 
 

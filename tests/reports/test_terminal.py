@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.baseline import NoBaseline
-from pytest_gpumem.reports.layout import Line, Screen, Table, cells, plain_lines, text_of
-from pytest_gpumem.reports.session_report import SessionReport, Terms
-from pytest_gpumem.reports.terminal import MARKUP, MOST_COMPOSITIONS, compositions, details, phase_table, terminal_text
-from pytest_gpumem.reports.view import ShownMeasurement, shown_measurements
-from pytest_gpumem.values.composition import Composition, Explanation, Row
-from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+from pytest_gpumem.facts.values.selection import Selection
+from pytest_gpumem.judging.gate.baseline import NoBaseline
+from pytest_gpumem.reporting.reports.layout import Line, Screen, Table, cells, plain_lines, text_of
+from pytest_gpumem.reporting.reports.session_report import SessionReport, Terms
+from pytest_gpumem.reporting.reports.terminal import (
+    MARKUP,
+    MOST_COMPOSITIONS,
+    compositions,
+    details,
+    phase_table,
+    terminal_text,
+)
+from pytest_gpumem.reporting.reports.view import ShownMeasurement, shown_measurements
 from tests.hostile import ALL
 from tests.reports.made_up import (
     GB,

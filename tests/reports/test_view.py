@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.reports.comparison import side_of_report
-from pytest_gpumem.reports.failure import failure_text
-from pytest_gpumem.reports.github import annotation_lines
-from pytest_gpumem.reports.html.page import html, page_of
-from pytest_gpumem.reports.json_report import from_json, to_json
-from pytest_gpumem.reports.layout import Screen, text_of
-from pytest_gpumem.reports.markdown import markdown
-from pytest_gpumem.reports.results import TestResult
-from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.reports.terminal import failure_lines
-from pytest_gpumem.reports.view import origin_line, rows_of, shown_measurements, state_of
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.comparison import side_of_report
+from pytest_gpumem.reporting.reports.failure import failure_text
+from pytest_gpumem.reporting.reports.github import annotation_lines
+from pytest_gpumem.reporting.reports.html.page import html, page_of
+from pytest_gpumem.reporting.reports.json_report import from_json, to_json
+from pytest_gpumem.reporting.reports.layout import Screen, text_of
+from pytest_gpumem.reporting.reports.markdown import markdown
+from pytest_gpumem.reporting.reports.results import TestResult
+from pytest_gpumem.reporting.reports.session_report import Terms
+from pytest_gpumem.reporting.reports.terminal import failure_lines
+from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 from tests.reports.sessions import GB, OK, ORIGIN, REGRESSED, measured, peak, result, session
 from tests.reports.test_github import command
 

@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
-from pytest_gpumem.bisect.journal import Journal
-from pytest_gpumem.cli.main import main
-from pytest_gpumem.git import plain_environment
-from pytest_gpumem.processes import Stop, StopSignal
-from pytest_gpumem.requirements import environments
-from pytest_gpumem.requirements.environments import Environments, cache_folder, interpreter
-from pytest_gpumem.requirements.pip import pip_command
-from pytest_gpumem.requirements.releases import releases_of
-from pytest_gpumem.requirements.requirement_set import requirement_set
+from pytest_gpumem.base.git import plain_environment
+from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.base.requirements import environments
+from pytest_gpumem.base.requirements.environments import Environments, cache_folder, interpreter
+from pytest_gpumem.base.requirements.pip import pip_command
+from pytest_gpumem.base.requirements.releases import releases_of
+from pytest_gpumem.base.requirements.requirement_set import requirement_set
+from pytest_gpumem.tools.bisect.journal import Journal
+from pytest_gpumem.tools.main import main
 
 
 @pytest.fixture
@@ -112,5 +112,5 @@ def test_an_environment_is_kept_by_what_it_lies_on(monkeypatch, python, package,
 def test_runs_of_a_bisection_are_those_of_the_packages_that_were_installed(monkeypatch):
     before = Journal.of(["test_it.py"])
     assert Journal.of(["test_it.py"]) == before
-    monkeypatch.setattr("pytest_gpumem.bisect.journal.packages_here", lambda: ["torch==1.0"])
+    monkeypatch.setattr("pytest_gpumem.tools.bisect.journal.packages_here", lambda: ["torch==1.0"])
     assert Journal.of(["test_it.py"]) != before

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 import pytest
 
-from pytest_gpumem.requirements.installed import by_module, installed_file
+from pytest_gpumem.base.requirements.installed import by_module, installed_file
 
 
 def install(folder, name, release, files, *, listed=True):

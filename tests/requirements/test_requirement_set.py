@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.requirements.environments import _key
-from pytest_gpumem.requirements.errors import RequirementError
-from pytest_gpumem.requirements.installers import reason_in
-from pytest_gpumem.requirements.releases import releases_between
-from pytest_gpumem.requirements.requirement_set import requirement_set
+from pytest_gpumem.base.requirements.environments import _key
+from pytest_gpumem.base.requirements.errors import RequirementError
+from pytest_gpumem.base.requirements.installers import reason_in
+from pytest_gpumem.base.requirements.releases import releases_between
+from pytest_gpumem.base.requirements.requirement_set import requirement_set
 
 
 def test_requirements_and_files_of_them_are_one_set(tmp_path):

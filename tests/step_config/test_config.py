@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.step_config.checkpoint_kinds import KINDS, CheckpointKind
-from pytest_gpumem.step_config.config import (
+from pytest_gpumem.facts.values.option_words import ROUTINGS
+from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS, CheckpointKind
+from pytest_gpumem.measuring.step_config.config import (
     AXES,
     CACHES,
     CHECKPOINTS,
@@ -26,9 +27,8 @@ from pytest_gpumem.step_config.config import (
     as_config,
     combinations,
 )
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.step_config.shard_kinds import OFFLOADS, Sharding
-from pytest_gpumem.values.option_words import ROUTINGS
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.step_config.shard_kinds import OFFLOADS, Sharding
 
 unhurried = settings(deadline=None)
 

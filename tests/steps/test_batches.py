@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.steps.batches import (
+from pytest_gpumem.measuring.steps.batches import (
     call_model,
     describe,
     map_tensors,

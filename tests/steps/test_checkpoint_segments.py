@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.step_config.blocks import repeated_blocks
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.checkpointing import activation_checkpointing
-from pytest_gpumem.steps.segments import Segment
+from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.checkpointing import activation_checkpointing
+from pytest_gpumem.measuring.steps.segments import Segment
 
 ADVICE = "use checkpoint=blocks or checkpoint=every:N"
 

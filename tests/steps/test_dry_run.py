@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
-from pytest_gpumem.steps.inference import infer_phases
-from pytest_gpumem.steps.training import Training
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
+from pytest_gpumem.measuring.steps.inference import infer_phases
+from pytest_gpumem.measuring.steps.training import Training
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.measurement import Workload
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError, NotAStep
-from pytest_gpumem.steps.generation import generation_phases, generation_work, number_of_tokens, with_new_tokens
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
+from pytest_gpumem.measuring.steps.generation import (
+    generation_phases,
+    generation_work,
+    number_of_tokens,
+    with_new_tokens,
+)
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.global_settings import caching
-from pytest_gpumem.steps.inference import infer_phases, quantized
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.global_settings import caching
+from pytest_gpumem.measuring.steps.inference import infer_phases, quantized
 
 CPU = torch.device("cpu")
 

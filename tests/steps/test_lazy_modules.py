@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.relations.state import state_of
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.global_settings import is_uninitialised
-from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
+from pytest_gpumem.plugin.relations.state import state_of
 from pytest_gpumem.torch_support.static_access import elements_of
 from tests.measuring import measure_infer_step, measure_train_step
 

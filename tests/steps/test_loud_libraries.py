@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pytest_gpumem.steps.model_step import import_quietly
+from pytest_gpumem.measuring.steps.model_step import import_quietly
 
 
 def test_what_a_library_says_while_it_loads_is_not_heard(tmp_path, monkeypatch, caplog):

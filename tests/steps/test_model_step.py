@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpumem.steps.global_settings import in_mode
-from pytest_gpumem.steps.model_step import build_model, build_optimizer, loss_of, parameters_of, precision_of
+from pytest_gpumem.measuring.steps.global_settings import in_mode
+from pytest_gpumem.measuring.steps.model_step import build_model, build_optimizer, loss_of, parameters_of, precision_of
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

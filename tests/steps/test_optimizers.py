@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.relations.state import state_bytes
-from pytest_gpumem.step_config.config import OPTIMIZERS, StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
-from pytest_gpumem.steps.sharded_optimizer import adapted_factory
+from pytest_gpumem.measuring.step_config.config import OPTIMIZERS, StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.model_step import eight_bit_module, optimizer_named
+from pytest_gpumem.measuring.steps.sharded_optimizer import adapted_factory
+from pytest_gpumem.plugin.relations.state import state_bytes
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from tests.needs import NEEDS_COMPILER
 

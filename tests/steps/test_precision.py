@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.devices.cuda import CudaDevice
-from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.step_config.config import PRECISIONS
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.precision import (
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cuda import CudaDevice
+from pytest_gpumem.measuring.step_config.config import PRECISIONS
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.precision import (
     autocasting,
     batch_in_precision,
     float32_precision,

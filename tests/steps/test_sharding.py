@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from pytest_gpumem.explain.sites import Sites
-from pytest_gpumem.measure import runner
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.counting import NO_COUNTS
-from pytest_gpumem.measure.reading import run_one_step
-from pytest_gpumem.ranks.consensus import Alone, Consensus
-from pytest_gpumem.relations.gradients import assert_same_gradients
-from pytest_gpumem.relations.state import state_of
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.train_step import prepared_train_step
-from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.measuring.explain.sites import Sites
+from pytest_gpumem.measuring.measure import runner
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.measure.counting import NO_COUNTS
+from pytest_gpumem.measuring.measure.reading import run_one_step
+from pytest_gpumem.measuring.ranks.consensus import Alone, Consensus
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.measuring.timing.sampling import TimeBudget
+from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
+from pytest_gpumem.plugin.relations.state import state_of
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
@@ -199,7 +199,7 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(device, monkeypatch, times):
-    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
     with prepared(context, "fp32,shard=ddp,world=2") as step:
         measured = step.time(step.measure())
@@ -216,7 +216,7 @@ def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(
 
 def test_micro_batches_are_reduced_once(bench, monkeypatch):
     reduced = []
-    from pytest_gpumem.steps import sharding
+    from pytest_gpumem.measuring.steps import sharding
 
     hook = sharding._hook_alone
 
@@ -273,7 +273,7 @@ def held_by(device, config, samples):
 RANK = """
 import gc, json, sys
 sys.path.insert(0, {repository!r})
-from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from tests.steps.test_sharding import held_by
 gc.collect()
 gc.freeze()  # as a session does, or each collection of a step goes through all of torch

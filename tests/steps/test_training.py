@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.steps.training import Training
+from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.training import Training
 
 CPU = torch.device("cpu")
 SCALE = 1024.0

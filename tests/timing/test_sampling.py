@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.ranks.consensus import ALONE, Consensus
-from pytest_gpumem.timing import validity
-from pytest_gpumem.timing.sampling import (
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.facts.values.times import FEWEST_ROUNDS, Sample
+from pytest_gpumem.measuring.ranks.consensus import ALONE, Consensus
+from pytest_gpumem.measuring.timing import validity
+from pytest_gpumem.measuring.timing.sampling import (
     PRECISION,
     ROUNDS_BEFORE_A_STOP,
     ROUNDS_OF_PHASES,
@@ -21,8 +23,6 @@ from pytest_gpumem.timing.sampling import (
     time_phases,
     time_step,
 )
-from pytest_gpumem.values.interference import Conditions
-from pytest_gpumem.values.times import FEWEST_ROUNDS, Sample
 from tests.ranks.side_by_side import side_by_side
 
 unhurried = settings(deadline=None)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing import validity
-from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Conditions, Slowdown
+from pytest_gpumem.facts.values.interference import PACE, UNREAD_PACE, Conditions, Slowdown
+from pytest_gpumem.measuring.timing import validity
 
 CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, other_cpu_seconds=50.0, cores=2)
 CUDA = Conditions(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.timing.validity import disturbance, tick_disturbance
-from pytest_gpumem.values.interference import Conditions
+from pytest_gpumem.facts.values.interference import Conditions
+from pytest_gpumem.measuring.timing.validity import disturbance, tick_disturbance
 
 GHZ = 1e9
 CPU = Conditions(seconds=100.0, graphs=3, waited=1.0, stolen=2.0, other_cpu_seconds=50.0, cores=2)

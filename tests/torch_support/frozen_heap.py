@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, everything_in_sight, is_heap_frozen
 
@@ -137,7 +137,7 @@ def test_a_requested_full_collection_sees_all_objects_until_the_next_test(heap, 
 def test_our_own_collections_leave_the_heap_frozen(heap, device):
     heap.begin(device)
     source = "import gc\ngc.collect()\n"
-    exec(compile(source, "ours", "exec"), {"__name__": "pytest_gpumem.devices.cpu"})
+    exec(compile(source, "ours", "exec"), {"__name__": "pytest_gpumem.measuring.devices.cpu"})
     assert heap.frozen
     exec(compile(source, "theirs", "exec"), {"__name__": "test_it"})
     assert not heap.frozen

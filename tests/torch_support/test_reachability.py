@@ -338,7 +338,7 @@ def test_a_tensor_made_of_others_is_the_bytes_of_those():
 
 
 def test_looking_allocates_nothing():
-    from pytest_gpumem.devices.cpu import CpuDevice
+    from pytest_gpumem.measuring.devices.cpu import CpuDevice
 
     model = torch.nn.Linear(8, 8)
     model(torch.ones(1, 8)).sum().backward()

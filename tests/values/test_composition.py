@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.composition import (
+from pytest_gpumem.facts.values.composition import (
     CATEGORIES,
     KEPT_SHARE,
     MOST_KEPT,
@@ -29,9 +29,9 @@ from pytest_gpumem.values.composition import (
     row_from_text,
     text_with_callers,
 )
-from pytest_gpumem.values.module_calls import Calls
-from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.source_lines import MOST_CHAINS
+from pytest_gpumem.facts.values.module_calls import Calls
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.facts.values.source_lines import MOST_CHAINS
 
 unhurried = settings(deadline=None)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.composition import Row, join_layers, row_from_text
-from pytest_gpumem.values.layers import fewest_combinations, folded, numbers_in, split_layers, with_layers
+from pytest_gpumem.facts.values.composition import Row, join_layers, row_from_text
+from pytest_gpumem.facts.values.layers import fewest_combinations, folded, numbers_in, split_layers, with_layers
 
 EXPERTS = {(layer, expert) for layer in range(3) for expert in range(4)}
 FOUND = st.sets(st.sampled_from(sorted(EXPERTS)), min_size=1)

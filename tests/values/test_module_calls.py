@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.module_calls import (
+from pytest_gpumem.facts.values.module_calls import (
     EVERYWHERE,
     Calls,
     KindsOfSteps,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.operator_counts import (
+from pytest_gpumem.facts.values.operator_counts import (
     NOWHERE,
     OperatorSite,
     Tally,

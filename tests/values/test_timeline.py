@@ -8,8 +8,8 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
 
 unhurried = settings(deadline=None)
 

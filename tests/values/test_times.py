@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.interference import UNREAD_PACE, Slowdown
-from pytest_gpumem.values.plain import from_plain, to_plain
-from pytest_gpumem.values.times import (
+from pytest_gpumem.facts.values.interference import UNREAD_PACE, Slowdown
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.facts.values.times import (
     FEWEST_ROUNDS,
     Round,
     Sample,

@@ -1,0 +1,1 @@
+"""Tools for files, processes, git, packages and units. Nothing here knows what is measured."""

@@ -1,1 +1,0 @@
-"""The ``gpumem`` command."""

@@ -1,0 +1,186 @@
+"""Report the peaks of a program on an emulated GPU at its end, with the lines that allocated. Resets are taken into account.
+
+Example: ``gpumem emulate h100 -- python mlp.py`` prints this for a perceptron with 1,024, 4,096 and 1,024 units and its
+backward pass on 64 samples. At most 8 lines of the program are listed. ::
+
+    gpumem: NVIDIA H100 80GB HBM3 (emulated), cuda:0: peak 135.57 MB allocated, 140.51 MB reserved. Live then:
+        68.18 MB      6 x  no line of the program
+        33.57 MB      4 x  mlp.py:2 <module>
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.emulating.emulation.load import current_emulation
+from pytest_gpumem.emulating.host_values.scope import current
+from pytest_gpumem.torch_support.private_api import cuda_snapshot, start_cuda_history, when_cuda_begins
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+def keeps_statistics() -> bool:
+    """Return whether the process's allocator keeps statistics. An allocator that the program gave to torch keeps none."""
+    return torch.cuda.memory.get_allocator_backend() != "pluggable"
+
+
+class KeptPeaks:
+    """Peaks in bytes, by device. They are empty if the allocator keeps no statistics."""
+
+    def __init__(self) -> None:
+        self.allocated: Counter[int] = Counter()
+        self.reserved: Counter[int] = Counter()
+        # The context is entered once, and left at exit while torch is still loaded.
+        self._entered = ExitStack()
+
+    def begin(self) -> None:
+        """From now on, read the peaks before each reset."""
+        self._entered.enter_context(before_each_reset(self.take, "cuda"))
+
+    def take(self) -> None:
+        """Read the peaks since the last reset."""
+        if not keeps_statistics():
+            return
+        for device in range(torch.cuda.device_count()):
+            self.allocated[device] = max(self.allocated[device], torch.cuda.max_memory_allocated(device))
+            self.reserved[device] = max(self.reserved[device], torch.cuda.max_memory_reserved(device))
+
+
+MOST_LINES = 8
+_OURS = str(Path(__file__).parents[2])
+NOWHERE = "no line of the program"
+
+
+@dataclass(frozen=True, slots=True)
+class AtPeak:
+    """Live bytes at the peak: the total, and the blocks and bytes by the line that allocated them."""
+
+    nbytes: int
+    blocks: Mapping[str, int]
+    by_line: Mapping[str, int]
+
+
+def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
+    """Return the live bytes at the peak of an allocator's history.
+
+    Args:
+        trace: The history's entries, as in PyTorch's snapshots: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
+            ``frames``.
+        torchs: torch's folder. A block's line is the nearest line outside this folder.
+    """
+    totals = [total for total, _ in _replayed(trace)]
+    peak = max(range(len(totals)), key=totals.__getitem__, default=0)
+    most, live = next(islice(_replayed(trace), peak, None), (0, {}))
+    by_line: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for entry in live.values():
+        line = line_of(entry.get("frames", ()), torchs)
+        by_line[line] += int(entry["size"])
+        blocks[line] += 1
+    return AtPeak(most, blocks, by_line)
+
+
+def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[int, Mapping[str, Any]]]]:
+    """Yield the live bytes after each entry in a history, and the entries of live blocks by address."""
+    live: dict[int, Mapping[str, Any]] = {}
+    total = 0
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry
+            total += int(entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            total -= int(live.pop(entry["addr"])["size"])
+        yield total, live
+
+
+def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
+    """Return the nearest line in the program, as ``file:line function``."""
+    for frame in frames:
+        file = str(frame["filename"])
+        if not file.startswith((torchs, _OURS, "<")):
+            return f"{file}:{frame['line']} {frame['name']}"
+    return NOWHERE
+
+
+def print_at_exit(*, is_quiet: bool) -> None:
+    """Print the peaks when the process ends, and reasons why they may be wrong.
+
+    Args:
+        is_quiet: Print only the reasons, and record no history.
+    """
+    when_cuda_begins(partial(_begin, is_quiet))
+
+
+def _begin(is_quiet: bool) -> None:
+    peaks = KeptPeaks()
+    peaks.begin()
+    atexit.register(_print_doubts, peaks)
+    if not is_quiet:
+        backend = torch.cuda.memory.get_allocator_backend()
+        if backend == "native":
+            start_cuda_history()
+        atexit.register(
+            _print, peaks, backend
+        )  # exit functions run in reverse order, so this runs before `_print_doubts`
+
+
+def _print_doubts(peaks: KeptPeaks) -> None:
+    peaks.take()
+    emulation, values = current_emulation(), current()
+    lacking = None if emulation is None else emulation.cudnn.lacking(peaks.allocated)
+    if lacking is not None:
+        _say(f"gpumem: peaks may be too low: {lacking}")
+    if values is not None and values.reads.first_trouble is not None:
+        _say(f"gpumem: peaks may be wrong: {values.reads.first_trouble}")
+
+
+def _print(peaks: KeptPeaks, backend: str) -> None:
+    peaks.take()
+    if not keeps_statistics():
+        _say(f"gpumem: no peaks: the program's allocator ({backend}) keeps no statistics")
+    elif backend == "native":
+        _tell_with_lines(peaks)
+    else:
+        for device, allocated in sorted(peaks.allocated.items()):
+            if allocated:
+                peak = _peak(device, allocated, peaks.reserved[device])
+                _say(f"{peak}. The live tensors at the peak are unknown: the allocator ({backend}) keeps no history")
+
+
+def _tell_with_lines(peaks: KeptPeaks) -> None:
+    torchs = str(Path(torch.__file__).parent)
+    for device, trace in enumerate(cuda_snapshot()["device_traces"]):
+        peak = at_peak(trace, torchs)
+        if not peak.nbytes:
+            continue
+        # Statistics round block sizes up, but the history has the sizes before rounding.
+        allocated = max(peak.nbytes, peaks.allocated[device])
+        report = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
+        lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))
+        report += [f"  {format_bytes(size):>10}  {peak.blocks[line]:>5} x  {line}" for line, size in lines[:MOST_LINES]]
+        if len(lines) > MOST_LINES:
+            rest = sum(size for _, size in lines[MOST_LINES:])
+            report.append(f"  {format_bytes(rest):>10}  at {len(lines) - MOST_LINES} other lines")
+        _say("\n".join(report))
+
+
+def _peak(device: int, allocated: int, reserved: int) -> str:
+    name = torch.cuda.get_device_name(device)
+    return f"gpumem: {name}, cuda:{device}: peak {format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 -- the program's own output is on stdout

@@ -1,0 +1,51 @@
+"""Emulate a GPU in this process and its child processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.variables import EMULATED
+from pytest_gpumem.emulating.emulated_process.before_torch import DESCRIPTION
+from pytest_gpumem.emulating.emulation.gpus import described
+from pytest_gpumem.emulating.emulation.load import Emulation, load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.emulating.emulation.gpus import Gpu
+
+STARTUP = Path(__file__).with_name("startup")
+"""A folder for ``PYTHONPATH``. Its ``sitecustomize`` loads the stand-ins before torch is imported."""
+
+
+def emulate(gpu: Gpu) -> Emulation:
+    """Emulate a GPU in this process and its child processes. torch must not be imported yet.
+
+    Raises:
+        EmulationError: No GPU can be emulated on this machine, torch is imported, or the process emulates another GPU.
+    """
+    emulation = load(gpu)
+    os.environ.update(environment_for(gpu, os.environ))
+    if str(STARTUP) not in sys.path:
+        # torch passes `sys.path` to its compile workers, and not the variable.
+        sys.path.insert(0, str(STARTUP))
+    return emulation
+
+
+def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a child process emulates a GPU.
+
+    Args:
+        gpu: The GPU.
+        environment: The child's other variables, which may include ``PYTHONPATH``.
+    """
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    other_paths = [path for path in paths if path and path != str(STARTUP)]
+    return {
+        EMULATED: gpu.device,
+        DESCRIPTION: described(gpu),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *other_paths]),
+    }

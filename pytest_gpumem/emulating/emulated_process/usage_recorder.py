@@ -1,0 +1,173 @@
+"""Record a process's GPU memory usage, and write it at exit and when the process first runs out of memory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import sysconfig
+import threading
+import time
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from traceback import walk_stack
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
+from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
+from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulating.emulated_process.usage import (
+    DeviceUsage,
+    OutOfMemory,
+    ProcessUsage,
+    among_all,
+    no_kernels,
+    write_usage,
+)
+from pytest_gpumem.emulating.emulation.load import current_emulation
+from pytest_gpumem.emulating.host_values.scope import current
+from pytest_gpumem.torch_support.private_api import (
+    expandable_segments_are_on,
+    observe_out_of_memory,
+    when_cuda_begins,
+)
+
+_OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def record_usage(folder: Path, steps: int | None = None) -> None:
+    """Record the usage of this process from its first use of CUDA.
+
+    Args:
+        folder: The folder for the usage file.
+        steps: Number of steps after which the process ends with status 0, when an optimizer begins the next step.
+    """
+    recorder = _Recorder(folder)
+    when_cuda_begins(recorder.begin)
+    if steps is not None:
+        _end_after(steps)
+
+
+class _Recorder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: int | None = None
+        self._began = 0
+        self._peaks = KeptPeaks()
+        self._times = 0
+        self._ran_out: OutOfMemory | None = None
+        self._imported: dict[str, None] = {}
+        self._backward: BackwardWatch | None = None
+
+    def begin(self) -> None:
+        self._process, self._began = os.getpid(), time.monotonic_ns()
+        self._imported = dict.fromkeys(_installed())
+        self._write(None)
+        self._peaks.begin()
+        if keeps_statistics():
+            observe_out_of_memory(self._out_of_memory)
+            self._backward = BackwardWatch()
+        atexit.register(self._end)
+        leave = os._exit
+
+        def end_and_leave(status: int) -> NoReturn:
+            self._end()
+            leave(status)
+
+        os._exit = end_and_leave
+
+    def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
+        self._times += 1
+        if self._ran_out is None:
+            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            without_tensor = None
+            # The allocator is about to raise, and an object in the program may raise while it is inspected.
+            if self._backward is not None:
+                with suppress(Exception):
+                    without_tensor = self._backward.bytes_without_tensor(device, allocated)
+            self._ran_out = OutOfMemory(
+                _number(device), requested, allocated, reserved, _programs_line(), without_tensor
+            )
+            self._write(None)
+
+    def _end(self) -> None:
+        # A forked process inherits this exit function from its parent.
+        if self._process == os.getpid():
+            self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
+            self._write(time.monotonic_ns())
+
+    def _write(self, ended: int | None) -> None:
+        self._peaks.take()
+        values, emulation = current(), current_emulation()
+        used = [device for device, reserved in self._peaks.reserved.items() if reserved]
+        usage = ProcessUsage(
+            began=self._began,
+            ended=ended,
+            devices=tuple(self._of_device(device) for device in sorted(used)),
+            times_out_of_memory=self._times,
+            ran_out=self._ran_out,
+            expandable=bool(used) and expandable_segments_are_on(),
+            unknown=values.reads.first_trouble if values is not None else None,
+            without_statistics=not keeps_statistics(),
+            lacking=emulation.cudnn.lacking(self._peaks.allocated) if emulation is not None else None,
+            no_kernels=no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
+            if emulation is not None
+            else None,
+            imported=tuple(self._imported),
+        )
+        write_usage(self._folder, f"{self._process}-{self._began}", usage)
+
+    def _of_device(self, device: int) -> DeviceUsage:
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        return DeviceUsage(_number(device), self._peaks.allocated[device], self._peaks.reserved[device], retries)
+
+
+def _number(device: int) -> int:
+    return among_all(device, os.environ.get(CUDA_VISIBLE_DEVICES))
+
+
+def _installed() -> list[str]:
+    """Return the names of completely imported modules from installed packages, in any environment."""
+    specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())}
+    begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # set by importlib
+    return [
+        name
+        for name, spec in specs.items()
+        if any(folder in str(getattr(spec, "origin", None)) for folder in _INSTALLED)
+        and begun.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+    ]
+
+
+def _programs_line() -> str:
+    """Return the program's current line in this thread, or in the main thread if this is a thread of autograd."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- the interpreter's, documented
+    threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
+    for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
+        for thread in threads:
+            for frame, line in walk_stack(thread) if thread is not None else ():
+                if not frame.f_code.co_filename.startswith(passed_over):
+                    return f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+    return ""
+
+
+def _end_after(steps: int) -> None:
+    """End this process when an optimizer has made this many steps and begins the next step."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    step_counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if step_counts.get(optimizer, 0) == steps:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # The program could catch an exception, and would then save or evaluate at its end.
+            os._exit(0)
+        step_counts[optimizer] = step_counts.get(optimizer, 0) + 1
+
+    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,235 @@
+"""Compile the stand-ins for the installed torch, and cache them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base.variables import CACHE, COMPILER
+from pytest_gpumem.emulating.emulation.elf import read_needs
+from pytest_gpumem.emulating.emulation.errors import EmulationError, NotElf
+from pytest_gpumem.emulating.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
+from pytest_gpumem.emulating.emulation.neighbours import Needs, needed_beside
+from pytest_gpumem.emulating.emulation.torch_build import needs_of_triton
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.emulating.emulation.libraries import Library
+    from pytest_gpumem.emulating.emulation.torch_build import TorchBuild
+
+FIRST = "libcudart"
+"""The library to load first. It contains the emulated GPU, and the other libraries link to it."""
+LINKED = "libcuda.so"
+"""The driver's file name for a linker, for older releases of Triton."""
+PLANNER = "cudnn_planner"
+"""The program in which the real cuDNN plans convolutions."""
+_C = ("-std=gnu11", "-O2", "-w")
+_FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
+
+
+class _LibraryFunctions(NamedTuple):
+    """The functions needed from a library, and their version nodes."""
+
+    library: Library
+    names: set[str]
+    versions: set[str]
+
+
+def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
+    """Return the stand-ins for torch's libraries, in loading order.
+
+    They are compiled if they are not in the cache, which takes some seconds.
+
+    Raises:
+        EmulationError: The stand-ins cannot be compiled or cached.
+    """
+    try:
+        cache = cache_root() / "emulation"
+        make_private_folder(cache)
+        beside = needed_beside(torch.libraries.parents[1], cache)
+        folder = cache / f"torch-{torch.version}-{_key(torch, beside)}"
+        if not folder.is_dir():
+            _build_into(folder, torch, beside)
+        check_private_folder(folder)
+    except CacheError as error:
+        raise EmulationError(f"the emulated GPU's libraries cannot be kept: {error}") from None
+    libraries = (path for path in folder.glob("*.so*") if not path.is_symlink())
+    return tuple(sorted(libraries, key=lambda path: (not path.name.startswith(FIRST), path.name)))
+
+
+def _sources() -> dict[str, str]:
+    native = files(__package__) / "native"
+    return {
+        file.name: file.read_text(encoding="utf-8") for file in native.iterdir() if file.name.endswith((".c", ".h"))
+    }
+
+
+def _key(torch: TorchBuild, beside: Needs) -> str:
+    """Return a hash with 16 digits of all inputs of the stand-ins.
+
+    The inputs are torch's libraries (by size and modification time), the functions needed by other packages, and the sources.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(torch.libraries.glob("*.so*")):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for name, text in sorted(_sources().items()):
+        digest.update(f"{name}\n{text}".encode())
+    digest.update(repr((torch, beside, LIBRARIES, LINKED, sorted(needs_of_triton()))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
+    """Compile into a temporary folder and rename it to ``folder``, because another session may compile at the same time."""
+    compiler = _compiler()
+    try:
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+    except OSError as error:
+        raise EmulationError(
+            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {CACHE} to a "
+            "folder that can be written to"
+        ) from None
+    try:
+        _compile_all(compiler, torch, beside, draft)
+        try:
+            draft.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # otherwise another session was faster and compiled the same libraries
+                raise EmulationError(f"the emulated GPU's libraries cannot be put into {folder}: {error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _compiler() -> tuple[str, ...]:
+    """Return the C compiler with its first arguments: the words in ``CC``, or an installed compiler.
+
+    Example: ``CC="ccache gcc -m64"`` returns ``("ccache", "gcc", "-m64")``.
+
+    Raises:
+        EmulationError: ``CC`` has an open quote, or no compiler is installed.
+    """
+    variable = os.environ.get(COMPILER, "")
+    try:
+        words = shlex.split(variable)
+    except ValueError as error:
+        raise EmulationError(
+            f"the variable CC is {variable!r}, which is not quoted as for a shell ({error}); set it like CC='ccache gcc'"
+        ) from None
+    if words:
+        return tuple(words)
+    installed = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if installed is None:
+        raise EmulationError(
+            "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
+            "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
+        )
+    return (installed,)
+
+
+def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
+    needed = _needed(torch)
+    for soname in needed.keys() & beside.keys():  # torch does not load libraries from another CUDA release
+        needed[soname].names.update(name for name, _ in beside[soname])
+        needed[soname].versions.update(version for _, version in beside[soname] if version is not None)
+    sources = draft / "source"
+    sources.mkdir()
+    for name, text in _sources().items():
+        (sources / name).write_text(text, encoding="utf-8")
+    first = next((soname for soname in needed if soname.startswith(FIRST)), None)
+    if first is None:
+        raise EmulationError(f"torch {torch.version} does not need {FIRST}: this build of torch is not known")
+    for soname in sorted(needed, key=lambda soname: soname != first):
+        link = () if soname == first else (str(draft / first),)
+        _compile(compiler, torch, soname, needed[soname], sources, (*link, "-ldl", "-lpthread"))
+    _compile_planner(compiler, sources)
+    shutil.rmtree(sources)
+    (draft / LINKED).symlink_to(DRIVER)
+
+
+def _compile(
+    compiler: Sequence[str],
+    torch: TorchBuild,
+    soname: str,
+    needed: _LibraryFunctions,
+    sources: Path,
+    link: Iterable[str],
+) -> None:
+    """Compile a library with all needed version nodes, because the loader warns about missing nodes."""
+    library = needed.library
+    rest = sources / f"{library.stem}_rest.c"
+    rest.write_text(stubs(library, needed.names), encoding="utf-8")
+    script = sources / f"{library.stem}.map"
+    script.write_text(version_script(needed.versions), encoding="utf-8")
+    (major, minor), (cudnn_major, cudnn_minor, cudnn_patch) = torch.cuda, torch.cudnn
+    definitions = {
+        "CUDA_MAJOR": major,
+        "CUDA_VERSION": major * 1000 + minor * 10,
+        "CUDNN_VERSION": cudnn_major * 10000 + cudnn_minor * 100 + cudnn_patch,
+    }
+    command = [*compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
+    command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}", "-o", str(sources.parent / soname)]
+    command += [*(str(sources / name) for name in library.sources), str(rest), *link]
+    _run_compiler(compiler, command, soname)
+
+
+def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
+    """Compile the program for planning convolutions with the real cuDNN, beside the libraries."""
+    program = sources.parent / PLANNER
+    command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
+    _run_compiler(compiler, command, PLANNER)
+
+
+def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str) -> None:
+    name = shlex.join(compiler)
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
+    except OSError as error:
+        missing = "" if shutil.which(compiler[0]) else f"; install {compiler[0]}, or set CC to another compiler"
+        raise EmulationError(f"the C compiler {name} cannot be run: {error.strerror}{missing}") from None
+    if process.returncode != 0:
+        raise EmulationError(
+            f"the C compiler {name} failed on the emulated GPU's {product}:\n{process.stderr.strip()[-2000:]}"
+        )
+
+
+def _needed(torch: TorchBuild) -> dict[str, _LibraryFunctions]:
+    """Return the functions needed from NVIDIA's libraries, by soname."""
+    needed: dict[str, _LibraryFunctions] = {}
+    unversioned: set[str] = set()
+
+    def needed_of(soname: str) -> _LibraryFunctions | None:
+        library = library_of(soname)
+        return (
+            None
+            if library is None
+            else needed.setdefault(soname, _LibraryFunctions(library, {*library.by_name}, set()))
+        )
+
+    for soname in ALWAYS:
+        needed_of(soname)
+    for path in sorted(torch.libraries.glob("*.so*")):
+        try:
+            needs = read_needs(path)
+        except NotElf as error:
+            raise EmulationError(f"torch {torch.version} cannot be read: {error}") from None
+        for soname in needs.libraries:
+            needed_of(soname)
+        for symbol in needs.symbols:
+            if symbol.library is None:
+                unversioned.add(symbol.name)
+            elif (library_needs := needed_of(symbol.library)) is not None:
+                library_needs.names.add(symbol.name)
+                library_needs.versions.update(() if symbol.version is None else (symbol.version,))
+    needed[DRIVER].names.update(needs_of_triton())
+    for library_needs in needed.values():
+        library_needs.names.update(name for name in unversioned if library_needs.library.symbols.match(name))
+    return needed

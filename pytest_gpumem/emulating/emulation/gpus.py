@@ -1,0 +1,254 @@
+"""The GPUs that can be emulated, and their names.
+
+``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
+[emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
+
+| Word | GPU |
+|---|---|
+| `h100` | a [card from the table](#cards) |
+| `h100x8`, `24GBx2` | several cards in a process, at most 64 |
+| `24GB`, `80GiB` | an H100 with this size of memory |
+| `h100-80gb-mig-1g.10gb` | a [MIG slice](#mig-slices). A process sees a single slice, so there is no `x2` |
+| `our-l40s` | a [card of your own](#cards-of-your-own) |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.base.toml import read_toml
+from pytest_gpumem.base.units import nearest, parse_size
+from pytest_gpumem.facts.values.option_words import EMULATED, nearest_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+DEFAULT = "h100"
+EVERY = "all"
+"""The word for every GPU in the table, in commands that take several GPUs."""
+MOST_DEVICES = 64
+"""The limit in ``native/emulated.h``."""
+MIG = "-mig-"
+"""Text between a card and a MIG profile in a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU with the figures that CUDA reports. Their sources are in ``gpus.toml``."""
+
+    word: str
+    name: str
+    title: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    shared_per_block: int
+    shared_per_block_optin: int
+    shared_per_multiprocessor: int
+    l2_bytes: int
+    bus_bits: int
+    sm_khz: int
+    memory_khz: int
+    total_bytes: int
+    count: int = 1
+
+    @property
+    def device(self) -> str:
+        """The device name: ``"emulated:h100x8"``."""
+        return f"{EMULATED}{self.word}" + (f"x{self.count}" if self.count > 1 else "")
+
+
+NONE_OF_ONES_OWN: Mapping[str, Gpu] = MappingProxyType({})
+
+
+def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
+    """Return the GPU for a word.
+
+    Args:
+        word: ``"emulated:h100"`` or ``"h100"``, ``"h100x8"`` for eight GPUs, or ``"24GB"`` for an H100 with 24 GB.
+        own: The project's GPUs by name, in addition to the table.
+
+    Raises:
+        ValueError: There is no GPU with this name. The message is a sentence with the nearest name.
+    """
+    text = word.removeprefix(EMULATED).lower()
+    gpu = _named(text, own)
+    if gpu is not None:
+        return gpu
+    several = re.fullmatch(r"(.+?)x([0-9]+)", text)
+    gpu = _named(several[1], own) if several else None
+    if several is None or gpu is None:
+        raise ValueError(_unknown(word, several[1] if several and MIG in text else text, own))
+    count = int(several[2])
+    if not 1 <= count <= MOST_DEVICES:
+        raise ValueError(f"{word!r}: from 1 to {MOST_DEVICES} GPUs can be emulated, not {count}")
+    if MIG in gpu.word and count > 1:
+        raise ValueError(f"{word!r}: a process sees one MIG slice at most; leave x{count} out")
+    return replace(gpu, count=count)
+
+
+def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
+    """Return a suggestion as a clause: the emulated GPU for ``l4``, otherwise the nearest in ``valid``."""
+    try:
+        return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
+    except ValueError:
+        return nearest_device(word, [*valid, f"{EMULATED}{DEFAULT}"])
+
+
+def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
+    """Return all GPUs in the table without slices, in the table's order, and then the project's own GPUs."""
+    return (*_table().values(), *own.values())
+
+
+def known_slices() -> tuple[Gpu, ...]:
+    """Return all MIG slices, in the table's order."""
+    return tuple(part for word in _table() for part in _slices_of(word))
+
+
+def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
+    """Return all words for GPUs in the table and the project's own GPUs, without slices and sizes."""
+    return (*_table(), *_aliases(), *own)
+
+
+def known_capabilities() -> tuple[tuple[int, int], ...]:
+    """Return the compute capabilities with known limits."""
+    return tuple(_limits())
+
+
+def of_capability(capability: tuple[int, int]) -> Gpu:
+    """Return the table's first GPU with a known compute capability, or the default GPU with the capability's limits."""
+    first = next((gpu for gpu in _table().values() if gpu.capability == capability), None)
+    return first or with_capability(_table()[DEFAULT], capability)
+
+
+def with_capability(gpu: Gpu, capability: tuple[int, int]) -> Gpu:
+    """Return the GPU with a known compute capability and its limits."""
+    limits: dict[str, Any] = dict(_limits()[capability])
+    return replace(gpu, capability=capability, **limits)
+
+
+def described(gpu: Gpu) -> str:
+    """Return a GPU as text for child processes, so they need not find the project that defines the GPU."""
+    return json.dumps(asdict(replace(gpu, count=1)))
+
+
+def from_description(text: str | None) -> Mapping[str, Gpu]:
+    """Return the GPU that `described` wrote, by its name.
+
+    The mapping is empty if the GPU's word is valid without a project, or if the text has another form.
+    """
+    try:
+        plain = json.loads(text or "")
+        gpu = Gpu(**{**plain, "capability": tuple(plain["capability"])})
+    except (ValueError, TypeError, KeyError):
+        return NONE_OF_ONES_OWN
+    return {gpu.word: gpu} if _named(gpu.word, NONE_OF_ONES_OWN) is None else NONE_OF_ONES_OWN
+
+
+def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
+    """Return the GPU or slice with a name; ``None`` for an unknown name."""
+    return _table().get(_aliases().get(name, name)) or _slices().get(name) or own.get(name) or _with_memory(name)
+
+
+def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
+    """Return the message for a word that names no GPU."""
+    card, is_slice, profile = name.partition(MIG)
+    profiles = [slice_word.partition(MIG)[2] for slice_word in _slices() if slice_word.startswith(f"{card}{MIG}")]
+    if profiles:
+        title = _table()[_aliases().get(card, card)].title
+        return f"{word!r}: {title} has no MIG profile {profile!r}; {nearest(profile, profiles)}"
+    if is_slice:
+        return f"{word!r} is no MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
+    # Suggest words with the prefix that was typed: `gpumem emulate l4`, --gpumem-device=emulated:l4.
+    prefix = EMULATED if word.startswith(EMULATED) else ""
+    valid_words = [prefix + valid_word for valid_word in known_words(own)]
+    own_names = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
+    return (
+        f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, valid_words)} There are "
+        f"{', '.join(_table())}{own_names}, each with a count such as x2, MIG slices like {_MIG_EXAMPLE}, and "
+        "sizes: 24GB is an H100 with 24 GB"
+    )
+
+
+_MIG_EXAMPLE = "a100-80gb-mig-3g.40gb"
+
+
+def _with_memory(size: str) -> Gpu | None:
+    try:
+        total = parse_size(size)
+    except ValueError:
+        return None
+    gpu = _table()[DEFAULT]
+    return replace(gpu, word=size, title=f"H100 with {size.upper()}", total_bytes=total)
+
+
+@cache
+def _read() -> Mapping[str, Mapping[str, Any]]:
+    tables: dict[str, Any] = read_toml((files(__package__) / "gpus.toml").read_text(encoding="utf-8"))
+    return tables
+
+
+@cache
+def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
+    """Return the fields shared by all GPUs with a compute capability, by capability."""
+    limits_by_capability = {}
+    for text, limits in _read()["capability"].items():
+        if text != "sources":
+            major, minor = map(int, text.split("."))
+            limits_by_capability[major, minor] = limits
+    return limits_by_capability
+
+
+@cache
+def _table() -> Mapping[str, Gpu]:
+    gpus = {}
+    for word, entry in _read()["gpu"].items():
+        major, minor = map(int, entry["capability"].split("."))
+        figures = {field.name: entry[field.name] for field in fields(Gpu) if field.name in entry}
+        gpus[word] = Gpu(**{**figures, "word": word, "capability": (major, minor), **_limits()[major, minor]})
+    return gpus
+
+
+@cache
+def _aliases() -> Mapping[str, str]:
+    """Return the main word of a GPU in the table, by each of its other words."""
+    return {also: word for word, entry in _read()["gpu"].items() for also in entry.get("also", ())}
+
+
+@cache
+def _slices() -> Mapping[str, Gpu]:
+    """Return the MIG slices by each of their words."""
+    return {name: part for word in _read()["gpu"] for part in _slices_of(word) for name in _words_of(word, part)}
+
+
+def _slices_of(word: str) -> Iterator[Gpu]:
+    entry, card = _read()["gpu"][word], _table()[word]
+    names_memory = next(iter(entry.get("also", ())), word)
+    for profile, row in entry.get("mig", {}).items():
+        yield replace(
+            card,
+            word=f"{names_memory}{MIG}{profile}",
+            name=f"{card.name} MIG {profile}",
+            title=f"{card.title} MIG {profile}",
+            multiprocessors=row["multiprocessors"],
+            total_bytes=row["total_bytes"],
+            l2_bytes=int(card.l2_bytes * Fraction(row["l2"])),
+            bus_bits=int(card.bus_bits * Fraction(row["memory"])),
+        )
+
+
+def _words_of(word: str, part: Gpu) -> Iterable[str]:
+    profile = part.word.partition(MIG)[2]
+    return dict.fromkeys((part.word, f"{word}{MIG}{profile}"))
+
+
+def _divided() -> list[str]:
+    return [word for word, entry in _read()["gpu"].items() if "mig" in entry]

@@ -1,0 +1,205 @@
+"""Track indices excluded from a choice among uncomputed scores, because a known mask has set their scores to -inf.
+
+``generate`` masks the end token until the text has its minimum length. Until then, no score decides whether the text ends.
+Scores without a mask are assumed to be finite.
+
+Example: ``scores.masked_fill(mask, -inf)`` with four uncomputed scores and the known mask ``[True, False, False, False]``
+excludes index 0. ``argmax(-1)`` then returns an index that is not 0, with the placeholder 1 in memory. Therefore
+``torch.isin(token, end_tokens)`` is False for the end token 0, whatever the scores are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pytest_gpumem.emulating.host_values.host_operators import has_storage, is_small, on_host, on_the_same_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.emulating.host_values.host_operators import Operator
+
+_COPIES = frozenset({"clone", "_to_copy"})
+_SCALES = frozenset({"div", "mul"})
+_SHARES = frozenset({"softmax", "_softmax"})
+_HAVE_INFINITY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_NEUTRAL = {"mul": 1, "add": 0}
+"""Operators on integers, with their neutral operand."""
+
+
+class _Layout(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Uncomputed floats with some excluded indices in the last dimension."""
+
+    excluded: torch.Tensor
+    """A boolean for each index: true if the score is -inf (or the probability 0) in every row."""
+    left: torch.Tensor
+    """A boolean for each index: true if the score is masked in no row."""
+    layout: _Layout | None = None
+    """Sizes and strides of the tensor. The note holds only for views with this layout, because others may have another last
+    dimension."""
+    are_probabilities: bool = False
+
+    def choices(self) -> Choices | None:
+        """Return the values that a chosen index cannot have; ``None`` if every index is excluded."""
+        indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
+        return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Integers in a storage. Each is either known or a placeholder for an uncomputed integer."""
+
+    excluded: frozenset[int]
+    """Values excluded for uncomputed integers and for their placeholders in memory."""
+    are_new: bool = False
+    """True if no placeholders have been written yet."""
+
+
+class Exclusions:
+    """Notes about excluded values and indices, by storage address."""
+
+    def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
+        self._is_unknown = is_unknown
+        self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
+
+    def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
+        """Record the values excluded by an operator's result.
+
+        Args:
+            tensor: The result, which fills its storage.
+            exclusion: The return value from `result`.
+            has_values: Whether the operator was computed from placeholders for unknown integers.
+        """
+        if isinstance(exclusion, Scores):
+            if tensor.dtype not in _HAVE_INFINITY:
+                return
+            exclusion = replace(exclusion, layout=_layout(tensor))
+        elif isinstance(exclusion, Choices) and exclusion.are_new and is_small((tensor,)):
+            on_the_same_memory(tensor).fill_(next(at for at in itertools.count() if at not in exclusion.excluded))
+        elif not has_values:
+            return
+        storage = tensor.untyped_storage()
+        self._noted[storage.data_ptr()] = StorageWeakRef(storage), exclusion
+
+    def forget(self, address: int) -> None:
+        """Delete the note about the storage at an address."""
+        self._noted.pop(address, None)
+
+    def scores_of(self, tensor: torch.Tensor) -> Scores | None:
+        """Return the note about a score tensor, if there is one."""
+        exclusion = self._of(tensor)
+        return exclusion if isinstance(exclusion, Scores) else None
+
+    def decide(self, values: object, among: object) -> bool:
+        """Return whether no uncomputed integer in ``values`` can be in ``among``, because ``values`` excludes them all."""
+        if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):
+            return False
+        exclusion = self._of(values)
+        if not isinstance(exclusion, Choices) or self._is_unknown(among) or not is_small((values, among)):
+            return False
+        return exclusion.excluded.issuperset(on_host(among).flatten().tolist())
+
+    def result(self, operator: Operator, args: tuple[Any, ...]) -> Scores | Choices | None:
+        """Return the values excluded by an operator's result although operands are unknown; ``None`` if it excludes none."""
+        name = operator.name.removesuffix("_")
+        first, second, third = (*args, None, None, None)[:3]
+        if name == "cat":
+            return self._joined(first)
+        if name == "where":
+            return self._selected(first, second, third)
+        if name == "masked_fill":
+            return self._selected(second, third, first)
+        exclusion = self._of(first) if isinstance(first, torch.Tensor) else None
+        if isinstance(exclusion, Scores):
+            return self._of_scores(name, exclusion, first, args)
+        if exclusion is not None and (name == "clone" or self._is_neutral(second, _NEUTRAL.get(name))):
+            return replace(exclusion, are_new=False)
+        return None
+
+    @staticmethod
+    def _of_scores(name: str, scores: Scores, first: torch.Tensor, args: tuple[Any, ...]) -> Scores | Choices | None:
+        second = args[1] if len(args) > 1 else None
+        if name in _COPIES:
+            return scores
+        if name in _SCALES:
+            return scores if isinstance(second, (int, float)) and 0 < second < float("inf") else None
+        if name == "multinomial":
+            # A single draw never returns an index with probability 0, and torch refuses a row with only zeros.
+            return scores.choices() if scores.are_probabilities and second == 1 else None
+        if not isinstance(second, int) or second % first.dim() != first.dim() - 1:
+            return None
+        if name in _SHARES:
+            return None if scores.are_probabilities else replace(scores, are_probabilities=True)
+        return scores.choices() if name == "argmax" and bool(scores.left.any()) else None
+
+    def _selected(self, mask: object, if_true: object, if_false: object) -> Scores | None:
+        """Return the exclusions for ``torch.where(mask, if_true, if_false)``; ``None`` if there are none."""
+        values = (if_true, if_false)
+        sizes = [value.shape[-1] for value in (mask, *values) if isinstance(value, torch.Tensor) and value.dim()]
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or len({*sizes}) != 1 or not mask.dim():
+            return None
+        if not any(
+            self._is_masking(value) or (isinstance(value, torch.Tensor) and self._of(value)) for value in values
+        ):
+            return None
+        first, second = (self._scores_of(value, sizes[0]) for value in values)
+        if first is None or second is None:
+            return None
+        excluded, left = first.excluded & second.excluded, first.left & second.left
+        if not self._is_unknown(mask) and is_small((mask,)):
+            rows = on_host(mask).reshape(-1, sizes[0])
+            always, never = rows.all(0), ~rows.any(0)
+            excluded |= (always & first.excluded) | (never & second.excluded)
+            left |= (always & first.left) | (never & second.left)
+        return Scores(excluded, left)
+
+    def _scores_of(self, value: object, count: int) -> Scores | None:
+        """Return the exclusions for a score tensor, or for a number that replaces each score; ``None`` for probabilities."""
+        nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+        exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
+        if isinstance(exclusion, Scores):
+            return None if exclusion.are_probabilities else exclusion
+        return Scores(everything, nothing) if self._is_masking(value) else Scores(nothing, everything)
+
+    def _is_masking(self, value: object) -> bool:
+        """Return whether a number or a scalar tensor is -inf."""
+        if isinstance(value, torch.Tensor):
+            value = None if value.dim() or self._is_unknown(value) else on_host(value).item()
+        return value == -float("inf")
+
+    def _is_neutral(self, value: object, neutral: int | None) -> bool:
+        """Return whether a tensor is known and each element is the number ``neutral``."""
+        if neutral is None or not isinstance(value, torch.Tensor) or self._is_unknown(value) or not is_small((value,)):
+            return False
+        return bool((on_host(value) == neutral).all())
+
+    def _joined(self, tensors: list[torch.Tensor]) -> Choices | None:
+        """Return the values excluded by every unknown tensor among ``tensors``; ``None`` if one of them has no exclusions."""
+        exclusions = [self._of(tensor) for tensor in tensors if self._is_unknown(tensor)]
+        choices = [exclusion for exclusion in exclusions if isinstance(exclusion, Choices)]
+        if not choices or len(choices) < len(exclusions):
+            return None
+        return Choices(frozenset.intersection(*(choice.excluded for choice in choices)))
+
+    def _of(self, tensor: torch.Tensor) -> Scores | Choices | None:
+        note = self._noted.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
+        if note is None or note[0].expired() or not self._is_unknown(tensor):
+            return None
+        exclusion = note[1]
+        return None if isinstance(exclusion, Scores) and exclusion.layout != _layout(tensor) else exclusion
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return _Layout(tensor.size(), tensor.stride(), tensor.storage_offset())

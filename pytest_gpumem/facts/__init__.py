@@ -1,0 +1,1 @@
+"""Frozen values that every house shares: measurements, metrics and their parts."""

@@ -1,0 +1,355 @@
+"""Frozen values for a measured step: its workload, its environment and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated
+
+from pytest_gpumem.base.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
+from pytest_gpumem.facts.metrics import METRICS, MetricAttributes
+from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Explanation, MissingComposition
+from pytest_gpumem.facts.values.operator_counts import KeptTallies
+from pytest_gpumem.facts.values.plain import Form, FrozenValue
+from pytest_gpumem.facts.values.rates import Rate, return_on
+from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.values.times import Times
+
+if TYPE_CHECKING:
+    from pytest_gpumem.facts.values.composition import Composition
+
+
+SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
+"""Units of a step's items: counted in the batch (samples, tokens), or a number from the test (items)."""
+_EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
+
+
+class MissingMetric(AttributeError):
+    """Raised if a measurement does not have a metric. The message lists all metrics of the measurement."""
+
+
+class MeasuringError(RuntimeError):
+    """Raised if the figures of a step would not be valid, for example because the step held nothing on the device."""
+
+
+HELD_NOTHING = (
+    "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
+    '(device = "cpu", say)'
+)
+"""The end of a sentence about a step that holds no memory on the device. It contains the remedy."""
+
+
+MOST_OF_A_NAME = 200
+"""The most characters in the name of a measurement."""
+
+
+def check_name(name: object) -> None:
+    """Check the name of a measurement.
+
+    Raises:
+        TypeError: The name is not a text.
+        ValueError: The name is empty, has more than 200 characters, or contains a character that no file can hold.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
+    if not name or name.isspace():
+        raise ValueError(f"name={name!r} is empty; leave it out, and the measurement is called after its step")
+    if len(name) > MOST_OF_A_NAME:
+        raise ValueError(
+            f"name={name[:20]!r}... has {len(name)} characters; the name of a measurement has at most {MOST_OF_A_NAME}"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which no file can hold; write another name"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The step that ran. Measurements with different workloads are not compared.
+
+    Example:
+        ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
+    """
+
+    step: str
+    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
+    config: str | None = None
+    """The text of the step config. If it names no precision, the parameters' precision is added: ``"fp32"``, ``"bf16+fp32"``.
+    ``None`` if the test runs its own code.
+
+    If the host read values that depend on the setting ``routing``, the text includes the setting: ``"fp32,routing=balanced"``.
+    """
+    parameters: int | None = None
+    """The model's number of parameters."""
+    batch: str | None = None
+    """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
+
+    def differences(self, earlier: Workload) -> list[str]:
+        """Return a clause for each field that differs from ``earlier``: ``"parameters 16.64 k, were 16.00 k"``."""
+        fields, earlier_fields = asdict(self), asdict(earlier)
+        return [
+            f"{name} {text}, {'were' if name == 'parameters' else 'was'} {earlier_text}"
+            for name in fields
+            if fields[name] != earlier_fields[name]
+            for text, earlier_text in (_distinct_texts(fields[name], earlier_fields[name]),)
+        ]
+
+
+def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple[str, str]:
+    """Return two different values of a field as different texts.
+
+    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and ``16,641``.
+    """
+    for show in (format_large_count, format_count):
+        texts = [show(number) if isinstance(number, int) else str(number or "none") for number in (value, earlier)]
+        if texts[0] != texts[1]:
+            break
+    return texts[0], texts[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Environment(FrozenValue):
+    """The device and the software of a step.
+
+    Example:
+        ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
+    """
+
+    slug: str
+    """The name of the device's folder in the store. Only measurements with equal slugs are compared."""
+    device: str
+    """The name of the device for people: ``CPU (x86_64)``."""
+    details: Mapping[str, str | int] = field(default_factory=dict)
+    """Versions and settings by name.
+
+    All devices have ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use). The CPU has
+    ``cpu_capability`` and ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``). A GPU has
+    ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator``. On an emulated GPU, ``emulated_cudnn`` is the release of
+    cuDNN that planned convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran. The hook
+    ``pytest_gpumem_environment`` adds further names.
+    """
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. The names are the installed packages
+    whose code ran in the step, and packages beneath torch whose release affects memory (cuDNN, cuBLAS, NCCL, Triton).
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in self.details.items():
+            if name in ("slug", "device", "packages"):
+                raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
+            if isinstance(value, bool) or not isinstance(value, (str, int)):
+                raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
+        self._freeze(details=dict(sorted(self.details.items())), packages=dict(sorted(self.packages.items())))
+
+    @property
+    def releases(self) -> dict[str, str]:
+        """The versions of torch and of `packages`, by name."""
+        torch = {"torch": str(self.details["torch"])} if "torch" in self.details else {}
+        return {**torch, **self.packages}
+
+
+def changed_releases(earlier: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a clause for each package with another version: ``"transformers 4.38.2, was 4.37.2"``.
+
+    A package on only one side is left out, because the use of another package is a change in the code.
+    """
+    common = sorted(earlier.keys() & current.keys())
+    return tuple(f"{name} {current[name]}, was {earlier[name]}" for name in common if current[name] != earlier[name])
+
+
+def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
+    """Return the first device with the largest peak; ``None`` if ``by_device`` is empty."""
+    return max(by_device, key=lambda device: by_device[device]["peak_allocated"], default=None)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Measurement(FrozenValue, MetricAttributes):
+    """The figures of one measured step, a frozen value.
+
+    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``. Bytes and counts are int, seconds
+    and items per second are float. If this step or device lacks a metric, its attribute raises `MissingMetric`.
+    """
+
+    name: str
+    """The name, a part of the baseline's key: ``train_step``."""
+    workload: Workload
+    """The step that ran."""
+    environment: Environment
+    """The device and the software."""
+    metrics: Mapping[str, float]
+    """The metrics of this measurement, by name."""
+    settled: bool = True
+    """True if two steps in a row had the same peaks, and all steps after them as well."""
+    notes: tuple[str, ...] = ()
+    """Clauses, for example about peaks that moved from step to step."""
+    recomputed: int | None = None
+    """The number of module calls that backward repeated, because the config or the model recomputes them.
+
+    ``None`` unless the step is a ``train_step``.
+    """
+    explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
+    """The result of the recorded run; ``None`` if nothing was recorded."""
+    times: Times | None = None
+    """The timed rounds, whose median is `step_time`; ``None`` if the step was not timed."""
+    work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
+        default_factory=dict
+    )
+    """The items in one step, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
+    step_peaks: StepPeaks = field(default_factory=StepPeaks)
+    """The peaks of all measured steps. With several GPUs, each entry is the step's largest peak on any GPU."""
+    by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
+    """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
+    workspaces: int = 0
+    """Bytes in `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
+    would be lower by this number. If a region or call keeps workspaces, the value is their size at the end. See [cuBLAS
+    workspaces](../concepts/measuring.md#cublas-workspaces).
+    """
+    unused_before: int = 0
+    """Bytes reserved by the allocator, but unused, when the step began (CUDA only). `peak_reserved` can vary by this
+    amount between identical runs.
+    """
+    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The metrics in bytes on each GPU that the step used, by name (``"cuda:1"``), if the process sees several GPUs.
+
+    `Measurement.metrics` has the largest value of each metric.
+    """
+    step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
+    """The peaks of the steps on each GPU in ``by_device``."""
+    lowest_counts: Mapping[str, int] = field(default_factory=dict)
+    """The smallest value of each count that differed between the counted steps; `Measurement.metrics` has the largest."""
+
+    def __post_init__(self) -> None:
+        self._freeze(
+            metrics=_in_order(self.metrics),
+            work=self.work,
+            by_operator=self.by_operator,
+            by_device={
+                device: MappingProxyType(_in_order(values)) for device, values in sorted(self.by_device.items())
+            },
+            lowest_counts=dict(sorted(self.lowest_counts.items())),
+            step_peaks_by_device=dict(sorted(self.step_peaks_by_device.items())),
+        )
+
+    def _value_of(self, metric: str) -> float:
+        try:
+            return self.metrics[metric]
+        except KeyError:
+            raise MissingMetric(
+                f"measurement {self.name!r} ({self.workload.step} on {self.environment.device}) has no {metric}; "
+                f"it has {', '.join(self.metrics)}"
+            ) from None
+
+    @property
+    def composition(self) -> Composition:
+        """The composition of the peak: bytes by category, module, source line, dtype and shape.
+
+        The composition is recorded if the test function reads this attribute, with ``explain=True``, and with
+        ``--gpumem-explain=always``. Otherwise reading the attribute raises `MissingComposition`.
+        """
+        if self.explanation is None:
+            failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
+            raise MissingComposition(
+                f"the composition of {self.name!r} was not recorded: {failed}"
+                if failed is not None
+                else f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
+                f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
+                if self.workload.step in _EXPLAINED
+                else f"the composition of {self.name!r}, a {self.workload.step}, was not recorded; "
+                "gpumem.measure, train_step, infer_step, load and loop record it with explain=True"
+            )
+        return self.explanation.peak
+
+    @property
+    def largest_device(self) -> str | None:
+        """The GPU with the largest peak: ``"cuda:1"``; ``None`` if the process sees only one GPU."""
+        return largest(self.by_device)
+
+    def saves(self, other: Measurement) -> Rate:
+        """Return the memory saving rate: (other - this) / other, for `peak_allocated` without workspaces.
+
+        For example, 0.3 means 30 % less memory.
+
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float whose text in a failed assertion also shows both peaks.
+
+        Raises:
+            ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
+        """
+        self._check_comparable(other)
+        other_bytes = other.peak_allocated - other.workspaces
+        if other_bytes <= 0:
+            raise ValueError(
+                f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(other_bytes)}"
+            )
+        peak, other_peak = format_bytes(self.peak_allocated), format_bytes(other.peak_allocated)
+        rate = (other_bytes - self.peak_allocated + self.workspaces) / other_bytes
+        return Rate(rate, f"peak {peak} against {other_peak}{_on_recomputation(self, other)}")
+
+    def costs(self, other: Measurement) -> Rate:
+        """Return the time increase rate: (this - other) / other, for `step_time`. The rate is negative if this step is faster.
+
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float whose text in a failed assertion also shows both times.
+
+        Raises:
+            MissingMetric: A step was not timed, for example with ``--no-gpumem-time``.
+            ValueError: The measurements come from different devices.
+        """
+        self._check_comparable(other)
+        rate = (self.step_time - other.step_time) / other.step_time
+        return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
+
+    def roi(self, other: Measurement) -> Rate:
+        """Return the saving divided by the cost. The result is infinite if this step costs no time, and 0 if it saves nothing.
+
+        For example, a technique that saves 30 % of memory for 15 % more time has 2.0. More than 1.5 is recommended.
+
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float whose text in a failed assertion also shows saving and cost.
+
+        Raises:
+            MissingMetric: A step was not timed.
+            ValueError: The measurements come from different devices.
+        """
+        saving, cost = self.saves(other), self.costs(other)
+        return Rate(return_on(saving, cost), f"saves {format_ratio(saving)}, costs {format_ratio(cost)}")
+
+    def _check_comparable(self, other: Measurement) -> None:
+        if self.environment.slug != other.environment.slug:
+            raise ValueError(
+                f"{self.name!r} was measured on {self.environment.device}, {other.name!r} on {other.environment.device}: "
+                "figures of different devices have no relation"
+            )
+
+    def __repr__(self) -> str:
+        # Keep the text short, because every failed assertion about a figure shows it.
+        step = f"{self.workload.step} {self.workload.config or ''}".rstrip()
+        return f"<Measurement {self.name!r}: {step} on {self.environment.device}>"
+
+
+def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in METRICS if name in metrics}
+
+
+def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
+    """Return a clause on recomputation in backward, which explains a saving or its absence; ``""`` if there is none."""
+    if measurement.recomputed is None or other.recomputed is None:
+        return ""
+    if measurement.recomputed == 0 and measurement.peak_allocated >= other.peak_allocated:
+        return "; nothing was computed again in backward"
+    if measurement.recomputed != other.recomputed:
+        return f"; {measurement.recomputed} module calls were computed again in backward, {other.recomputed} there"
+    return ""

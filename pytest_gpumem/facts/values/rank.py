@@ -1,0 +1,50 @@
+"""A rank in a distributed job, and measurement names with ranks. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pytest_gpumem.facts.values.layers import runs
+
+_NAMED = re.compile(r"(.*) rank (\d+) of (\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """A rank, from 0 to ``world - 1``. Its text is ``"rank 3 of 4"``."""
+
+    number: int
+    world: int
+
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.world}"
+
+    @property
+    def is_first(self) -> bool:
+        """True for rank 0, which writes files."""
+        return self.number == 0
+
+
+def name_on(rank: Rank, name: str) -> str:
+    """Return a measurement's name on a rank: ``"train_step rank 3 of 4"``."""
+    return f"{name} {rank}"
+
+
+def rank_in(name: str) -> Rank | None:
+    """Return the rank at the end of a measurement's name; ``None`` if the name has no rank."""
+    match = _NAMED.fullmatch(name)
+    return None if match is None else Rank(int(match[2]), int(match[3]))
+
+
+def without_rank(name: str) -> str:
+    """Return a measurement's name without its rank."""
+    match = _NAMED.fullmatch(name)
+    return name if match is None else match[1]
+
+
+def in_words(numbers: list[int]) -> str:
+    """Return rank numbers as text: ``"rank 3"``, ``"ranks 0 and 2"`` or ``"ranks 0 to 2 and 5"``."""
+    *earlier, last = runs(sorted(numbers), " to ")
+    listed = f"{', '.join(earlier)} and {last}" if earlier else last
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}"

@@ -1,0 +1,1 @@
+"""Verdicts on measurements, and the store with accepted baselines."""

@@ -1,0 +1,201 @@
+"""The store: baselines by device, test file and test. Any process reads it. A single process writes it at the session's end."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.judging.baselines.backend import SUFFIX, Backend
+from pytest_gpumem.judging.baselines.errors import BackendError, FormatError, IncompleteChangeError, StoreError
+from pytest_gpumem.judging.baselines.format import parse, render
+from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+_UP = "__up__"
+_SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
+_RESERVED_NAMES = frozenset({".", "..", ".lock", ".gitignore"})
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class Store:
+    """The baselines in a storage backend. Each file is read when it is first needed.
+
+    A baseline's file is ``<device's slug>/<path of the test file from the root directory>.toml``, for example
+    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a folder name. A leading ``..`` in a test file's path becomes a folder
+    ``__up__``, so no path leads outside the store. Any other name from a device, a hook or a listing is refused.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._paths: list[str] | None = None
+        self._files: dict[str, _StoredFile] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """The store's folder on this machine; ``None`` for a bucket or a commit."""
+        return self._backend.folder
+
+    def check(self) -> None:
+        """Read every file. Raises `StoreError` for the first invalid file."""
+        self._read_files(self._known_paths())
+
+    def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
+        """Return the baseline for a device, or a `NoBaseline` that names other devices with a baseline."""
+        entry = self._entries(path_of(slug, key.file)).get(key)
+        if entry is not None:
+            return entry
+        inside = _inside(key.file)
+        other_devices = (
+            other.environment.device
+            for path in self._known_paths()
+            if path.partition("/")[2] == inside and (other := self._entries(path).get(key)) is not None
+        )
+        return NoBaseline(tuple(sorted(set(other_devices))))
+
+    def names(self, slug: str, file: str, test: str) -> list[str]:
+        """Return a test's measurements with a baseline for a device, by name and sorted."""
+        return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
+
+    def keys(self, slug: str | None = None, files: Collection[str] | None = None) -> list[tuple[str, Key]]:
+        """Return the sorted baselines as (slug, key).
+
+        Args:
+            slug: A device; ``None`` for all devices.
+            files: Test files; ``None`` for all files.
+        """
+        paths = [
+            path
+            for path in self._known_paths()
+            if slug in (None, _slug(path)) and (files is None or _file(path) in files)
+        ]
+        unread = [path for path in paths if path not in self._files]
+        if unread:
+            self._read_files(unread)
+        return sorted((_slug(path), key) for path in paths for key in self._entries(path))
+
+    def files(self) -> set[str]:
+        """Return the test files that have baselines on any device. Reads no file."""
+        return set(map(_file, self._known_paths()))
+
+    def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> str | None:
+        """Write and remove entries. Entries that other processes wrote meanwhile are kept. Empty files are deleted.
+
+        Args:
+            entries: The entries to write. Each goes to its device's file.
+            removals: The entries to remove, as (slug, key).
+
+        Returns:
+            A clause, if the backend has no lock and other processes could write at the same time; otherwise ``None``.
+
+        Raises:
+            StoreError: A file is not valid. It is not changed.
+            BackendError: The store cannot be read or locked.
+            IncompleteChangeError: A file could not be written. Earlier files may have been written.
+        """
+        written: dict[str, dict[Key, Baseline]] = {}
+        removed: dict[str, set[Key]] = {}
+        for key, entry in entries.items():
+            written.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
+        for slug, key in removals:
+            removed.setdefault(path_of(slug, key.file), set()).add(key)
+        paths = sorted(written.keys() | removed.keys())
+        self._paths = None
+        with self._backend.locked() as unlocked:
+            self._read_files(paths)
+            for position, path in enumerate(paths):
+                try:
+                    self._change_file(path, written.get(path, {}), removed.get(path, ()))
+                except BackendError as error:
+                    unwritten = paths[position:]
+                    keys = [key for path in unwritten for key in (*written.get(path, ()), *removed.get(path, ()))]
+                    count = sum(len(written.get(path, ())) for path in paths[:position])
+                    raise IncompleteChangeError(
+                        error, count, frozenset((key.file, key.test) for key in keys)
+                    ) from error
+        return unlocked
+
+    def _change_file(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
+        stored = self._files[path].entries
+        merged = {**{key: entry for key, entry in stored.items() if key not in removed}, **entries}
+        if merged:
+            text = render(merged)
+            self._backend.write(path, text)
+            self._files[path] = _StoredFile(text, merged)
+        elif stored:
+            self._backend.remove(path)
+            del self._files[path]
+
+    def _known_paths(self) -> list[str]:
+        if self._paths is None:
+            self._paths = [path for path in self._backend.paths() if "/" in path]
+            for path in self._paths:
+                self._check_listed(path)
+        return self._paths
+
+    def _check_listed(self, path: str) -> None:
+        """Raise `StoreError` for a listed file at a path to which no baseline would be written."""
+        with suppress(StoreError):
+            if path_of(_slug(path), _file(path)) == path:
+                return
+        raise StoreError(
+            f"{self._backend.shown(path)}: this path cannot contain baselines; remove the file from the store"
+        )
+
+    def _entries(self, path: str) -> Mapping[Key, Baseline]:
+        if path not in self._files:
+            self._read_files([path])
+        return self._files[path].entries
+
+    def _read_files(self, paths: Sequence[str]) -> None:
+        """Read files again, and parse the files whose text has changed."""
+        for path, text in self._backend.read_many(paths).items():
+            if path not in self._files or self._files[path].text != text:
+                try:
+                    entries = {} if text is None else parse(text, _file(path), _slug(path))
+                except FormatError as error:
+                    raise StoreError(f"{self._backend.shown(path)}: {error}") from None
+                self._files[path] = _StoredFile(text, entries)
+
+
+class _StoredFile(NamedTuple):
+    """A file's text, or ``None`` if it does not exist, and its entries."""
+
+    text: str | None
+    entries: Mapping[Key, Baseline]
+
+
+def path_of(slug: str, file: str) -> str:
+    """Return the path for a test file's baselines in a store.
+
+    Example: ``path_of("cpu-x86_64", "tests/test_gpt.py")`` is ``"cpu-x86_64/tests/test_gpt.py.toml"``.
+
+    Raises:
+        StoreError: A name would lead outside the store.
+    """
+    if _SLUG.fullmatch(slug) is None or slug in _RESERVED_NAMES:
+        raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
+    return f"{slug}/{_inside(file)}"
+
+
+def _inside(file: str) -> str:
+    """Return the path for a test file's baselines in a device's folder. Raises `StoreError`."""
+    # A test file outside the root directory has a path that begins with "..". This path must not lead outside the store.
+    parts = [_UP if part == ".." else part for part in file.split("/")]
+    # Stores are shared between systems, so a path that leaves its folder on Windows is refused everywhere.
+    if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
+        raise StoreError(f"the test file {file!r} has no place in the store, expected a path from the root directory")
+    return "/".join(parts) + SUFFIX
+
+
+def _slug(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _file(path: str) -> str:
+    """Return the test file for a path in the store, as the inverse to `path_of`."""
+    inside = path.partition("/")[2].removesuffix(SUFFIX)
+    return "/".join(".." if part == _UP else part for part in inside.split("/"))

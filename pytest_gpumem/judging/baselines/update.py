@@ -1,0 +1,274 @@
+"""The entries that a session writes into the store, by the ``--gpumem-update`` mode. Pure.
+
+For example, a baseline has ``peak_allocated = 100000000`` and ``syncs = 3``, and a run measures 90 MB and 5 syncs. Then
+
+- ``new`` writes nothing, because no figure is missing.
+- ``improved`` writes 90 MB, and leaves 3 syncs. The test still fails, because 5 syncs are too many.
+- ``all`` writes 90 MB and 5 syncs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.values.operator_counts import without_places
+from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline, with_runs
+from pytest_gpumem.judging.gate.one_sided import may_be_added
+from pytest_gpumem.judging.gate.speed import MACHINE, time_may_be_added
+from pytest_gpumem.judging.gate.verdict import Outcome, Verdict
+from pytest_gpumem.measuring.timing.comparison import SLOWER_RUN, slower_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pytest_gpumem.facts.values.operator_counts import Tally
+    from pytest_gpumem.facts.values.option_words import UpdateMode
+
+ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
+    None: frozenset(),
+    "new": frozenset({Outcome.NEW, Outcome.FOREIGN}),
+    "improved": frozenset(),
+    "all": frozenset(
+        {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
+    ),
+}
+"""The outcomes that each mode accepts. ``all`` also accepts that measurements are missing, and removes their entries."""
+
+
+def entries_to_write(
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
+) -> dict[Key, Baseline]:
+    """Return the entries that an update changes in the store.
+
+    ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
+    leaves all other metrics. ``all`` accepts everything. An entry's times are always written together.
+
+    An entry's reason belongs to its last accepted change. A further change without a reason removes it, but ``new``
+    leaves it. Times from a further run do not count as a change.
+
+    Args:
+        mode: The value for ``--gpumem-update``.
+        measured: For each accepted measurement, the verdict and the entry from this run.
+        stored: The stored entries, by the same keys.
+    """
+    entries: dict[Key, Baseline] = {}
+    for key, (verdict, entry) in measured.items():
+        earlier = stored[key]
+        if isinstance(earlier, NoBaseline):
+            if mode != "improved":
+                entries[key] = entry
+        elif mode == "new":
+            added = _with_added(earlier, entry, verdict)
+            if added != earlier:
+                entries[key] = replace(added, reason=entry.reason or earlier.reason)
+        elif mode == "all":
+            merged = _accepted(earlier, entry, verdict)
+            another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
+            changed = not entry.has_same_figures(earlier) or _has_changed_speed(verdict)
+            if (entry.runs is not None and another_run) or not entry.is_equivalent(earlier):
+                entries[key] = merged if changed else replace(merged, reason=earlier.reason)
+        elif mode == "improved":
+            lowered = _lowered(earlier, entry, verdict)
+            if lowered is not None:
+                entries[key] = lowered
+    return entries
+
+
+def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
+    """Return ``earlier`` with the new values of improved metrics.
+
+    The result is ``None`` if no metric improved. It is also ``None`` if neither this run's nor the stored environment is
+    valid for the lowered and the other figures together, or if a detail in another metric's ``decided_by`` differs.
+    """
+    better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
+    unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
+    details, earlier_details = entry.environment.details, earlier.environment.details
+    decisive = {detail for name in unchanged for detail in METRICS[name].decided_by}
+    if not better or any(details.get(detail) != earlier_details.get(detail) for detail in decisive):
+        return None
+    # A composition, workspaces and step peaks belong to the peak.
+    of_peak = entry if "peak_allocated" in better else earlier
+    of_times = entry if "step_time" in better else earlier
+    if _fit(unchanged, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
+        environment = entry.environment
+    elif _fit(better, earlier, entry) and of_peak.workspaces == earlier.workspaces:
+        environment = earlier.environment
+    else:
+        return None
+    # A metric stays absent if its absence stands for a value (`value_if_absent`).
+    taken = {
+        name: value
+        for name, value in entry.metrics.items()
+        if name in better or (METRICS[name].value_if_absent is None and _fit((name,), earlier, entry))
+    }
+    lowered = replace(
+        entry,
+        environment=environment,
+        metrics={**taken, **unchanged},
+        composition=of_peak.composition,
+        other_phases=of_peak.other_phases,
+        workspaces=of_peak.workspaces,
+        # `unused_before` limits how much the reserved bytes may vary between identical runs.
+        unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
+        by_operator=_tallies_of(unchanged, earlier.by_operator) | _tallies_of(better, entry.by_operator),
+        by_device=_lowered_by_device(earlier, entry, better),
+        step_peaks=of_peak.step_peaks,
+        step_peaks_by_device=of_peak.step_peaks_by_device,
+    )
+    return _with_times_of(of_times, lowered)
+
+
+def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
+    """Return whether the figures called ``names`` in ``source`` fit the environment in ``target``.
+
+    A figure fits if it is equal in both entries, or if all details that influence it are equal in both environments. For
+    example, a peak from AVX-512 does not fit an environment with AVX2.
+    """
+    details, source_details = target.environment.details, source.environment.details
+    return all(
+        target.metrics.get(name) == source.metrics.get(name)
+        or all(details.get(detail) == source_details.get(detail) for detail in METRICS[name].details)
+        for name in names
+    )
+
+
+def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Return each GPU's bytes, from ``entry`` for ``better`` metrics and from ``earlier`` for others."""
+    return {
+        device: nbytes
+        for device in sorted({*earlier.by_device, *entry.by_device})
+        if (
+            nbytes := {name: n for name, n in earlier.by_device.get(device, {}).items() if name not in better}
+            | {name: n for name, n in entry.by_device.get(device, {}).items() if name in better}
+        )
+    }
+
+
+def times_left_out(
+    mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
+) -> list[str]:
+    """Return a clause for each measurement whose times ``mode`` accepts, although these times cannot be stored."""
+    return [
+        reason
+        for key, (verdict, entry) in measured.items()
+        if mode == "all" or (mode == "new" and _lacks_times(stored[key], entry))
+        if (reason := _refusal(verdict, entry, stored[key])) is not None
+    ]
+
+
+def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
+    """Return why a run's times cannot be stored, as a clause; ``None`` if they can, or if the run was not timed.
+
+    Times are refused if they are invalid, or if the machine was slower than in the stored runs. They are also refused if the
+    clock rate could not be read although the stored runs have clock rates, unless the speed changed.
+    """
+    times = verdict.measurement.times
+    if times is None:
+        return None
+    if entry.runs is None:
+        return times.best.invalid
+    if isinstance(stored, NoBaseline) or not _has_comparable_times(entry, stored) or stored.runs is None:
+        return None
+    # Outliers are stored, because without them runs would seem to vary less.
+    slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
+    if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_changed_speed(verdict):
+        return "the clock rate during the steps could not be read"
+    return slower
+
+
+def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
+    """Return ``entry``, completed from ``earlier`` if both have the same workload.
+
+    If the session took no composition (``--gpumem-explain=never``) and the peak is equal, the stored composition is kept. If
+    the session took no times (``--no-gpumem-time``) or they are refused, the stored times are kept. If the machine
+    differs or the speed changed, this run replaces the stored runs. Otherwise this run is added to them.
+    """
+    if entry.workload != earlier.workload:
+        return entry
+    if entry.composition is None and entry.metrics["peak_allocated"] == earlier.metrics["peak_allocated"]:
+        entry = replace(entry, composition=earlier.composition, other_phases=earlier.other_phases)
+    entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
+    if earlier.runs is None:
+        # Without comparable runs, the latest run's times are stored, even if it was disturbed.
+        return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
+    if "step_time" in entry.metrics and not _has_comparable_times(entry, earlier):
+        return entry
+    if entry.runs is None or _refusal(verdict, entry, earlier) is not None:
+        return _with_times_of(earlier, entry)
+    if _has_changed_speed(verdict):
+        return entry
+    return with_runs(earlier.runs.extended_by(entry.runs), entry)
+
+
+def _tallies_of(
+    metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
+) -> dict[str, tuple[Tally, ...]]:
+    """Return the tallies for these metrics."""
+    return {name: tallies for name, tallies in by_operator.items() if name in metrics}
+
+
+def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
+    """Return ``earlier``'s tallies for metrics for which ``entry`` has the same operators and amounts, but no lines."""
+    return {
+        name: earlier.by_operator[name]
+        for name, tallies in entry.by_operator.items()
+        if name in earlier.by_operator
+        and without_places(tallies) == tallies
+        and without_places(earlier.by_operator[name]) == tallies
+    }
+
+
+def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
+    """Return ``entry`` with all runs and times from ``source``, or without times if the machines differ."""
+    metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
+    if not _same_machine(source, entry):
+        return replace(entry, metrics=metrics, runs=None)
+    times = {name: value for name, value in source.metrics.items() if _is_time(name)}
+    return replace(entry, metrics={**metrics, **times}, runs=source.runs)
+
+
+def _is_time(metric: str) -> bool:
+    return METRICS[metric].unit not in WHOLE
+
+
+def _has_changed_speed(verdict: Verdict) -> bool:
+    speed = verdict.of("step_time")
+    return speed is not None and speed.outcome in (Outcome.REGRESSED, Outcome.IMPROVED)
+
+
+def _has_comparable_times(entry: Baseline, earlier: Baseline) -> bool:
+    """Return whether both entries have the same workload and machine, so their times can be compared."""
+    return entry.workload == earlier.workload and _same_machine(entry, earlier)
+
+
+def _same_machine(entry: Baseline, earlier: Baseline) -> bool:
+    return entry.environment.details.get(MACHINE) == earlier.environment.details.get(MACHINE)
+
+
+def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
+    """Return whether the store lacks times for an entry and may receive them."""
+    if isinstance(stored, NoBaseline):
+        return True
+    may_be_added = time_may_be_added(entry.environment, stored.environment)
+    return stored.runs is None and stored.workload == entry.workload and may_be_added
+
+
+def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
+    """Return ``earlier`` with missing metrics and times from ``entry``, if they fit the environment in ``earlier``."""
+    missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
+    metrics = {
+        metric.name: entry.metrics[metric.name]
+        for metric in missing
+        if may_be_added(metric, entry.environment, earlier.environment)
+    }
+    by_operator = {**earlier.by_operator, **_tallies_of(metrics, entry.by_operator)}
+    named_device = earlier.named_device or entry.named_device
+    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator, named_device=named_device)
+    if entry.runs is None or not _lacks_times(earlier, entry):
+        return added
+    # Entries from older versions lack the machine. The added times provide it.
+    details = {**earlier.environment.details, MACHINE: entry.environment.details[MACHINE]}
+    environment = replace(earlier.environment, details=details)
+    return _with_times_of(entry, replace(added, environment=environment))

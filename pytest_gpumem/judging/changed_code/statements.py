@@ -1,0 +1,211 @@
+"""Changed statements between two versions of a file. Pure.
+
+A line can count as changed although its text is the same. For example, a function loses ``del hidden``::
+
+    hidden = self.up(x)        # line 2: changed, because ``del hidden`` is gone and the tensor lives longer
+    out = self.down(hidden)    # line 3: not changed
+    return self.head(out)      # line 4: not changed
+
+``TwoVersions(old, new).changed_at(2)`` is then ``ChangedLine(number=2, removed="del hidden")``.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.judging.changed_code.lifetimes import Values, bound
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_With = (ast.With, ast.AsyncWith)
+_Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
+"""Statements that can replace a ``with`` while the lines in its body stay the same."""
+_TESTS_OWN = "pytest."
+"""Prefix of decorators that affect the selection of tests, but not the code in the tests."""
+
+
+class _Statement(NamedTuple):
+    """First and last line of a statement, and the names that it binds: ``outputs``, ``self.cache``."""
+
+    first: int
+    last: int
+    bound: tuple[str, ...] = ()
+
+
+class _Block(NamedTuple):
+    """Lines inside a changed ``with`` or under changed decorators: the line to report, and the first and last line."""
+
+    changed: ChangedLine
+    begin: int
+    end: int
+
+
+class ChangedLine(NamedTuple):
+    """A line of the new file, and the removed statement or decorator from the old file: ``del hidden``."""
+
+    number: int
+    removed: str = ""
+
+
+@dataclass(frozen=True)
+class TwoVersions:
+    """A file in both versions, as lines."""
+
+    old: Sequence[str]
+    new: Sequence[str]
+
+    @cached_property
+    def common_lines(self) -> dict[int, int]:
+        """Line numbers in the new file that also exist in the old file, with their old numbers. They count from 1.
+
+        Example: if the old file's line 2 was removed, ``{1: 1, 2: 3, 3: 4}``.
+        """
+        old, new = self.old, self.new
+        # Most files differ in a few lines. Matching only these lines is fast even in a file with 10,000 lines.
+        shortest = min(len(old), len(new))
+        begin = next((index for index in range(shortest) if old[index] != new[index]), shortest)
+        rest = shortest - begin
+        end = next((index for index in range(rest) if old[-1 - index] != new[-1 - index]), rest)
+        matcher = SequenceMatcher(None, old[begin : len(old) - end], new[begin : len(new) - end], autojunk=False)
+        between = (
+            (begin + b + offset, begin + a + offset)
+            for a, b, size in matcher.get_matching_blocks()
+            for offset in range(size)
+        )
+        after = ((len(new) - offset, len(old) - offset) for offset in range(end, 0, -1))
+        before = ((index, index) for index in range(begin))
+        return {new_index + 1: old_index + 1 for new_index, old_index in (*before, *between, *after)}
+
+    def changed_at(self, number: int) -> ChangedLine | None:
+        """Return the changed line that affects a line of the new file; ``None`` if nothing has changed.
+
+        The first match counts:
+
+        1. The line's statement has changed: the line itself.
+        2. The statement's result lives longer, because the old function deleted this result before other work: the line itself.
+        3. A ``with`` around the line has changed, or another block has replaced it: the first line of the new block.
+        4. A decorator on the line's function has changed: the function's first line. For example, ``@torch.no_grad()`` decides
+           whether the function's calls save tensors.
+        """
+        statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
+        innermost = max(statements, default=_Statement(number, number))
+        if self._differs(innermost.first, innermost.last):
+            return ChangedLine(number)
+        function = max(
+            (name for name, node in self._functions.items() if _contains(node, number)),
+            key=lambda name: _first(self._functions[name]),
+            default="",
+        )
+        ends = self._longer_lived.get(function, {})
+        removed = next((ends[name] for name in innermost.bound if name in ends), "")
+        if removed:
+            return ChangedLine(number, removed)
+        within = _first(self._functions[function]) if function else 0
+        blocks = (block for block in self._blocks if block.begin <= number <= block.end)
+        named = max((block for block in blocks if block.changed.number >= within), default=None)
+        return None if named is None else named.changed
+
+    def _differs(self, first: int, last: int) -> bool:
+        return any(line not in self.common_lines for line in range(first, last + 1))
+
+    @cached_property
+    def _nodes(self) -> list[ast.stmt]:
+        return [node for node in ast.walk(_parsed(self.new)) if isinstance(node, ast.stmt)]
+
+    @cached_property
+    def _statements(self) -> list[_Statement]:
+        """All statements. A compound statement ends at the line before its body."""
+        statements = []
+        for node in self._nodes:
+            body: list[ast.stmt] = getattr(node, "body", [])
+            last = _first(body[0]) - 1 if body else node.end_lineno or node.lineno
+            statements.append(_Statement(node.lineno, last, tuple(bound(node))))
+        return statements
+
+    @cached_property
+    def _longer_lived(self) -> dict[str, dict[str, str]]:
+        """Names whose first value lives longer in the new version, by the function's qualified name.
+
+        The mapping's values are the old statements that ended each value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        """
+        old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
+        return {
+            name: values.longer_lived_than(
+                old[name], lambda node: self._differs(node.lineno, node.end_lineno or node.lineno)
+            )
+            for name, values in ((name, Values(node)) for name, node in self._functions.items() if name in old)
+        }
+
+    @cached_property
+    def _functions(self) -> dict[str, _Function]:
+        return dict(_functions(_parsed(self.new)))
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        """Blocks with a changed head."""
+        blocks = [
+            _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
+            for node in self._nodes
+            if isinstance(node, _Blocks)
+            and (isinstance(node, _With) or self._was_in_with(node.body))
+            and self._differs(node.lineno, _first(node.body[0]) - 1)
+        ]
+        old_decorators = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
+        # A removed decorator leaves no line, so the function's first line stands for it.
+        for name, node in self._functions.items():
+            decorators = _decorators(node)
+            earlier = old_decorators.get(name, decorators)
+            if earlier != decorators:
+                removed = next((f"@{text}" for text in earlier if text not in decorators), "")
+                blocks.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
+        return blocks
+
+    def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
+        """Return whether the old file had a statement from this block inside a ``with``."""
+        return not self._old_in_with.isdisjoint(self.common_lines.get(_first(statement)) for statement in body)
+
+    @cached_property
+    def _old_in_with(self) -> frozenset[int]:
+        """First lines of the statements in the old file's ``with`` bodies."""
+        nodes = ast.walk(_parsed(self.old))
+        return frozenset(_first(statement) for node in nodes if isinstance(node, _With) for statement in node.body)
+
+
+def _parsed(lines: Sequence[str]) -> ast.Module:
+    """Return the syntax tree of a file; an empty tree if this Python cannot parse it."""
+    try:
+        return ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function]]:
+    """Yield each function in a tree with its qualified name, for example ``Net.forward``."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, _Function | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+            if isinstance(child, _Function):
+                yield name, child
+        yield from _functions(child, name)
+
+
+def _decorators(node: _Function) -> list[str]:
+    texts = map(ast.unparse, node.decorator_list)
+    return [text for text in texts if not text.startswith(_TESTS_OWN)]
+
+
+def _contains(node: _Function, number: int) -> bool:
+    return _first(node) <= number <= (node.end_lineno or node.lineno)
+
+
+def _first(node: ast.stmt) -> int:
+    """Return the first line of a statement, which may be a decorator."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])

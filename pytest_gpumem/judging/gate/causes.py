@@ -1,0 +1,407 @@
+"""Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
+
+The explanation for a single test has many rows, and most rows are consequences: the peak moved to another moment of the
+step, so other tensors are live. Therefore the causes are a few lines that together explain most of the growth in most tests.
+
+Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
+line explains at least 80 % of the growth in each test, it is the only cause.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import KEPT_IN
+from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
+from pytest_gpumem.judging.gate.growths import ENOUGH, KEPT_METRICS, LEAST, growths_of, with_proven_places
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.judging.gate.growths import Alternatives, ExplainedGrowth, Growth, Part, Place
+    from pytest_gpumem.judging.gate.verdict import TestVerdict
+
+_MOST_MODULES = 2
+"""The most modules in a cause's text if their paths have no common end. Further modules are only counted."""
+_SEVERAL = 2
+"""A budget is a cause if at least this number of tests exceed it. A single test's failure names its budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a growth, in the metric's unit: either the part explained by a cause, or the part without a cause."""
+
+    growth: Growth
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A change that explains growth in one or several tests.
+
+    ``lines`` begins with the line that explains most. It is empty for packages and budgets, and if only the module or the
+    category is known. For a holder (an object that keeps tensors alive), ``lines`` names the lines that allocated the tensors.
+
+    Example:
+        In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
+        The cause has the kind ``line``, the module ``blocks.*.attention`` and the operator ``_softmax``. Its six shares of
+        ``peak_allocated`` add up to 126.48 MB, and the largest share is 33.69 MB.
+    """
+
+    kind: Literal["line", "holder", "packages", "budget"]
+    lines: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Paths to the modules in which the lines ran, the most frequent first. The model itself is named by its class."""
+    operator: str
+    tensors: str
+    """The tensors as text. For a budget, the metric and the limit."""
+    category: str
+    reason: str
+    shares: tuple[Share, ...]
+    holder: str = ""
+    """The path to the object that keeps the tensors alive: ``"Net.seen[...]"``."""
+    packages: tuple[str, ...] = ()
+    """A clause for each package whose release differs from the baseline in all tests with this cause."""
+
+    @property
+    def module(self) -> str:
+        """The modules as one text.
+
+        If all paths have a common end, the text is this end: ``*.attn``. Otherwise the text names the first paths:
+        ``blocks.*.attn, Attention``.
+        """
+        if len(self.modules) < 2:
+            return "".join(self.modules)
+        end = _common_end([module.split(".") for module in self.modules])
+        if set(end) - {"*"}:
+            return ".".join(end if end[0] == "*" else ("*", *end))
+        more = len(self.modules) - _MOST_MODULES
+        named = ", ".join(self.modules[:_MOST_MODULES])
+        return f"{named} and {counted(more, 'other')}" if more > 0 else named
+
+    @property
+    def has_tensors(self) -> bool:
+        """True if `tensors` describes tensors, and not a budget."""
+        return self.kind in ("line", "holder")
+
+    @property
+    def lacks_holder(self) -> bool:
+        """True if the step keeps tensors and no holder was found."""
+        return self.kind == "line" and any(share.growth.metric in KEPT_METRICS for share in self.shares)
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The ids of the tests with this cause."""
+        return tuple(sorted({share.growth.test for share in self.shares}))
+
+    @property
+    def metric(self) -> str:
+        """The metric with the most shares. If several metrics have equally many shares, the most important metric counts.
+
+        For a holder, only the shares in ``growth`` and ``retained`` count, if there are any.
+        """
+        shares = [
+            share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
+        ] or self.shares
+        counts = Counter(share.growth.metric for share in shares)
+        return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
+
+    @property
+    def total(self) -> float:
+        """The sum over the shares in `metric`, in the metric's unit."""
+        return sum(share.amount for share in self._counted)
+
+    @property
+    def largest(self) -> Share:
+        """The largest share in `metric`."""
+        return min(self._counted, key=lambda share: (-share.amount, share.growth))
+
+    @property
+    def _counted(self) -> list[Share]:
+        return [share for share in self.shares if share.growth.metric == self.metric]
+
+
+class CandidateCause(NamedTuple):
+    """Lines or holders that may have caused a growth. Nothing proves which line or holder did."""
+
+    lines: tuple[str, ...]
+    """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """The causes in a session, sorted by their number of tests.
+
+    For each growth, the shares in ``causes`` and ``not_explained`` add up to exactly the growth.
+    """
+
+    causes: tuple[Cause, ...] = ()
+    not_explained: tuple[Share, ...] = ()
+    unproven: tuple[CandidateCause, ...] = ()
+    """Alternatives for parts in `not_explained`, sorted by their number of tests."""
+
+    def of(self, test: str) -> tuple[Cause, ...]:
+        """Return the causes of a test."""
+        return tuple(cause for cause in self.causes if test in cause.tests)
+
+    @property
+    def unexplained(self) -> tuple[Share, ...]:
+        """Shares in `not_explained` above 20 % of their growth."""
+        return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
+
+
+def causes_of(tests: Iterable[TestVerdict]) -> Causes:
+    """Return the causes of growth in tests. The order of the tests does not matter."""
+    growths = growths_of(tests)
+    growths = with_proven_places(growths, _chosen(growths))
+    first_of = _joined(_chosen(growths), growths)
+    shares: dict[Place, list[tuple[ExplainedGrowth, float]]] = defaultdict(list)
+    for explained in growths:
+        for first, amount in _shares(explained, first_of).items():
+            shares[first].append((explained, amount))
+    places_of: dict[Place, list[Place]] = defaultdict(list)
+    for place, first in first_of.items():
+        places_of[first].append(place)
+    causes = [_cause_at(places, shares[first]) for first, places in places_of.items() if first in shares]
+    for kind in ("packages", "budget"):
+        has_cause = {share.growth for cause in causes for share in cause.shares}
+        causes += _other_causes(kind, [explained for explained in growths if explained.growth not in has_cause])
+    unexplained = {explained.growth: explained.growth.amount for explained in growths}
+    for cause in causes:
+        for share in cause.shares:
+            unexplained[share.growth] -= share.amount
+    not_explained = tuple(Share(growth, amount) for growth, amount in unexplained.items() if amount)
+    return Causes(tuple(sorted(causes, key=_order)), not_explained, _unproven(growths))
+
+
+def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
+    """Return the candidate causes: alternatives without proof that are at least `LEAST` of their growth.
+
+    Alternatives with the same lines or holders are joined. Package releases in the lines are ignored.
+    """
+    groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
+    for explained in growths:
+        for alternatives in explained.alternatives:
+            lines = frozenset(place.holder or place.line for place in alternatives.parts if place.holder or place.line)
+            if lines and alternatives.amount >= LEAST * explained.growth.amount:
+                groups[lines].append((explained.growth, alternatives))
+    unproven = [
+        CandidateCause(
+            tuple(
+                sorted(
+                    {
+                        line
+                        for _, alternatives in group
+                        for place in alternatives.parts
+                        for line in _named(place, alternatives)
+                    }
+                )
+            ),
+            tuple(Share(growth, alternatives.amount) for growth, alternatives in group),
+        )
+        for group in groups.values()
+    ]
+    return tuple(sorted(unproven, key=lambda cause: (-len({share.growth.test for share in cause.shares}), cause.lines)))
+
+
+def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
+    """Return a clause on the holder at a place, or the place's lines if no holder is known."""
+    return (f"{KEPT_IN} {place.holder}",) if place.holder else alternatives.parts[place].lines
+
+
+def _order(cause: Cause) -> tuple[object, ...]:
+    return -len(cause.tests), METRICS[cause.metric].precedence, -cause.total, cause.lines, cause.module, cause.tensors
+
+
+def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
+    """Return few places that together explain the share `ENOUGH` in each growth, if possible.
+
+    The algorithm is greedy, so the places are not always the fewest: it always takes the place with the largest gain.
+
+    Example:
+        Two tests grew by 10 MB each. Line A explains 9 MB in both tests, and line B explains 1 MB in the first test. A is
+        chosen first. Then 90 % of both growths are explained, which is more than `ENOUGH`, so B is not chosen.
+    """
+    unexplained = {explained.growth: explained.growth.amount for explained in growths}
+    growths_at: dict[Place, list[ExplainedGrowth]] = defaultdict(list)
+    for explained in growths:
+        for place in explained.parts:
+            if explained.at(place) > 0:
+                growths_at[place].append(explained)
+
+    def gain(place: Place) -> tuple[float, float]:
+        """Return the gain from a place, summed over the growths as ratios, and the amount at the place.
+
+        Ratios make metrics with different units comparable.
+        """
+        ratios = [
+            min(explained.at(place), unexplained[explained.growth]) / explained.growth.amount
+            for explained in growths_at[place]
+            if unexplained[explained.growth] > (1 - ENOUGH) * explained.growth.amount
+        ]
+        return sum(ratio for ratio in ratios if ratio >= LEAST), sum(
+            explained.at(place) for explained in growths_at[place]
+        )
+
+    # A place's gain never rises when other places are chosen. So if a place's recomputed gain is still the largest, choose it.
+    heap = [
+        (-first_gain, -total, place) for place in growths_at for first_gain, total in [gain(place)] if first_gain > 0
+    ]
+    heapq.heapify(heap)
+    chosen: list[Place] = []
+    while heap:
+        previous_gain, _, place = heapq.heappop(heap)
+        current_gain, total = gain(place)
+        if current_gain <= 0:
+            continue
+        if -current_gain > previous_gain and heap and (-current_gain, -total, place) > heap[0]:
+            heapq.heappush(heap, (-current_gain, -total, place))
+            continue
+        chosen.append(place)
+        for explained in growths_at[place]:
+            unexplained[explained.growth] -= explained.at(place)
+    return chosen
+
+
+def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
+    """Join places into causes. Return for each place the first place of its cause.
+
+    A line joins an earlier line's cause if both have the same file and module, and if the line explains no other tests than
+    the cause.
+    """
+    tests: dict[Place, set[str]] = {place: set() for place in chosen}
+    for explained in growths:
+        for place in explained.parts:
+            if place in tests and explained.at(place) > 0:
+                tests[place].add(explained.growth.test)
+    firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
+    first_of: dict[Place, Place] = {}
+    tests_of_cause: dict[Place, set[str]] = {}
+    for places in _by_line(chosen, growths):
+        file, line_tests = _file(places[0]), set[str]().union(*(tests[place] for place in places))
+        earlier = [first for place in places for first in firsts[file, place.module]] if file else []
+        first = next((first for first in earlier if line_tests <= tests_of_cause[first]), places[0])
+        tests_of_cause.setdefault(first, line_tests)
+        for place in places:
+            first_of[place] = first
+            if first not in earlier:
+                firsts[file, place.module].append(first)
+    return first_of
+
+
+def _by_line(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> Collection[list[Place]]:
+    """Return places in groups: all places at a project line form one group, and every other place is its own group.
+
+    A project line is a single cause even if its places name different modules. For example, the same module is called
+    ``blocks.*.attn`` in a model and ``Attention`` in a test that runs only this module.
+    """
+    package_places = {
+        place
+        for explained in growths
+        for place, part in explained.parts.items()
+        if explained.at(place) > 0 and any(map(package_of, part.lines))
+    }
+    groups: dict[Place | str, list[Place]] = defaultdict(list)
+    for place in chosen:
+        groups[place if place in package_places or not place.line else place.line].append(place)
+    return groups.values()
+
+
+def _file(place: Place) -> str:
+    return file_and_line(place.line)[0] if place.line else ""
+
+
+def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict[Place, float]:
+    """Return each cause's share in a growth, by the cause's first place.
+
+    If other tensors shrank, the growth is smaller than the parts together. The shares are then reduced in proportion.
+
+    Example:
+        A peak grew by 6 MB: 8 MB more at line A, 2 MB more at line B and 4 MB less elsewhere. The shares are 4.8 MB and 1.2
+        MB.
+    """
+    growth_at: dict[Place, float] = {}
+    for place in explained.parts:
+        if place in first_of and explained.at(place) > 0:
+            growth_at[first_of[place]] = growth_at.get(first_of[place], 0) + explained.at(place)
+    total, amount = sum(growth_at.values()), explained.growth.amount
+    if total <= amount:
+        return growth_at
+    shares = {first: amount * part // total for first, part in growth_at.items()}
+    shares[max(growth_at, key=lambda first: (growth_at[first], first))] += amount - sum(shares.values())
+    return {first: share for first, share in shares.items() if share}
+
+
+def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[ExplainedGrowth, float]]) -> Cause:
+    """Return the cause at some places.
+
+    Args:
+        places: The places of the cause, the first chosen place first.
+        explained_shares: The growths that the cause explains, each with the cause's share.
+    """
+    parts: dict[Place, Part] = {}
+    for explained, _ in explained_shares:
+        for place in places:
+            if explained.at(place) > 0:
+                parts[place] = parts[place] + explained.parts[place] if place in parts else explained.parts[place]
+    by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
+    largest_part = parts[by_size[0]]
+    explained_growths = [explained for explained, _ in explained_shares]
+    holder = places[0].holder
+    return Cause(
+        "holder" if holder else "line",
+        tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
+        _modules(parts, explained_growths, largest_part.module),
+        largest_part.operator,
+        largest_part.tensors,
+        largest_part.category,
+        largest_part.reason,
+        tuple(Share(explained.growth, share) for explained, share in explained_shares),
+        holder,
+        _in_all(explained_growths),
+    )
+
+
+def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
+    """Return the modules at places, the most frequent first. A single module has the path from the largest part."""
+    counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
+    names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
+    if len(names) > 1:
+        return tuple(names)
+    return tuple(filter(None, [path_of_largest or "".join(names)]))
+
+
+def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the longest common end of all paths."""
+    from_the_end = zip(*(reversed(path) for path in paths), strict=False)
+    return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
+
+
+def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
+    """Return the clauses on packages shared by all growths."""
+    return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
+
+
+def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
+    """Yield the causes of this kind for growths without another cause.
+
+    Such causes are packages with other releases, and budgets that several tests exceed.
+    """
+    groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
+    for explained in growths:
+        if kind == "packages" and explained.packages:
+            groups["", explained.packages].append(explained)
+        elif kind == "budget" and explained.budget:
+            groups[f"{explained.growth.metric} {explained.budget}", ()].append(explained)
+    for (budget, packages), group in groups.items():
+        if kind == "budget" and len({explained.growth.test for explained in group}) < _SEVERAL:
+            continue
+        shares = tuple(Share(explained.growth, explained.growth.amount) for explained in group)
+        yield Cause(kind, (), (), "", budget, "", "", shares, packages=packages)

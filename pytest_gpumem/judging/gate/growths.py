@@ -1,0 +1,578 @@
+"""Growths in a session: each metric that is worse in a measurement, and the places in the code that explain it. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import FIRST_USE, REST
+from pytest_gpumem.facts.values.source_lines import without_release
+from pytest_gpumem.judging.gate.verdict import WORSE, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.facts.values.composition import Holder, Row
+    from pytest_gpumem.facts.values.operator_counts import Tally
+    from pytest_gpumem.judging.gate.difference import Change, Difference
+    from pytest_gpumem.judging.gate.graph_changes import GraphChange
+    from pytest_gpumem.judging.gate.verdict import MetricVerdict, TestVerdict, Verdict
+
+T = TypeVar("T")
+ENOUGH = 0.8
+"""The share of a growth that causes have to explain. The rest counts as a consequence."""
+LEAST = 0.1
+"""A line that explains a smaller share of a growth is not a cause."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Growth:
+    """A worse metric in a test's measurement. The amount is in the metric's unit."""
+
+    test: str
+    """The test's id."""
+    name: str
+    metric: str
+    device: str
+    amount: float = field(compare=False)
+
+    def is_beside(self, other: Growth) -> bool:
+        """Return whether both growths come from the same measurement."""
+        return (self.test, self.name, self.device) == (other.test, other.name, other.device)
+
+
+class Place(NamedTuple):
+    """A place in the code: a line without its package's release, and a module.
+
+    Tensors from before the step have no line, so their place is a category. The place of kept tensors is the object that keeps
+    them alive (the holder). The line that allocated them does not matter.
+
+    Example:
+        ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
+        keeps tensors.
+    """
+
+    line: str
+    module: str
+    category: str = ""
+    holder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A growth's rows at one place: their sum, and the values from the largest row, for reports."""
+
+    amount: float
+    largest: float
+    lines: tuple[str, ...]
+    """The lines that allocated the rows, first the line of the largest row."""
+    module: str
+    operator: str
+    tensors: str
+    category: str = ""
+    reason: str = ""
+
+    def __add__(self, other: Part) -> Part:
+        smaller, larger = sorted(
+            (self, other), key=lambda part: (part.largest, part.lines, part.module, part.operator, part.tensors)
+        )
+        lines = {without_release(line): line for line in reversed((*larger.lines, *smaller.lines))}
+        return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
+
+
+class Alternatives(NamedTuple):
+    """Possible places for a part of a growth. Nothing proves which place grew."""
+
+    amount: float
+    parts: Mapping[Place, Part]
+    """The part at each place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedGrowth:
+    """A growth, its parts by place, and other possible causes."""
+
+    growth: Growth
+    parts: Mapping[Place, Part]
+    packages: tuple[str, ...]
+    budget: str
+    """The exceeded limit if the metric does not exceed its baseline; otherwise empty."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """Parts without a proven place."""
+
+    def at(self, place: Place) -> float:
+        """Return the growth at a place, or 0 if nothing grew there."""
+        part = self.parts.get(place)
+        return max(0, part.amount) if part is not None else 0
+
+
+def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
+    """Return the growths in tests, sorted. If a line's module has different paths in the tests, the shortest path is used."""
+    growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
+    return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
+
+
+def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
+    """Yield the growths of a measurement.
+
+    Growth in kept bytes, in the peak, in garbage and in syncs is yielded first. If none of these grew, the growth of the first
+    other count is yielded, or else of the time. If no place of the bytes is known, the first other count is yielded as well.
+    """
+    worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
+    names = sorted(worse, key=lambda name: METRICS[name].precedence)
+    memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
+    measurement, explanation = verdict.measurement, verdict.measurement.explanation
+    # More operators often explain a memory growth. A sync is independent, because a value may be read anywhere.
+    syncs = [name for name in work if name == "syncs"]
+    chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
+    holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
+    if explanation is not None:
+        keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
+        holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
+        if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
+            # If a line has several holders, some may not be new, and an old holder has no share in the peak's growth.
+            holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
+    parts = {name: _parts(verdict, name, holders_at) for name in chosen}
+    alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
+    for name in LEFT_BEHIND.intersection(chosen):
+        kept_parts = parts[name]
+        new = _new_parts(
+            {place: part.amount for place, part in kept_parts.items()},
+            _amount(worse[name]),
+            _baseline_bytes(worse[name]),
+        )
+        parts[name] = {place: kept_parts[place] for place in new.certain}
+        alternatives[name] += (
+            (Alternatives(new.missing, {place: kept_parts[place] for place in new.uncertain}),) if new.uncertain else ()
+        )
+    if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
+        # No place of the memory is known, for example because the test was not recorded. The counts have places.
+        parts |= {name: _parts(verdict, name, holders_at) for name in work[:1]}
+    for name, metric_parts in parts.items():
+        metric = worse[name]
+        is_above_budget_only = metric.baseline is None or metric.value <= metric.baseline
+        yield ExplainedGrowth(
+            Growth(test, measurement.name, name, measurement.environment.device, _amount(metric)),
+            metric_parts,
+            verdict.changed_packages,
+            f"{metric.budget}" if metric.outcome is Outcome.OVER_BUDGET and is_above_budget_only else "",
+            alternatives.get(name, ()),
+        )
+
+
+KEPT_METRICS = frozenset({"growth", "retained"})
+"""Metrics for kept bytes. Their cause is the holder: the object that keeps the tensors alive."""
+LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
+"""Metrics whose composition is not stored in baselines."""
+
+
+def _baseline_bytes(metric: MetricVerdict) -> float:
+    """Return the bytes in the baseline, or 0 if the metric exceeds only a budget."""
+    return metric.baseline if metric.baseline is not None and metric.value > metric.baseline else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _NewParts(Generic[T]):
+    """The parts of kept bytes, divided into new and possibly new parts since the baseline."""
+
+    certain: tuple[T, ...]
+    """Parts that are new."""
+    uncertain: tuple[T, ...] = ()
+    """Parts among which only some are new."""
+    missing: float = 0
+    """The bytes by which the ``uncertain`` parts grew together."""
+
+
+def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
+    """Return which kept parts are new since the baseline.
+
+    A baseline stores how many bytes were kept, and not their places. So a part with at most this many bytes may be in the
+    baseline.
+
+    Example:
+        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
+
+    Args:
+        kept_bytes: The bytes of each part.
+        amount: The growth in bytes.
+        baseline_bytes: The bytes in the baseline.
+    """
+    new = tuple(part for part, nbytes in kept_bytes.items() if nbytes - baseline_bytes >= LEAST * amount)
+    other_parts = tuple(part for part in kept_bytes if part not in new)
+    missing = amount - sum(kept_bytes[part] for part in new)
+    if missing < LEAST * amount:
+        return _NewParts(new)
+    if not baseline_bytes or len(other_parts) < 2 or sum(kept_bytes[part] for part in other_parts) <= missing:
+        return _NewParts(tuple(kept_bytes))
+    return _NewParts(new, other_parts, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The rows of memory kept after a step or call. Rows that are new since the baseline come first."""
+
+    rows: tuple[Row, ...] = ()
+    uncertain: tuple[Row, ...] = ()
+    """The rows after the certainly new rows, if some of them are new and nothing proves which ones."""
+    before: float = 0
+    """The kept bytes in the baseline. A baseline does not store their rows."""
+    growth: float = 0
+
+    def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
+        """Return holders in the order of their rows."""
+        order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
+
+        def first(holder: Holder) -> int:
+            return min((order.get(_alike(row), len(order)) for row in holder.kept.rows), default=len(order))
+
+        return tuple(sorted(holders, key=first) if self.before else holders)
+
+
+def kept_rows(verdict: Verdict) -> KeptRows:
+    """Return the kept rows of a measurement.
+
+    If the baseline kept bytes as well, the rows that grew at the peak decide which kept rows are new.
+    """
+    explanation = verdict.measurement.explanation
+    # A row is negative if blocks from before the step were freed meanwhile. Such a row does not help a reader.
+    rows = () if explanation is None else explanation.retained.rows
+    rows = tuple(row for row in rows if row.operator != REST and row.nbytes > 0)
+    worse = [
+        metric
+        for metric in verdict.metrics
+        if metric.metric in KEPT_METRICS and metric.outcome in WORSE and _baseline_bytes(metric)
+    ]
+    if not worse:
+        return KeptRows(rows)
+    metric = min(worse, key=lambda metric: METRICS[metric.metric].precedence)
+    baseline_bytes, growth = _baseline_bytes(metric), _amount(metric)
+    new = _new_parts({row: row.nbytes for row in rows}, growth, baseline_bytes)
+    changes = verdict.difference.changes if verdict.difference is not None else ()
+    grown = {_alike(change.row) for change in changes if change.nbytes > 0}
+    at_peak = tuple(row for row in new.uncertain if _alike(row) in grown)
+    is_proven = bool(at_peak) and sum(row.nbytes for row in at_peak) <= new.missing
+    uncertain = () if is_proven else at_peak or new.uncertain
+    first = (*new.certain, *(at_peak if is_proven else uncertain))
+    return KeptRows((*first, *(row for row in rows if row not in first)), uncertain, baseline_bytes, growth)
+
+
+def _alike(row: Row) -> tuple[str, ...]:
+    return row.module, row.site, without_release(row.library), row.operator, row.tensor
+
+
+def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
+    """Return the first metric for each kind of memory: kept bytes, peaks and garbage."""
+    first: dict[object, str] = {}
+    for name in memory:
+        first.setdefault("kept" if name in KEPT_METRICS else METRICS[name].peak or name, name)
+    return list(first.values())
+
+
+def _amount(metric: MetricVerdict) -> float:
+    """Return the amount by which a metric is worse than its baseline, or else than its budget."""
+    sign = -1 if METRICS[metric.metric].larger_is_better else 1
+    differences = [sign * (metric.value - limit) for limit in (metric.baseline, metric.budget) if limit is not None]
+    return next((amount for amount in differences if amount > 0), 0)
+
+
+def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
+    """Return the parts of a metric's growth by place. ``holders_at`` comes from `_holder_places`."""
+    explanation = verdict.measurement.explanation
+    if metric in verdict.count_changes:
+        return _summed(_part_of_tally(tally) for tally in verdict.count_changes[metric])
+    if METRICS[metric].peak:
+        return _parts_of_peak(verdict, holders_at)
+    if explanation is None or metric not in LEFT_BEHIND:
+        return {}
+    if metric in KEPT_METRICS and explanation.holders:
+        certain = (holder for holder in explanation.holders if not holder.alternatives)
+        return _summed(_held_part(holder, row) for holder in certain for row in holder.kept.rows)
+    composition = explanation.retained if metric in KEPT_METRICS else explanation.garbage
+    return _summed(_part_of_row(row, row.nbytes) for row in composition.rows)
+
+
+def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
+    """Return a kept row as a part with its place: the holder, or the row's line if no holder was found."""
+    row_part = _part_of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
+    if not holder.path:
+        return row_part
+    _, part = row_part or (None, Part(row.nbytes, row.nbytes, (), "", "", "", row.category))
+    return Place("", "", holder=holder.path), part
+
+
+class _HeldRows(NamedTuple):
+    """Rows at one place with the same holder."""
+
+    holder: Place
+    rows: tuple[Row, ...]
+    is_again: bool
+    """True if each step keeps these rows again. The peak may then include the rows from several steps."""
+
+    def alike(self, row: Row) -> int:
+        """Return the bytes in the holder's tensors with the same operator and shape as a row.
+
+        Tensors that the previous step kept are inputs of this step.
+        """
+        return sum(
+            kept_row.nbytes
+            for kept_row in self.rows
+            if (kept_row.operator, kept_row.tensor) == (row.operator, row.tensor)
+            and row.category in ("input", kept_row.category)
+        )
+
+
+def _holder_places(
+    of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
+) -> dict[Place, tuple[_HeldRows, ...]]:
+    """Return the holders for each line that allocated kept tensors. These tensors are at the peak because they are kept.
+
+    Lines with an uncertain holder are left out. Kept rows without a line and a module are left out as well, because other
+    rows at the peak without a line may be unrelated tensors.
+
+    Args:
+        of_inputs: The holders of inputs.
+        of_kept: The holders of kept tensors.
+        is_again: Whether each step keeps the tensors in ``of_kept`` again.
+    """
+    rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    each_step_places: set[Place] = set()
+    uncertain: set[Place] = set()
+    for holders, each_step in ((of_inputs, False), (of_kept, is_again)):
+        for holder, row in ((kept_holder, row) for kept_holder in holders for row in kept_holder.kept.rows):
+            row_part, holder_part = _part_of_row(row, row.nbytes), _held_part(holder, row)
+            if row_part is not None and holder_part is not None:
+                rows[row_part[0]][holder_part[0]].append(row)
+                each_step_places |= {row_part[0]} if each_step else set()
+                uncertain |= {row_part[0]} if holder.alternatives else set()
+    return {
+        place: tuple(
+            _HeldRows(holder, tuple(holder_rows), place in each_step_places) for holder, holder_rows in at_line.items()
+        )
+        for place, at_line in rows.items()
+        if place not in uncertain and not place.category
+    }
+
+
+def _at_holders(
+    row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
+) -> list[tuple[Place, Part]]:
+    """Return a row at the peak as parts. Their places are the row's holders if these are certain, otherwise the row's line.
+
+    If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
+    """
+    row_part = _part_of_row(row, nbytes, reason)
+    if row_part is None:
+        return []
+    place, part = row_part
+    # A holder's rows do not have a `named` caller, so compare the row without its caller.
+    unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
+    kept_bytes = {
+        held_rows: row_bytes
+        for held_rows in holders_at.get(place if unnamed_part is None else unnamed_part[0], ())
+        if (row_bytes := held_rows.alike(row))
+    }
+    total = sum(kept_bytes.values())
+    is_again = all(held_rows.is_again for held_rows in kept_bytes)
+    # With several holders, one may keep a tensor from another row, unless this row has all kept bytes.
+    is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
+    if not kept_bytes or not (is_again or is_all_kept):
+        return [row_part]
+    shares = {held_rows: nbytes * row_bytes // total for held_rows, row_bytes in kept_bytes.items()}
+    shares[next(iter(kept_bytes))] += nbytes - sum(shares.values())
+    return [(held_rows.holder, replace(part, amount=share, largest=share)) for held_rows, share in shares.items()]
+
+
+def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
+    """Return the parts of the peak's growth.
+
+    If most of the growth is in a sum over small rows, the retained rows are added, because they were live at the
+    peak.
+    """
+    difference, explanation = verdict.difference, verdict.measurement.explanation
+    if difference is None:
+        return {}
+    parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
+    if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
+        # The peak moved to a backward that autograd records now.
+        graph_rows = (
+            (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
+        )
+        parts |= _summed(_part_of_graph(cause, row, row.nbytes) for cause, row in graph_rows)
+    if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
+        retained = explanation.retained.rows
+        parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, holders_at)), **parts}
+    return parts
+
+
+def _alternatives(
+    verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]
+) -> tuple[Alternatives, ...]:
+    """Return the parts of a growth whose place is not proven. ``holders_at`` comes from `_holder_places`."""
+    explanation = verdict.measurement.explanation
+    if METRICS[metric].peak:
+        return _alternatives_of_peak(verdict, holders_at)
+    if metric not in KEPT_METRICS or explanation is None:
+        return ()
+    uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
+    # Sums over small rows have no line and are no alternative. So a single remaining alternative proves nothing: leave it out.
+    return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
+
+
+def _alternative_holders(holder: Holder) -> Alternatives:
+    """Return the alternatives for an uncertain holder. The alternative without a holder has the row's line."""
+    places = (
+        _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
+        for path in holder.alternatives
+    )
+    return Alternatives(holder.kept.total, {place: part for path_parts in places for place, part in path_parts.items()})
+
+
+def _alternatives_of_peak(
+    verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]
+) -> tuple[Alternatives, ...]:
+    """Return the parts of a peak's growth whose place is not proven, the largest first."""
+    peak_alternatives = []
+    for change in verdict.difference.changes if verdict.difference is not None else ():
+        parts: dict[Place, Part] = {}
+        for row in change.alternatives:
+            for place, part in _at_holders(row, min(change.nbytes, row.nbytes), holders_at):
+                # Count a place once, because its rows together cannot grow by more than the change.
+                parts.setdefault(place, part)
+        peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
+    return tuple(peak_alternatives)
+
+
+def with_proven_places(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
+    """Return growths in which alternatives are replaced by their line, if another growth has a cause at this line.
+
+    Causes in the same measurement decide first. If several alternatives are causes elsewhere, they decide only if they
+    together have no more bytes than the growth. A single alternative proves nothing by itself, because smaller rows may
+    have grown instead.
+    """
+    named: dict[Place | str, set[Growth]] = defaultdict(set)
+    for place in causes:
+        named[place.line or place] |= {explained.growth for explained in growths if explained.at(place) > 0}
+    return [_proven(explained, named) for explained in growths]
+
+
+def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]) -> ExplainedGrowth:
+    parts, remaining = [*explained.parts.items()], []
+    growth = explained.growth
+    for alternatives in explained.alternatives:
+        lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
+        for place, part in alternatives.parts.items():
+            lines[place.line or place].append((place, part))
+        growths_at = {line: named.get(line, set()) - {growth} for line in lines}
+        same_measurement_lines = [
+            line for line in lines if any(other_growth.is_beside(growth) for other_growth in growths_at[line])
+        ]
+        proven_lines = same_measurement_lines or [line for line in lines if growths_at[line]]
+        decided = [_at_line(lines[line]) for line in proven_lines]
+        if len(decided) == 1 or (decided and sum(part.amount for _, part in decided) <= alternatives.amount):
+            parts += decided
+        else:
+            remaining.append(alternatives)
+    return replace(explained, parts=_summed(parts), alternatives=tuple(remaining))
+
+
+def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
+    """Return the largest part at a line.
+
+    If there are several parts, the module is left out, because any of their modules may be right.
+    """
+    place, part = parts[0]
+    return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
+
+
+def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
+    sums: dict[Place, Part] = {}
+    for place, part in filter(None, parts):
+        sums[place] = sums[place] + part if place in sums else part
+    return sums
+
+
+def _part_of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
+    """Return a row's place, and the row as a part; ``None`` for a sum over small rows."""
+    line = row.named or row.library or row.site
+    if row.operator == REST:
+        return None
+    place = Place(without_release(line), row.module, "" if line or row.module else row.category)
+    lines = (line,) if line else ()
+    return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
+
+
+def _parts_of_change(
+    change: Change, difference: Difference, holders_at: Mapping[Place, Sequence[_HeldRows]]
+) -> list[tuple[Place, Part]]:
+    """Return a change as parts.
+
+    If the change follows from a graph change, the place is the caller. Otherwise the place is the holder in ``holders_at``, or
+    the line if there is no holder.
+    """
+    cause = next(
+        (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),
+        None,
+    )
+    graph_part = None if cause is None else _part_of_graph(cause, change.row, change.nbytes)
+    return _at_holders(change.row, change.nbytes, holders_at, change.reason) if graph_part is None else [graph_part]
+
+
+def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
+    """Return the place and the part for a row that follows from a graph change."""
+    row_part = _part_of_row(row, nbytes)
+    if row_part is None:
+        return None
+    lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
+    # If several callers are possible, the place names all of them. Calls from other lines are another cause.
+    place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
+    return place, replace(row_part[1], lines=lines, module=cause.module, reason=cause.sentence)
+
+
+def _part_of_tally(tally: Tally) -> tuple[Place, Part]:
+    line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
+    # Kernels have no known line.
+    place = Place(without_release(line), module) if line or module else Place("", tally.operator)
+    lines = (line,) if line else ()
+    return place, Part(tally.amount, tally.amount, lines, module, tally.operator, "", reason=tally.place.reason)
+
+
+def _with_inner_modules(growths: Sequence[ExplainedGrowth]) -> list[ExplainedGrowth]:
+    """Return growths in which a module at a line has the same name in all tests: the shortest one.
+
+    Example:
+        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs a block, so the module
+        is ``attn``. Both growths then name ``attn``.
+    """
+    modules: dict[str, set[str]] = defaultdict(set)
+    for explained in growths:
+        for place in chain(explained.parts, *(alternatives.parts for alternatives in explained.alternatives)):
+            modules[place.line].add(place.module)
+    inner: dict[tuple[str, str], str] = {}
+    for line, names in modules.items():
+        for name in names:
+            ends = {part for part in _ends(name) if line and part in names}
+            inner[line, name] = min(ends, key=len, default=name)
+
+    def with_inner_names(parts: Mapping[Place, Part]) -> dict[Place, Part]:
+        return _summed((place._replace(module=inner[place.line, place.module]), part) for place, part in parts.items())
+
+    return [
+        replace(
+            explained,
+            parts=with_inner_names(explained.parts),
+            alternatives=tuple(
+                alternatives._replace(parts=with_inner_names(alternatives.parts))
+                for alternatives in explained.alternatives
+            ),
+        )
+        for explained in growths
+    ]
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield the ends of a path: ``model.blocks.*.attn``, ``blocks.*.attn``, ``*.attn`` and ``attn``."""
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)) if module)

@@ -1,0 +1,177 @@
+"""Verdicts on a step's speed: its time against the baseline, and its throughput against a budget. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.measurement import ITEMS
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.measuring.timing.comparison import SpeedOutcome, compare
+from pytest_gpumem.measuring.timing.intervals import LEVEL
+
+if TYPE_CHECKING:
+    from pytest_gpumem.base.units import ThroughputLimit
+    from pytest_gpumem.facts.measurement import Environment, Measurement
+    from pytest_gpumem.facts.metrics import Tolerance
+    from pytest_gpumem.facts.values.option_words import UpdateMode
+    from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+
+MACHINE = "machine"
+"""The environment detail that must be equal to compare times."""
+
+NO_TIME = "no baseline of time yet"
+
+OUTCOMES: dict[SpeedOutcome, Outcome] = {
+    "slower": Outcome.REGRESSED,
+    "not slower": Outcome.OK,
+    "faster": Outcome.IMPROVED,
+    "uncertain": Outcome.UNCERTAIN,
+}
+
+
+def judge_step_time(
+    measurement: Measurement, budget: Budget, baseline: Baseline | None, tolerance: Tolerance | None
+) -> MetricVerdict:
+    """Return the verdict on a step's time.
+
+    A time from another machine is not compared. Its outcome is ``foreign`` if the test has a ``max_slowdown``, otherwise
+    ``recorded``. If the baseline has no times, for example because its runs were disturbed, only the time is ``new``.
+
+    Args:
+        measurement: The measurement.
+        budget: The limits of the test.
+        baseline: The baseline of the same device and workload; ``None`` if there is none.
+        tolerance: The tolerated slowdown; ``None`` if times are not judged.
+    """
+    times = measurement.times
+    value = measurement.metrics["step_time"]
+    if times is None or baseline is None or tolerance is None:
+        return MetricVerdict("step_time", Outcome.RECORDED, value)
+    has_limit = budget.max_slowdown is not None
+    machine, baseline_machine = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
+    if baseline.runs is None:
+        return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
+    if machine is None or machine != baseline_machine:
+        baseline_machine, current = (name or "an unknown machine" for name in (baseline_machine, machine))
+        reason = f"time is not compared: the baseline's was taken on {baseline_machine}, this is {current}"
+        return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
+    baseline_time = baseline.runs.median
+    allowed = tolerance.allowed(baseline_time)
+    comparison = compare(times.samples, baseline.runs, allowed / baseline_time)
+    return MetricVerdict(
+        "step_time",
+        OUTCOMES[comparison.outcome],
+        value,
+        baseline_time,
+        allowed=allowed,
+        reason=comparison.reason,
+        interval=(comparison.low, comparison.high),
+    )
+
+
+def time_may_be_added(measured_in: Environment, recorded_in: Environment) -> bool:
+    """Return whether a time may be added to a baseline without times.
+
+    Args:
+        measured_in: The environment of the time.
+        recorded_in: The environment of the baseline.
+    """
+    machine = measured_in.details.get(MACHINE)
+    return machine is not None and recorded_in.details.get(MACHINE) in (None, machine)
+
+
+def _no_time(environment: Environment, baseline: Baseline) -> str:
+    only_shown = (
+        "the stored time is only shown, because its run was disturbed; " if "step_time" in baseline.metrics else ""
+    )
+    if time_may_be_added(environment, baseline.environment):
+        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
+    machine = baseline.environment.details.get(MACHINE, "an unknown machine")
+    return f"{NO_TIME}: {only_shown}{_update('all')} records one, because the baseline comes from another machine ({machine})"
+
+
+def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
+    """Return the update mode that ``metric.reason`` names for a time without a baseline; ``"all"`` for any other reason."""
+    return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
+
+
+def _update(mode: UpdateMode) -> str:
+    return f"--gpumem-update={mode}"
+
+
+def not_compared_with(count: int, why: str) -> str:
+    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: WHY"``."""
+    return f"{counted(count, 'time')} will not be compared with: {why}"
+
+
+def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
+    """Return the verdict on the throughput; ``None`` if it was not measured.
+
+    The throughput is over budget if the interval of each sample is below ``minimum`` and interference cannot explain this.
+
+    Example:
+        The budget is 1,000 tokens/s. The median is 950 tokens/s, but one sample's interval reaches 1,020 tokens/s, so the
+        outcome is ``uncertain``.
+    """
+    times, work = measurement.times, work_of(measurement, minimum)
+    if times is None or work is None or times.median <= 0:
+        return None
+    unit, amount = work
+    value = amount / times.median
+    if minimum is None or minimum.of != unit:
+        return MetricVerdict("throughput", Outcome.RECORDED, value, of=unit)
+    outcome, reason = Outcome.OK, None
+    if value < minimum.amount:
+        outcome = Outcome.OVER_BUDGET
+        highest = max(amount / sample.interval(LEVEL)[0] for sample in times.samples)
+        disturbed = [sample for sample in times.samples if sample.invalid is not None]
+        if any(amount / sample.at_least >= minimum.amount for sample in disturbed):
+            outcome, reason = Outcome.UNCERTAIN, disturbed[0].invalid
+        elif highest >= minimum.amount:
+            outcome, reason = Outcome.UNCERTAIN, f"within the variation of the times: at most {highest:.4g} {unit}/s"
+    return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=unit)
+
+
+def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
+    """Return the unit and the amount of a step's work; ``None`` if the work is unknown.
+
+    The budget decides the unit, also for a number from ``items=``.
+    """
+    work = measurement.work
+    if minimum is not None:
+        if minimum.of == "steps":
+            return minimum.of, 1.0
+        if ITEMS in work:
+            return minimum.of, work[ITEMS]
+        if minimum.of in work:
+            return minimum.of, work[minimum.of]
+    return next(iter(work.items()), None)
+
+
+def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
+    """Return a sentence if ``max_slowdown`` has no effect on ``measurements``; otherwise ``None``."""
+    if any(measurement.times is not None for measurement in measurements):
+        return None
+    return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
+
+
+def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
+    """Return a sentence if ``min_throughput`` has no effect on ``measurements``; otherwise ``None``."""
+    timed = [measurement for measurement in measurements if measurement.times is not None]
+    if not timed:
+        return _nothing_timed(f"min_throughput={str(minimum)!r}")
+    if any((work := work_of(measurement, minimum)) is not None and work[0] == minimum.of for measurement in timed):
+        return None
+    units = sorted({name for measurement in timed for name in measurement.work})
+    clause = (
+        f"the work of its steps is only known in {' and '.join(units)}" if units else "the work of its steps is unknown"
+    )
+    return f"min_throughput={str(minimum)!r} has no effect: {clause}; give items=, the number of {minimum.of} in a step"
+
+
+def _nothing_timed(limit: str) -> str:
+    return (
+        f"{limit} has no effect: no step of this test was timed; measure one with "
+        "gpumem.measure, train_step or infer_step"
+    )

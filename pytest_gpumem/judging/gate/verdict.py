@@ -1,0 +1,366 @@
+"""Verdicts of the gate on metrics, measurements and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.facts.measurement import Measurement, changed_releases
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.operator_counts import Tallies
+from pytest_gpumem.facts.values.plain import KEY
+from pytest_gpumem.judging.gate.difference import Difference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Outcome(str, Enum):
+    """The verdicts, from the least to the most serious.
+
+    Each metric gets a verdict. A measurement has the most serious verdict among its metrics. A test has the most serious
+    verdict among its measurements. A test that fails by itself is not judged.
+
+    With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
+    """
+
+    RECORDED = "recorded"
+    """Measured and shown, but nothing was compared: there is no budget, and the session compares with no baseline.
+    ``--gpumem-strict`` fails a test if none of its figures was compared with anything."""
+    OK = "ok"
+    """Within the budget, and within the tolerance of the baseline. A test that measures nothing is ``ok`` if a relation that it
+    asserts holds (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
+    IMPROVED = "improved"
+    """Better than the baseline by more than the tolerance."""
+    NEW = "new"
+    """The test has no baseline on any device.
+
+    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds the metric. In the
+    opposite case, only the baseline has a metric in bytes or counts, or the metric cannot be compared between an emulated GPU
+    and a real GPU. This is a note and no verdict.
+
+    A time is ``new`` if the baseline has no times. Memory and counts were compared, so the measurement keeps their verdict, for
+    example ``ok``. A note and the last line of the output count such tests, and only ``--gpumem-strict`` fails them."""
+    FOREIGN = "foreign"
+    """The test has baselines on other devices only. The output names these devices. A time with ``max_slowdown`` is ``foreign``
+    if the baseline's time comes from another machine."""
+    STALE = "stale"
+    """The baseline belongs to another workload, for example to another batch size, and no figure in bytes grew by more than its
+    tolerance. The output says what differs, and shows both figures."""
+    UNMEASURED = "unmeasured"
+    """Nothing could be measured, for example without a GPU, or the device held no tensor at any time. The output says why.
+    ``--gpumem-strict`` does not fail a test that pytest skipped."""
+    UNCERTAIN = "uncertain"
+    """Worse than the baseline, but possibly not because of the code:
+
+    - the peaks of the steps differ, and the increase may be chance
+    - a count differs from step to step, and its smallest value is within the tolerance
+    - an environment detail differs, and this metric depends on it. For example, counts depend on the torch release. Each
+      [metric](metrics.md) names its details
+    - for a time: the samples do not show a slowdown
+
+    A difference between environments never explains more than 40 % of growth in bytes."""
+    MISSING = "missing"
+    """The test ended, and a baseline on this device belongs to a measurement that the test no longer takes.
+
+    A test is also ``missing`` if it was not measured although its baseline's device is available. For example, the test lost
+    its marker, its fixture or its pattern in ``mark``, or its marker or the settings now name an unavailable device. The
+    baseline's device is the session's device, or the device that the marker named when the baseline was recorded."""
+    REGRESSED = "regressed"
+    """Worse than the baseline by more than the tolerance. A figure in bytes regresses even if the baseline belongs to another
+    workload."""
+    OVER_BUDGET = "over_budget"
+    """Above a limit from a marker or the settings, or below ``min_throughput``."""
+
+    @property
+    def words(self) -> str:
+        return self.value.replace("_", " ")
+
+    @property
+    def importance(self) -> int:
+        """The outcome's index, in ascending order by importance."""
+        return list(Outcome).index(self)
+
+
+ALWAYS_FAILING = frozenset({Outcome.OVER_BUDGET})
+"""The verdicts that fail a test in every session."""
+FAILING = ALWAYS_FAILING | {Outcome.MISSING, Outcome.REGRESSED}
+"""The verdicts that fail a test with ``--gpumem-baseline``."""
+PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
+"""The verdicts that do not fail a test with ``--gpumem-strict``."""
+COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
+CHANGED = COMPARED - {Outcome.OK}
+WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
+"""The outcomes for a metric that is worse or may be worse, in ascending order by importance."""
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the most important outcome, or `Outcome.RECORDED` if there are no outcomes."""
+    return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricVerdict:
+    """The verdict on one metric. Values are in the metric's unit."""
+
+    metric: str
+    """The name of the metric."""
+    outcome: Outcome
+    """The [verdict](verdicts.md) as a word: ``regressed``."""
+    value: float
+    """The measured value."""
+    baseline: float | None = None
+    """The value in the baseline; ``None`` without a baseline."""
+    allowed: float | None = None
+    """The tolerated change; ``None`` if nothing was compared."""
+    budget: float | None = None
+    """The limit; ``None`` without a limit."""
+    reason: str | None = None
+    """The reason why the value was not compared, or is uncertain."""
+    interval: tuple[float, float] | None = None
+    """The ends of the 95 % confidence interval of a time's ratio to the baseline."""
+    of: str | None = None
+    """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
+    gpu: str | None = None
+    """The GPU whose bytes decided, ``cuda:1``, if the step used several GPUs."""
+
+    @property
+    def gated(self) -> bool:
+        """True if the value was compared with anything: a budget, or a comparable baseline."""
+        return self.budget is not None or self.outcome in COMPARED
+
+    @property
+    def lacks_time(self) -> bool:
+        """True if this is a time, and the measurement's baseline has no time yet."""
+        return self.metric == "step_time" and self.outcome is Outcome.NEW
+
+
+UNKNOWN_RELEASE = "?"
+"""The torch release in an origin if the baseline does not record a release."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The origin of a baseline."""
+
+    recorded: str
+    """The date of the recording, in UTC: ``2026-11-21``."""
+    device: str
+    """The name of the device for people."""
+    torch: str
+    """The version of torch."""
+    commit: str | None = None
+    """The abbreviated hash of the checked-out commit; ``None`` outside a git repository."""
+    reason: str | None = None
+    """The reason for accepting the baseline, in one line; ``None`` without a reason."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Versions by name, as `Environment.packages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerTest:
+    """A deleted test with an unused baseline: a new test may be this test under another name."""
+
+    file: str
+    """The file of the former test, from the root directory."""
+    test: str
+    """The id of the former test without its file."""
+    metrics: tuple[MetricVerdict, ...] = ()
+    """The verdicts on bytes and counts against this baseline, except for ``ok``, the most important first."""
+    accept: str = ""
+    """The command for accepting the new test's figures."""
+    prune: str = ""
+    """The command for removing the baseline, in case the two tests are different."""
+
+    @property
+    def fits(self) -> bool:
+        """True if all bytes and counts equal the baseline's, within their tolerances."""
+        return not self.metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on one measurement."""
+
+    measurement: Measurement
+    """The measurement."""
+    metrics: tuple[MetricVerdict, ...]
+    """The verdict on each metric."""
+    origin: Origin | None = None
+    """The origin of the baseline; ``None`` without a baseline."""
+    reason: str | None = None
+    """A sentence with the reason why no comparison was possible; ``None`` after a comparison."""
+    elsewhere: tuple[str, ...] = ()
+    """The devices with baselines, if this device has none."""
+    difference: Difference | None = field(default=None, metadata={KEY: "growth"})
+    """The changes in the peak's composition, if both sides have a composition."""
+    count_changes: Mapping[str, Tallies] = field(default_factory=dict)
+    """The changed operators for each larger count, if both sides know its operators. Disappeared operators have
+    negative numbers."""
+    candidates: tuple[FormerTest, ...] = ()
+    """The unused baselines with the same step, batch and device, if the measurement has no baseline, because the test may have
+    been renamed."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The most important outcome among its metrics. A time without a baseline does not count."""
+        return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
+
+    @property
+    def lacks_time(self) -> bool:
+        """True if a time was measured, and the baseline has no times."""
+        return any(metric.lacks_time for metric in self.metrics)
+
+    @property
+    def gated(self) -> bool:
+        return any(metric.gated for metric in self.metrics)
+
+    @property
+    def changed_packages(self) -> tuple[str, ...]:
+        """A clause for each package with another release, torch included: ``"transformers 4.38.2, was 4.37.2"``."""
+        if self.origin is None:
+            return ()
+        baseline_releases = {
+            **self.origin.packages,
+            **({} if self.origin.torch == UNKNOWN_RELEASE else {"torch": self.origin.torch}),
+        }
+        return changed_releases(baseline_releases, self.measurement.environment.releases)
+
+    @property
+    def deciding(self) -> MetricVerdict | None:
+        """The metric with the measurement's outcome, or ``None`` if no metric changed.
+
+        If several metrics have this outcome, the result is the metric for a failure's headline. Example: ``retained``, if a
+        test keeps more bytes and its peak is unchanged.
+        """
+        changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
+        return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)
+
+    def of(self, name: str) -> MetricVerdict | None:
+        """Return the verdict on the metric called ``name``, or ``None`` if it was not measured."""
+        return next((metric for metric in self.metrics if metric.metric == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A test's cell in one matrix of step configs (``gpumem_configs``)."""
+
+    matrix: str
+    """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
+    config: str
+    """The text of the step config."""
+    index: int
+    """The row's number. Reports compare all rows with the lowest number, which is 0 if the test has no other parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """The location of a test's function."""
+
+    file: str
+    """The file, from the root directory."""
+    line: int
+    """The line, from 1."""
+
+
+SKIPPED = "it was skipped"
+"""The reason why a test that skipped itself was not measured."""
+
+NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of mark matches it"
+"""The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
+
+FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
+"""The parts of a test's run in which it can fail: a pytest phase, a subtest, or the process (by a crash)."""
+
+WHY_FAILED: Mapping[FailedIn | None, str] = {
+    "setup": "its set-up failed",
+    "call": "the test itself failed",
+    "subtest": "a subtest failed",
+    "teardown": "its tear-down failed",
+    "worker": "the process that ran it crashed",
+    None: "it failed in its set-up, its tear-down or a subtest",
+}
+"""A clause with the reason why a test failed by itself. ``None`` stands for an unknown part of the test's run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestVerdict:
+    """The verdict on a test."""
+
+    __test__ = False
+
+    file: str
+    """The test file, from the root directory. The test's id is ``file::test``."""
+    test: str
+    """The test's id without its file: ``TestTrain::test_step[fp32]``."""
+    verdicts: tuple[Verdict, ...] = ()
+    """The verdict on each measurement."""
+    unmeasured: str | None = None
+    """The reason why nothing was measured, as a clause; ``None`` if the test was measured."""
+    failed_by_itself: bool = False
+    """True if the test failed for another reason than the gate."""
+    relations: int = 0
+    """The number of relations that the test asserted with the fixture, all of them true."""
+    cell: Cell | None = None
+    """The test's cell in a matrix of step configs; ``None`` outside a matrix."""
+    location: Location | None = None
+    """The location of the test's function; ``None`` if pytest does not know the location."""
+    failure: str | None = None
+    """The text of the gate's failure; ``None`` if the test passed the gate."""
+    missing: tuple[str, ...] = ()
+    """The names of measurements that the test did not take although they have baselines on this device."""
+    missing_on: tuple[str, ...] = ()
+    """The slugs of these baselines' devices, if the test names another device and this machine lacks that device."""
+    accept: str | None = None
+    """The command for accepting the change behind the gate's failure; ``None`` without such a command."""
+    bisect: str | None = None
+    """The command for finding the package behind a regression; ``None`` if the packages equal the baseline's."""
+    named_device: str | None = None
+    """The device that the test's marker names; ``None`` if the test runs on the session's device."""
+
+    @property
+    def nodeid(self) -> str:
+        """``tests/test_gpt.py::TestTrain::test_step[fp32]``."""
+        return f"{self.file}::{self.test}"
+
+    @property
+    def outcome(self) -> Outcome:
+        outcomes = [Outcome.MISSING] if self.missing else []
+        if self.unmeasured:
+            return worst([Outcome.UNMEASURED, *outcomes])
+        outcomes += [Outcome.OK] if self.relations and not self.verdicts else []
+        return worst([*outcomes, *map(self.outcome_of, self.verdicts)])
+
+    def outcome_of(self, verdict: Verdict) -> Outcome:
+        """Return a measurement's outcome. A time without a baseline counts only if the test failed."""
+        counts = verdict.lacks_time and self.failure is not None
+        return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
+
+    @property
+    def lacks_time(self) -> bool:
+        """True if the only open point about the time is its missing baseline."""
+        return not self.unmeasured and self.failure is None and any(verdict.lacks_time for verdict in self.verdicts)
+
+    @property
+    def missing_text(self) -> str | None:
+        """Return a sentence that names the baselines without a measurement; ``None`` if there are none."""
+        if not self.missing:
+            return None
+        names = ", ".join(self.missing)
+        if self.missing_on:
+            devices = ", ".join(self.missing_on)
+            return f"it has baselines on {devices} ({names}) and is not measured there any more: {self.unmeasured}"
+        if self.unmeasured:
+            return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
+        return f"it has baselines on this device for measurements that it no longer takes: {names}"
+
+    @property
+    def gated(self) -> bool:
+        return not self.unmeasured and (self.relations > 0 or any(verdict.gated for verdict in self.verdicts))
+
+    @property
+    def compared(self) -> bool:
+        """True if any figure was compared with a baseline."""
+        return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)

@@ -1,0 +1,305 @@
+"""The calls from `CudaDevice` to torch.cuda, without any decisions.
+
+Tests replace this module with recorded statistics from a real GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.values.option_words import NO_CUDA
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.devices.cuda_history import history_of
+from pytest_gpumem.measuring.devices.nvml import NvmlGpu
+from pytest_gpumem.measuring.devices.proc import is_of_session, workers_of_session
+from pytest_gpumem.measuring.devices.profiled import launches_of, profiled
+from pytest_gpumem.torch_support.private_api import (
+    MOST_ENTRIES,
+    beneath_modes,
+    clear_cublas_workspaces,
+    cublas_workspace_sizes,
+    cuda_has_allocated,
+    cuda_history_is_on,
+    cuda_snapshot,
+    in_backward,
+    run_in_backward,
+    start_cuda_history,
+    stop_cuda_history,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from pytest_gpumem.facts.values.events import Token
+    from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
+    from pytest_gpumem.measuring.devices.nvml import GpuState
+    from pytest_gpumem.torch_support.private_api import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProperties:
+    """Properties of a GPU.
+
+    ``total_memory`` is in bytes. ``driver`` is ``"unknown"`` if NVML does not answer. ``uuid`` identifies the physical GPU.
+    ``capability`` is the compute capability, (9, 0) on an H100.
+    """
+
+    name: str
+    total_memory: int
+    driver: str
+    uuid: str
+    capability: tuple[int, int]
+
+
+@dataclass(slots=True)
+class RecordedRegion:
+    """A recording of a region, filled at the region's end.
+
+    ``tokens`` come from the profiler, in the order of its event tree. ``history`` and ``snapshot`` come from the allocator if
+    they were requested. ``profiles`` come from `profiled`.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    history: list[HistoryEntry] = field(default_factory=list)
+    snapshot: dict[str, Any] | None = None
+    profiles: list[Profile] = field(default_factory=list)
+
+
+def gpus_beside(device: torch.device) -> list[int]:
+    """Return the indices of all other visible GPUs."""
+    import torch
+
+    return [index for index in range(torch.cuda.device_count()) if index != device.index]
+
+
+class TorchCuda:
+    """The calls to torch.cuda for a GPU, by default the current GPU. Raises `DeviceUnavailable` if there is no GPU."""
+
+    def __init__(self, index: int | None = None) -> None:
+        import torch
+
+        if torch.version.cuda is None and torch.version.hip is None:
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} is built without CUDA")
+        with warnings.catch_warnings():
+            # torch reports a missing or old driver with a warning, and a suite may turn warnings into errors.
+            warnings.simplefilter("ignore")
+            available = torch.cuda.is_available()
+        if not available:
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} cannot initialise CUDA: {error}") from None
+        self._index = torch.cuda.current_device() if index is None else index
+
+    def torch_device(self) -> torch.device:
+        import torch
+
+        # A mode of the test would see even this call.
+        with beneath_modes():
+            return torch.device("cuda", self._index)
+
+    def properties(self) -> GpuProperties:
+        import torch
+
+        properties = torch.cuda.get_device_properties(self._index)
+        return GpuProperties(
+            properties.name,
+            properties.total_memory,
+            self._nvml.driver_version(),
+            str(properties.uuid),
+            (properties.major, properties.minor),
+        )
+
+    def statistics(self) -> dict[str, int]:
+        import torch
+
+        return dict(torch.cuda.memory_stats(self._index))
+
+    def has_allocated(self) -> bool:
+        """Return whether this process has ever allocated on the GPU, ten times faster than `statistics`."""
+        return cuda_has_allocated(self._index)
+
+    def reset_peaks(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def clear_workspaces(self) -> None:
+        clear_cublas_workspaces()
+
+    def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
+        """Have cuBLAS allocate its workspace for a stream, as before a matrix product, unless the workspace exists.
+
+        Each thread has its own workspace. If the GPU's memory is full, nothing is allocated.
+
+        Args:
+            stream: The stream's handle; by default the current stream.
+            in_backward: Whether to allocate the workspace for autograd's backward thread instead of the calling thread.
+        """
+        import torch
+
+        cuda_stream = torch.cuda.current_stream(self._index)
+        if stream == 0:
+            cuda_stream = torch.cuda.default_stream(self._index)
+        elif stream not in (None, cuda_stream.cuda_stream):
+            cuda_stream = torch.cuda.ExternalStream(stream, self._index)  # type: ignore[no-untyped-call]
+        with (
+            suppress(torch.OutOfMemoryError),
+            torch.cuda.device(self._index),
+            torch.cuda.stream(cuda_stream),
+            beneath_modes(),
+        ):
+            if in_backward:
+                run_in_backward(torch.cuda.current_blas_handle, self.torch_device())
+            else:
+                torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
+    def workspace_sizes(self) -> frozenset[int]:
+        return cublas_workspace_sizes()
+
+    def empty_cache(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._index)
+
+    def finish_backward(self) -> None:
+        """Wait until autograd's backward thread has released its tensors."""
+        if not in_backward():
+            with beneath_modes():
+                run_in_backward(lambda: None, self.torch_device())
+
+    def allocate(self, nbytes: int) -> object:
+        import torch
+
+        with beneath_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
+
+    def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]:
+        """Return the seconds of each run from events on the stream. The host waits for the GPU only after the last run.
+
+        Args:
+            runs: The functions to run in sequence.
+            beside: Other GPUs' indices. The stream waits for these GPUs after each run.
+        """
+        import torch
+
+        borders = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._index)
+        borders[0].record()
+        for run, border in zip(runs, borders[1:], strict=True):
+            run()
+            for index in beside:
+                torch.cuda.current_stream(self._index).wait_event(torch.cuda.current_stream(index).record_event())
+            border.record(torch.cuda.current_stream(self._index))
+        borders[-1].synchronize()
+        return [float(start.elapsed_time(end)) / 1e3 for start, end in itertools.pairwise(borders)]
+
+    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
+        return launches_of(run, self.synchronize)
+
+    def gpu(self) -> GpuState:
+        return self._nvml.now(is_of_session, workers_of_session())
+
+    def sm_clock(self) -> float | None:
+        return self._nvml.sm_clock()
+
+    def segments(self) -> list[dict[str, Any]]:
+        import torch
+
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in segments if segment["device"] == self._index]
+
+    @contextmanager
+    def recorded(self, *, with_history: bool, operands: bool = True) -> Iterator[RecordedRegion]:
+        """Record a region.
+
+        Backward runs on a thread of its own, as without a recording, because each thread has its own cuBLAS workspace
+        (33,554,432 bytes on an H100). On a single thread, the step would need less memory than the measured step.
+
+        Args:
+            with_history: Whether to record the allocator's history as well.
+            operands: Whether to record the operators' input tensors, as in `profiled`.
+
+        Yields:
+            A recording that is filled at the end.
+
+        Raises:
+            MeasuringError: The recording was cut short.
+        """
+        region = RecordedRegion()
+        if not with_history:
+            with profiled(region.tokens, self.torch_device(), operands=operands) as region.profiles:
+                yield region
+                self.synchronize()
+            return
+        with _history(frames=True) as before:
+            with profiled(region.tokens, self.torch_device(), operands=operands) as region.profiles:
+                yield region
+                self.synchronize()
+            region.snapshot = cuda_snapshot()
+            # In a thread that the program started, our own allocations have frames like other threads' allocations.
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
+            region.history = history_of(entries, threads_apart=in_main_thread)
+
+    @contextmanager
+    def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
+        """Yield a mapping from GPU indices to block events, filled at the end unless there were too many events."""
+        histories: dict[int, Sequence[HistoryEntry]] = {}
+        with _history(frames=False) as before:
+            yield histories
+            for index, trace in enumerate(cuda_snapshot()["device_traces"]):
+                if before or len(trace) < MOST_ENTRIES:
+                    histories[index] = history_of(trace[before.get(index, 0) :])
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Return the free bytes and the total bytes of the GPU."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self._index)
+        return int(free), int(total)
+
+    def bytes_of_process(self) -> int | None:
+        """Return this process's bytes on the GPU, including its context; ``None`` if NVML does not report them."""
+        return self._nvml.bytes_of(os.getpid())
+
+    def limit(self, fraction: float) -> None:
+        """Limit the allocator to this ``fraction`` of the GPU's memory. An allocator without limits ignores this call."""
+        import torch
+
+        with suppress(RuntimeError):
+            torch.cuda.set_per_process_memory_fraction(fraction, self._index)
+
+    @cached_property
+    def _nvml(self) -> NvmlGpu:
+        import torch
+
+        return NvmlGpu(str(torch.cuda.get_device_properties(self._index).uuid))
+
+
+@contextmanager
+def _history(*, frames: bool) -> Iterator[Mapping[int, int]]:
+    """Record the allocator's history. Yield each GPU's earlier history length if the program records as well."""
+    if cuda_history_is_on():
+        yield {index: len(trace) for index, trace in enumerate(cuda_snapshot()["device_traces"])}
+        return
+    start_cuda_history(frames=frames)
+    try:
+        yield {}
+    finally:
+        stop_cuda_history()

@@ -1,0 +1,96 @@
+"""The lines that create tensors or call operators, in forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.values.layers import folded
+from pytest_gpumem.facts.values.operator_counts import NOWHERE, OperatorSite
+from pytest_gpumem.facts.values.source_lines import all_chains
+from pytest_gpumem.measuring.explain.tracker import Tracker, function_mode
+from pytest_gpumem.torch_support.private_api import next_node_number, running_node_number
+from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from pytest_gpumem.measuring.explain.sites import Site, Sites
+
+
+@contextmanager
+def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
+    """Within the context, store in ``by_address`` the calling line for each tensor made by a torch function."""
+    import torch
+
+    def addresses(value: object) -> set[int]:
+        tensors = (tensor for tensor in tensors_in(value) if type(tensor) in (torch.Tensor, torch.nn.Parameter))
+        return {storage.data_ptr() for tensor in tensors if (storage := storage_of(tensor)) is not None}
+
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        # In-place functions return an argument, which they did not create.
+        returned = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
+        for address in returned and returned - addresses((args, kwargs)):
+            by_address[address] = sites.caller_site(2)
+        return result
+
+    with function_mode(call):
+        yield
+
+
+class OperatorSites:
+    """Finder for the places of operators during one run of a step."""
+
+    def __init__(self, sites: Sites, device: torch.device) -> None:
+        self._sites = sites
+        self._tracker = Tracker(device, sites, "modules", snapshots=False)
+        self._first_number = next_node_number()
+        self._made: dict[int, tuple[int, OperatorSite]] = {}
+        """The thread and place in which each graph node was created, by autograd's number. Each thread counts its own nodes."""
+        self._at_line: dict[tuple[str, str], OperatorSite] = {}
+        """The place of the first forward operator at each line."""
+        self.modules: set[str] = set()
+        """The paths of all modules in which operators ran."""
+        self._in_module: dict[tuple[str, str], OperatorSite] = {}
+        """The place of the first forward operator for each module and library line."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Track module calls within the context."""
+        return self._tracker.watching()
+
+    def operator_site(self) -> OperatorSite:
+        """Return the place of the operator that runs next. Call this for each operator, because views create nodes too."""
+        module, site = self._tracker.module, self._sites.caller_site(2)
+        self.modules.add(module)
+        number = running_node_number()
+        place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
+        line = site.user, site.library
+        if number is None:
+            # The folded path stands for any layer, because recomputed code in backward does not show its layer.
+            self._at_line.setdefault(line, replace(place, module=folded(module)))
+            self._in_module.setdefault((module, site.library), place)
+        elif site.user or site.library:
+            # This is Python code in a node: a recomputed part, or the backward of an autograd function.
+            if not module:
+                place = self._at_line.get(line, place)
+            elif not site.user:
+                place = self._in_module.get((module, site.library), place)
+        else:
+            return self._made.get(number, (0, NOWHERE))[1]
+        self._remember(place)
+        return place
+
+    def _remember(self, place: OperatorSite) -> None:
+        # If autograd creates a node for the operator, autograd creates the node before the operator runs.
+        number, thread = next_node_number() - 1, threading.get_ident()
+        if threading.current_thread() is threading.main_thread() and number < self._first_number:
+            return
+        creating_thread, _ = self._made.setdefault(number, (thread, place))
+        if creating_thread != thread:
+            self._made[number] = creating_thread, NOWHERE

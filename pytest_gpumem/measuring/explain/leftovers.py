@@ -1,0 +1,156 @@
+"""Leftovers: older blocks from earlier steps, matched with the blocks of the recorded step. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.measuring.explain.survivors import survivors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_gpumem.measuring.explain.blocks import Lifetime, Timeline
+
+
+_MOST_PLACES = 4
+"""The most blocks without an owner for each input of the same size. With more, the inputs are no leftovers."""
+
+
+def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
+    """Return the blocks of a timeline. Each leftover is matched with a block that the step made in the same way.
+
+    A leftover belongs to the step if ``own_bytes``, the step's bytes when it began, have room for it beside the step's other
+    older blocks.
+
+    Example:
+        Each step appends 40 bytes to a list. The recorded step finds 3 older blocks with 40 bytes, and ``own_bytes`` are 80.
+        So 2 of the 3 blocks are the step's own, with the line that appends. A later step left the third block.
+    """
+    matches = _Matches(timeline)
+    lifetimes = timeline.lifetimes
+    room = own_bytes - sum(
+        block.nbytes for block in lifetimes if block.is_older and block.own and not matches.is_leftover(block)
+    )
+    blocks = [block for block in lifetimes if not matches.is_leftover(block)]
+    for block in _in_turn(filter(matches.is_leftover, lifetimes), matches):
+        # Later steps cannot have kept a block freed by this step, so it needs no room.
+        if block.nbytes <= room or (block.own and block.freed is not None):
+            room -= block.nbytes
+            blocks.append(replace(block, own=True, matched=matches.next_for(block)))
+        else:
+            blocks.append(replace(block, own=False))
+    if timeline.following:
+        blocks = _without_later_leaks(blocks, own_bytes)
+    return tuple(sorted(blocks, key=lambda block: (block.allocated, block.address)))
+
+
+class _Matches:
+    """Blocks from the recorded step, by size, for older blocks made by an earlier step in the same way.
+
+    If all following steps keep a block, the block matches an older block that these steps keep. If a following step frees a
+    block, the block matches an older block freed by the recorded step.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        remaining = [block for block in timeline.lifetimes if not block.is_older and block.freed is None]
+        later = [
+            block
+            for step in timeline.following
+            for block in step.lifetimes
+            if not block.is_older and block.freed is None and block.is_kept
+        ]
+        # Later steps may keep blocks with other sizes, for example batches.
+        self._lasting = {**_by_size(later), **_by_size(block for block in remaining if block.is_kept)}
+        for pool in survivors_of(timeline).ambiguous if timeline.following else ():
+            # Nothing shows which blocks of this size were kept, so none of them gives an older kept block its line.
+            self._lasting.pop(pool.blocks[0].nbytes, None)
+        self._passing = _by_size(block for block in remaining if not block.is_kept and block.label is None)
+        self._turns: dict[int, Iterator[Lifetime]] = {}
+        older = [block for block in timeline.lifetimes if block.is_older and block.is_kept]
+        self._inputs = Counter(block.nbytes for block in older if _is_lasting_input(block))
+        self._without_owner = Counter(block.nbytes for block in older if block.label is None)
+
+    def is_leftover(self, block: Lifetime) -> bool:
+        """Return whether an earlier step may have left a block.
+
+        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is no leftover if
+        the older blocks with its size are few inputs and many blocks without an owner, because a leak consists of many blocks.
+        Example: a batch is the input, and a module has 30 leaked tensors with the batch's size. But if a step keeps tensors
+        in a closure and in a module, the inputs and the blocks without an owner are both many.
+        """
+        has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
+        return block.is_older and not has_owner and bool(self._matching(block))
+
+    def _many_inputs(self, nbytes: int) -> bool:
+        inputs, unowned = self._inputs[nbytes], self._without_owner[nbytes]
+        return inputs > unowned or (inputs > 1 and inputs * _MOST_PLACES >= unowned)
+
+    def each_step(self, nbytes: int, freed: int) -> int:
+        """Return how many blocks with ``nbytes`` each step keeps, if the step frees ``freed`` older blocks of this size."""
+        if nbytes in self._lasting:
+            return len(self._lasting[nbytes])
+        return max(1, len(self._passing[nbytes]) - freed)
+
+    def next_for(self, block: Lifetime) -> Lifetime:
+        """Return the match for a leftover. Blocks with the same size take turns."""
+        blocks = self._matching(block)
+        return next(self._turns.setdefault(id(blocks), cycle(blocks)))
+
+    def _matching(self, block: Lifetime) -> Sequence[Lifetime]:
+        lasting = self._lasting.get(block.nbytes, ())
+        return lasting if block.is_kept else self._passing.get(block.nbytes, lasting)
+
+
+def _is_lasting_input(block: Lifetime) -> bool:
+    return block.label is not None and block.label.category == "input" and bool(block.is_kept)
+
+
+def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:
+    by_size: dict[int, list[Lifetime]] = {}
+    for block in blocks:
+        by_size.setdefault(block.nbytes, []).append(block)
+    return by_size
+
+
+def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetime]:
+    """Return the blocks. Older blocks kept by steps after the peak's measurement no longer count as the step's own.
+
+    The step's own older blocks must not be more than ``own_bytes``. Blocks with the most frequent size stop counting first,
+    because a leak is many blocks with one size.
+    """
+    excess = sum(block.nbytes for block in blocks if block.is_older and block.own) - own_bytes
+    may_be_later = [
+        block
+        for block in blocks
+        if block.is_older and block.own and block.is_kept and (block.label is None or block.label.category == "input")
+    ]
+    number = Counter(block.nbytes for block in may_be_later)
+    dropped: set[int] = set()
+    for block in sorted(may_be_later, key=lambda block: (-number[block.nbytes], block.nbytes, -block.address)):
+        if excess <= 0:
+            break
+        excess -= block.nbytes
+        dropped.add(block.address)
+    return [replace(block, own=False) if block.is_older and block.address in dropped else block for block in blocks]
+
+
+def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]:
+    """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
+
+    Leftovers freed by the step come first, because later steps cannot have kept these. The others follow one step at a
+    time: as many blocks of each size as a step keeps, blocks with a known holder first.
+    """
+    ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
+    freed = Counter(block.nbytes for block in ordered if block.freed is not None)
+    seen: Counter[int] = Counter()
+    turns = []
+    for block in ordered:
+        if block.freed is not None:
+            turns.append(-1)
+            continue
+        turns.append(seen[block.nbytes] // matches.each_step(block.nbytes, freed[block.nbytes]))
+        seen[block.nbytes] += 1
+    return [block for _, block in sorted(zip(turns, ordered, strict=True), key=lambda pair: pair[0])]

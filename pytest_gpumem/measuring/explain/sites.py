@@ -1,0 +1,171 @@
+"""Source locations: the user's line, and the line in a library that the user's line called."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.base.requirements.installed import installed_file
+
+if TYPE_CHECKING:
+    import types
+
+    from pytest_gpumem.base.requirements.installed import Package
+    from pytest_gpumem.facts.values.source_lines import Chain
+
+
+# Torch's packages, pytest, and packages that call test functions.
+_NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
+
+_OVERRIDING = "handle_torch_function"
+"""The torch function by which an overridable Python function calls its override."""
+_OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
+"""Functions at which a search for callers ends, because they call a backward pass or a test."""
+
+
+MOST_CALLERS = 16
+"""The most callers that a site stores between the allocating line and the user's line, and the most above the user's line."""
+
+
+class Site(NamedTuple):
+    """The user's line and the library line that it called, as ``file.py:line``; empty if there is no such frame.
+
+    Example:
+        A user's model calls an attention layer in transformers: ``user`` is ``"model.py:38"`` and ``library`` is
+        ``"transformers 4.38.2: models/llama/modeling_llama.py:402"``.
+    """
+
+    user: str = ""
+    library: str = ""
+    callers: Chain = ()
+    """The calling frames, innermost first. They include ``user`` if there is a library frame."""
+
+
+class Function(NamedTuple):
+    """A function that calls a torch function directly. The name is empty if there is no such function."""
+
+    name: str = ""
+    caller: str = ""
+    """The line that calls the function."""
+    caller_function: str = ""
+    """The function that contains this line; empty if a module is called in between."""
+
+
+class _File(NamedTuple):
+    """A file and its displayed name."""
+
+    shown: str
+    is_users: bool = True
+    package: Package | None = None
+
+
+class Sites:
+    """Finder for source locations. User paths are relative to ``root``. Library paths begin with package and version."""
+
+    def __init__(self, root: Path) -> None:
+        import torch
+
+        self._root = root.resolve()
+        self._skipped = tuple(
+            str(Path(folder).resolve()) + "/"
+            for folder in (
+                Path(__file__).parents[2],
+                Path(torch.__file__).parent,
+                *(Path(str(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib")),
+            )
+        )
+        self._files: dict[str, _File | None] = {}
+        self.packages: set[Package] = set()
+        """The installed packages with code on the way to a site. To get the packages in a step, clear this set first."""
+
+    def caller_site(self, depth: int = 1) -> Site:
+        """Return the site of the caller, ``depth`` frames up."""
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
+        user = ""
+        # Dict keys, so a recursive function appears once.
+        beneath: dict[str, None] = {}
+        above: dict[str, None] = {}
+        while frame is not None and len(above) < MOST_CALLERS:
+            name = frame.f_code.co_filename
+            if name not in self._files:
+                self._files[name] = self._file(name)
+            file = self._files[name]
+            if file is not None:
+                line = f"{file.shown}:{frame.f_lineno}"
+                if user:
+                    above[line] = None
+                elif file.is_users:
+                    user = line
+                else:
+                    beneath[line] = None
+                    if file.package is not None:
+                        self.packages.add(file.package)
+            elif frame.f_code.co_name in _OUTERMOST:
+                break
+            frame = frame.f_back
+        library, *between = beneath or [""]
+        callers = [*between[:MOST_CALLERS], *([user] if user and library else []), *above]
+        return Site(user, library, tuple(callers))
+
+    def function(self, called: str, depth: int = 1, outermost: int = 0) -> Function:
+        """Return the function that calls a torch function directly, and its caller.
+
+        The result is empty if torch code calls the torch function. For example, an optimizer or ``clip_grad_norm_`` changes
+        grad mode. Lambdas and comprehensions belong to the surrounding function.
+
+        Args:
+            called: The torch function's name.
+            depth: The number of frames up to its caller.
+            outermost: The ``id`` of the frame that calls the current module.
+        """
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
+        name = ""
+        is_within = True
+        while frame is not None and (name or id(frame) != outermost):
+            is_within &= id(frame) != outermost
+            code = frame.f_code
+            if code.co_filename not in self._files:
+                self._files[code.co_filename] = self._file(code.co_filename)
+            file = self._files[code.co_filename]
+            if file is None and (code.co_name in _OUTERMOST if name else code.co_name not in (called, _OVERRIDING)):
+                break
+            if file is not None and not code.co_name.startswith("<"):
+                if name:
+                    return Function(name, f"{file.shown}:{frame.f_lineno}", code.co_name if is_within else "")
+                name = code.co_name
+            frame = frame.f_back
+        return Function(name)
+
+    def around(self, depth: int = 1, outermost: int = 0) -> str:
+        """Return the name of the innermost user or library function.
+
+        ``outermost`` is a frame's ``id``. The name is empty if the function is this frame or outside it.
+        """
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
+        while frame is not None and id(frame) != outermost:
+            code = frame.f_code
+            if code.co_filename not in self._files:
+                self._files[code.co_filename] = self._file(code.co_filename)
+            if self._files[code.co_filename] is not None and not code.co_name.startswith("<"):
+                return code.co_name
+            frame = frame.f_back
+        return ""
+
+    def _file(self, name: str) -> _File | None:
+        """Return the file named ``name``; ``None`` if frames in this file are skipped."""
+        if name.startswith("<"):
+            return None
+        path = Path(name).resolve()
+        installed = installed_file(path)
+        if installed is not None:
+            if installed.parts[0] in _NOT_THE_USERS or str(path).startswith(self._skipped[:2]):
+                return None
+            return _File(installed.shown, is_users=False, package=installed.package)
+        if str(path).startswith(self._skipped):
+            return None
+        if path.is_relative_to(self._root):
+            return _File(path.relative_to(self._root).as_posix())
+        # Outside the root: the last two parts are probably the same on another machine.
+        return _File(PurePath(*path.parts[-2:]).as_posix())

@@ -1,0 +1,212 @@
+"""A prepared step, with methods that measure, explain and time it, and find the lines of its counted operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.measuring.explain.call_sites import OperatorSites
+from pytest_gpumem.measuring.explain.recording import ExpectedFigures, Subject, phase
+from pytest_gpumem.measuring.measure.counting import TALLIED, with_lines
+from pytest_gpumem.measuring.measure.growth import WINDOW
+from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
+from pytest_gpumem.measuring.measure.reading import run_phases
+from pytest_gpumem.measuring.measure.runner import SECONDS_BETWEEN_SAMPLES, first_times, measure_step, sample_again
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from pytest_gpumem.facts.measurement import Workload
+    from pytest_gpumem.facts.values.composition import Explanation
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.explain.sites import Site
+    from pytest_gpumem.measuring.explain.tracker import Tracker
+    from pytest_gpumem.measuring.measure.context import MeasuringContext
+    from pytest_gpumem.measuring.measure.reading import Phase
+    from pytest_gpumem.measuring.measure.settling import StepFigures
+
+MOST_SAMPLES = 3
+"""The most time samples: two, and a third if one shows a slowdown and the other is uncertain."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """Result of measuring a step."""
+
+    figures: StepFigures
+    workload: Workload
+    work: Mapping[str, float]
+    """The step's ``samples``, ``tokens`` or ``items``, by name. Throughput counts the first name.
+
+    Example: ``{"samples": 8, "tokens": 2048}``.
+    """
+    notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+    """The number of module calls repeated in backward; ``None`` if this is no training step."""
+    is_over: bool = False
+    """True if the step cannot run again, because its loop has ended."""
+
+    @property
+    def may_be_timed(self) -> bool:
+        """True if the step has no times yet and can run again."""
+        return self.figures.times is None and not self.is_over
+
+    @property
+    def may_be_timed_again(self) -> bool:
+        times = self.figures.times
+        return times is not None and len(times.samples) < MOST_SAMPLES and not self.is_over
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics: bytes, counts, seconds, items per second."""
+        figures = self.figures
+        metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
+        times = figures.times
+        if times is not None:
+            metrics["step_time"] = times.median
+            metrics |= {f"{name}_time": seconds for name, seconds in times.phases.items()}
+            items = next(iter(self.work.values()), None)
+            if items is not None and times.median > 0:
+                metrics["throughput"] = items / times.median
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStep:
+    """A step that is ready to run.
+
+    ``model`` is ``None`` if the test passed a function. If a step changes ``state()``, the next step may differ from this step.
+    """
+
+    context: MeasuringContext
+    workload: Workload
+    work: Mapping[str, float]
+    """The samples, tokens or items in a step, as in `MeasuredStep`."""
+    phases: Sequence[Phase]
+    other_bytes: Sequence[int]
+    """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
+    held: object
+    """Objects from which all tensors can be reached that are live between two steps."""
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    batch: object = None
+    is_compiled: bool = False
+    state: Callable[[], object] | None = None
+    notes: tuple[str, ...] = ()
+    recomputed: Callable[[], int] | None = None
+    """Returns the number of module calls repeated in backward. Call this after the first run."""
+    creation_sites: Mapping[int, Site] = field(default_factory=dict)
+    buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """``DistributedDataParallel``'s copies of gradients, by address."""
+
+    def measure(self) -> MeasuredStep:
+        """Run the step until its peak repeats, then measure its memory and its counts."""
+        figures = measure_step(
+            self.phases,
+            self.context.device,
+            other_bytes=self.other_bytes,
+            state=self.state,
+            is_compiled=self.is_compiled,
+            peak_only=self.context.peak_only,
+        )
+        recomputed = None if self.recomputed is None else self.recomputed()
+        return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
+
+    def time(self, step: MeasuredStep) -> MeasuredStep:
+        """Return the measured ``step`` with its times, or ``step`` itself if this session times no steps.
+
+        Explain a step before timing: timing runs hundreds of steps, and a leak grows in each step.
+        """
+        time_budget = self.context.time_budget
+        if time_budget is None or not step.may_be_timed:
+            return step
+        times = first_times(self.phases, self.context.device, self._storages, time_budget)
+        return replace(step, figures=replace(step.figures, times=times))
+
+    def time_again(self, step: MeasuredStep) -> MeasuredStep:
+        """Return the timed ``step`` with another time sample."""
+        times, time_budget = step.figures.times, self.context.time_budget
+        assert times is not None, "only a step with times is timed again"
+        assert time_budget is not None, "same"
+        context, seconds = self.context, time_budget.second_sample
+        sample = sample_again(self.phases, context.device, self._storages, seconds)
+        time_budget.spend_on_second_sample(SECONDS_BETWEEN_SAMPLES + sample.spent)
+        times = replace(times, samples=(*times.samples, sample))
+        return replace(step, figures=replace(step.figures, times=times))
+
+    def locate(self, step: MeasuredStep) -> MeasuredStep:
+        """Run the step once more, and return ``step`` with the lines of its counted operators."""
+        counted, context = step.figures.counted, self.context
+        # Launches are counted by the GPU, which does not know lines.
+        has_lines = any(counted.by_operator.get(name) for name in TALLIED)
+        if not context.device.consensus.any(has_lines):
+            return step
+        assert context.sites is not None, "only called if steps are explained"
+        places = OperatorSites(context.sites, context.device.torch_device)
+        with cyclic_collector_off(), restored_random_numbers(context.device), context.device.peak_ignored():
+            counted = with_lines(self._run_counted, context.device, counted, places)
+        return replace(step, figures=replace(step.figures, counted=counted))
+
+    def _run_counted(self) -> None:
+        """Run the step under the counters. `PreparedLoop` overrides this method."""
+        run_phases(self.phases)
+
+    def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
+        """Record another run, and explain the peak.
+
+        Args:
+            step: The measured step.
+            device: The name of the GPU with the peak, if the step uses several GPUs.
+
+        Returns:
+            The explanation, or a clause with the reason why the peak cannot be explained.
+        """
+        figures, peak_device = step.figures, self.context.device_named(device)
+        grows = any(figures.growth.values())
+        device_figures = figures.devices[str(peak_device.torch_device)]
+        memory = device_figures.latest_keeping_run if grows else device_figures.memory
+        alike = self.context.device.consensus.all(figures.allocates_equally)
+        expected = ExpectedFigures(
+            memory.memory_metrics()["peak_allocated"],
+            memory.turnover if peak_device.turnover() and alike else None,
+            memory.own if grows else None,
+            device_figures.growth if grows else 0,
+            # If some steps keep no bytes, record as many steps as growth is measured in.
+            steps=max(1 if alike else len(figures.runs), WINDOW if grows and not device_figures.always_keeps else 0),
+        )
+        return self.context.explain(self.subject(peak_device), expected, peak_device)
+
+    def subject(self, device: Device) -> Subject:
+        """Return the step as a subject to record on a device from `Device.everywhere`."""
+        other_bytes = self.other_bytes[self.context.device.everywhere.index(device)]
+
+        def run(tracker: Tracker) -> None:
+            for step_phase in self.phases:
+                with phase(tracker, step_phase.name):
+                    step_phase.run()
+
+        return Subject(
+            run,
+            own=lambda: list(self._storages(device)),
+            own_bytes=lambda: device.live() - other_bytes,
+            register=self._register,
+            creation_sites=self.creation_sites,
+            is_compiled=self.is_compiled,
+        )
+
+    def _register(self, owners: TensorOwners) -> None:
+        if self.model is None:
+            owners.within(self.held)
+            owners.inputs(self.held)
+            return
+        owners.model(self.model)
+        if self.optimizer is not None:
+            owners.optimizer(self.optimizer)
+        owners.inputs(self.batch)
+        owners.buckets(self.buckets)
+
+    def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
+        return self.context.storages(self.held, device)

@@ -1,0 +1,93 @@
+"""Sources for models by name: the word before the colon, and the module that builds the model.
+
+Example: ``timm:resnet50`` is built by ``pytest_gpumem.measuring.models.timm``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.measuring.models.name import ModelName
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measuring.models.name import BatchSize
+    from pytest_gpumem.measuring.models.named_model import NamedModel
+    from pytest_gpumem.measuring.models.task import Task
+
+
+@dataclass(frozen=True)
+class Source:
+    """A library with models."""
+
+    file: str
+    """The module in this package. Its ``model_of`` has the same arguments as `named_model`. It is imported when needed."""
+    written: str
+    """The form for a model's name, as a clause with ``{source}``."""
+    generates: bool = False
+    """True if some models in the library generate tokens."""
+
+
+_OF_TRANSFORMERS = Source(
+    "transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json", generates=True
+)
+SOURCES = {
+    "hf": _OF_TRANSFORMERS,
+    "hf-tiny": _OF_TRANSFORMERS,
+    "timm": Source("timm", "{source}:NAME, as timm.list_models() has them"),
+    "torchvision": Source("torchvision", "{source}:NAME, as torchvision.models.list_models() has them"),
+    "diffusers": Source(
+        "diffusers", "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}: and a folder with config.json"
+    ),
+}
+"""Sources by the word before the colon.
+
+The words do not conflict with ``module:function``, because these libraries have no functions that return a model and a batch.
+"""
+
+
+def model_name(text: str) -> ModelName | None:
+    """Return the model name in a text; ``None`` if the text has the form ``module:function``.
+
+    Raises:
+        ModelError: The text after the colon is empty.
+    """
+    source, colon, name = text.partition(":")
+    if not colon or source not in SOURCES:
+        return None
+    if not name:
+        raise ModelError(f"{text!r} names no model; write {SOURCES[source].written.format(source=source)}")
+    return ModelName(source, name)
+
+
+def check_task(name: ModelName, task: Task) -> None:
+    """Raise `ModelError` if no model in the source can do the task."""
+    if task.new_tokens is not None and not SOURCES[name.source].generates:
+        able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
+        raise ModelError(f"{name} generates no tokens; models of {able} do")
+
+
+def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
+    """Return a model by name.
+
+    Args:
+        name: The model's name with its source.
+        size: The batch size. ``None`` means a sample with the usual length.
+        task: The model's task. For training, the model needs a loss.
+
+    Raises:
+        ModelError: The model does not exist, its library is not installed, no batch can be made, or the task is impossible.
+    """
+    check_task(name, task)
+    if name.is_written_as_path and not name.path.exists():
+        raise ModelError(f"{name}: there is no such file or folder here")
+    module = importlib.import_module(f"pytest_gpumem.measuring.models.{SOURCES[name.source].file}")
+    model: NamedModel = module.model_of(name, size, task)
+    model = replace(model, task=task)
+    if task.lora is None:
+        return model
+    from pytest_gpumem.measuring.models.peft import with_adapters
+
+    return with_adapters(model, task.lora)

@@ -1,0 +1,247 @@
+"""A thread in each rank, to give signs of life and to end the process if a rank is stuck or gone.
+
+The main thread may wait in a collective, in C++. Nothing can interrupt this wait, so the thread ends the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.values.rank import Rank, in_words
+from pytest_gpumem.measuring.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
+from pytest_gpumem.measuring.ranks.board import Board
+from pytest_gpumem.measuring.ranks.consensus import Point, failure_key
+from pytest_gpumem.measuring.ranks.errors import BoardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.measuring.ranks.consensus import Consensus
+    from pytest_gpumem.measuring.ranks.launch import Launch
+
+_SECONDS_BETWEEN_BEATS = 0.5
+_SECONDS_AFTER_A_FAILURE = 30.0
+"""After a test has failed on a rank, ranks may make no progress for at most this long, in seconds."""
+_SECONDS_FOR_LAST_WORDS = 2.0
+"""When the launcher ends the job, rank 0 waits this many seconds until each other rank has reported that it ends."""
+_SECONDS_FOR_THE_FIRST = 15.0
+"""The other ranks wait this many seconds longer than rank 0, because rank 0 has to write a report."""
+_SECONDS_TO_WRITE = 20.0
+"""When the job ends, rank 0 may take this many seconds to finish its report. torchrun kills its ranks after 30 s."""
+
+
+class Watch(threading.Thread):
+    """A thread that watches the ranks from `start` to `end`."""
+
+    def __init__(
+        self, launch: Launch, consensus: Consensus, seconds: float, root: Path, lost: Callable[[str], object]
+    ) -> None:
+        """Prepare to watch the ranks of a launch.
+
+        Args:
+            launch: The launch of this rank.
+            consensus: This rank's consensus, which knows its progress.
+            seconds: The longest time without progress while ranks wait for other ranks.
+            root: The project's folder.
+            lost: Called on rank 0, in this thread, before the process ends. Its argument is a clause that names the lost rank.
+        """
+        super().__init__(name="gpumem-ranks", daemon=True)
+        self.where = "the collection"
+        """A clause for the main thread's work."""
+        self.measures = False
+        self.leaves = False
+        """True if this rank is about to exit. Rank 0 may already be gone, and the store with it."""
+        self.writing = threading.Lock()
+        """Held while the main thread writes a report that must not be cut off."""
+        self._launch = launch
+        self._rank = launch.rank
+        self._consensus = consensus
+        self._seconds = seconds
+        self._root = root
+        self._lost = lost
+        self._board = Board(launch, seconds)
+        self._main = threading.main_thread().ident or 0
+        self._process = os.getpid()
+        self._ended = threading.Event()
+        self._beats = 0
+        self._seen: list[tuple[Beat | None, float]] = [(None, time.monotonic())] * launch.rank.world
+        self._progressed = time.monotonic()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._previous_handlers: tuple[Any, int] | None = None
+
+    def start(self) -> None:
+        """Start watching, and handle SIGTERM, which torchrun sends to the remaining ranks if a rank has died."""
+        self._previous_handlers = (
+            signal.signal(signal.SIGTERM, self._terminated),
+            signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False),
+        )
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        super().start()
+
+    def end(self) -> None:
+        """Stop watching, and restore the handler of SIGTERM."""
+        self._ended.set()
+        with suppress(OSError):
+            self._wake.send(b"\0")
+        if self._previous_handlers is not None:
+            handler, descriptor = self._previous_handlers
+            signal.set_wakeup_fd(descriptor)
+            signal.signal(signal.SIGTERM, handler)
+            self._previous_handlers = None
+        self.join(_SECONDS_FOR_LAST_WORDS)
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._look()
+                select.select([self._woken], [], [], _SECONDS_BETWEEN_BEATS)
+                if signal.SIGTERM in self._signals():
+                    self._end_with_the_job()
+            except BoardError as error:
+                if self._ended.is_set() or self.leaves:
+                    return
+                self._die(f"the store of the ranks cannot be reached, so the launcher or rank 0 has ended: {error}", 1)
+
+    def _signals(self) -> bytes:
+        try:
+            return self._woken.recv(4096)
+        except BlockingIOError:
+            return b""
+
+    def _look(self) -> None:
+        self._beats += 1
+        position = position_of(self._main, self._root)
+        beat = Beat(self._beats, self.where, self._consensus.point, self.measures, position)
+        self._board.put(f"beat/{self._rank.number}", asdict(beat))
+        reason = self._board.maybe("lost")
+        if reason is not None and not self._rank.is_first:
+            self._board.put(f"left/{self._rank.number}", True)
+            self._die("", 1)
+        self._read_beats(range(self._rank.world) if self._rank.is_first else [0])
+        moment = time.monotonic()
+        if self._rank.is_first:
+            self._look_for_the_stuck(moment)
+        elif moment - self._seen[0][1] > self._seconds + _SECONDS_FOR_THE_FIRST:
+            self._die(f"rank 0 gave no sign of life for {moment - self._seen[0][1]:.0f} s", 1)
+
+    def _look_for_the_stuck(self, moment: float) -> None:
+        beats, silent = [beat for beat, _ in self._seen], [moment - since for _, since in self._seen]
+        seconds_without_progress = moment - self._progressed
+        if seconds_without_progress <= min(self._seconds, _SECONDS_AFTER_A_FAILURE) or not is_stuck(beats):
+            return
+        texts = {number: self._failure_of(number, beat) for number, beat in enumerate(beats)}
+        failures = {number: text for number, text in texts.items() if text is not None}
+        seconds = min(self._seconds, _SECONDS_AFTER_A_FAILURE) if failures else self._seconds
+        if seconds_without_progress > seconds:
+            self._end_the_job(stuck_text(beats, silent, seconds, failures))
+
+    def _failure_of(self, number: int, beat: Beat | None) -> str | None:
+        """Return the failure text of a rank that waits for the end of the test; ``None`` if there is none."""
+        if beat is None or not beat.point.waits:
+            return None
+        text: str | None = self._board.maybe(failure_key(beat.point[0], number))
+        return text
+
+    def _read_beats(self, ranks: range | list[int]) -> None:
+        for number in ranks:
+            plain = self._board.maybe(f"beat/{number}")
+            if plain is None:
+                continue
+            beat = Beat(**{**plain, "point": Point(*plain["point"]), "position": Position(**plain["position"])})
+            last = self._seen[number][0]
+            if last is None or beat.number != last.number:
+                self._seen[number] = beat, time.monotonic()
+            if last is None or beat.progress != last.progress:
+                self._progressed = time.monotonic()
+
+    def _end_the_job(self, reason: str) -> None:
+        """Report the lost rank from rank 0, and end all ranks."""
+        self._board.put("lost", reason)
+        # Other ranks print nothing, because the report contains their positions.
+        self._last_report(reason)
+        os._exit(1)
+
+    def _end_with_the_job(self) -> None:
+        """End this rank at the launcher's request.
+
+        Rank 0 first waits for the other ranks, and reports the ranks that are missing.
+        """
+        if not self._rank.is_first:
+            self._board.put(f"terminated/{self._rank.number}", True)
+            os._exit(128 + signal.SIGTERM)
+        other_ranks = range(1, self._rank.world)
+        deadline = time.monotonic() + _SECONDS_FOR_LAST_WORDS
+        while (missing := [number for number in other_ranks if not self._has_last_words(number)]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        if self._ended.is_set():
+            return
+        works = {number: self._board.maybe(f"where/{number}") for number in missing}
+        self._last_report(_missing_text(missing, self._seen, works))
+        os._exit(128 + signal.SIGTERM)
+
+    def _has_last_words(self, number: int) -> bool:
+        return any(self._board.has([f"{word}/{number}"]) for word in ("terminated", "left"))
+
+    def _last_report(self, reason: str) -> None:
+        # If the main thread already writes its report, this thread waits for the end of the report.
+        if self.writing.acquire(timeout=_SECONDS_TO_WRITE):
+            try:
+                self._lost(reason)
+            except BaseException as error:  # noqa: BLE001 - the process must end, whatever happens
+                sys.stderr.write(f"gpumem: {reason}\ngpumem: this reason could not be reported: {error!r}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _die(self, reason: str, status: int) -> None:
+        if reason:
+            os.write(2, f"gpumem: {self._rank}: {reason}\n".encode())
+        os._exit(status)
+
+    def _terminated(self, *_: object) -> None:
+        """Do nothing. The signal's number wakes the thread, but this handler waits until the main thread runs Python."""
+
+    def _forget_in_child(self) -> None:
+        """Restore SIGTERM in a forked process, because a DataLoader ends its workers with SIGTERM."""
+        if self._previous_handlers is not None and os.getpid() != self._process:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _missing_text(
+    missing: list[int], seen: Sequence[tuple[Beat | None, float]], works: Mapping[int, str | None]
+) -> str:
+    """Return a text about the missing ranks. A rank's last work comes from its latest sign of life, or from
+    `Consensus.comes_to` if that is later.
+
+    For example, ``rank 1 of 2 ended without a word: ...`` and ``rank 1: last in tests/test_gpt.py::test_step (call), at
+    test_gpt.py:18 in step``.
+    """
+    if not missing:
+        return "the job was ended (SIGTERM), and no rank was lost before"
+    world = len(seen)
+    name = str(Rank(missing[0], world)) if len(missing) == 1 else f"{in_words(missing)} of {world}"
+    lines = [f"{name} ended without a word: killed, or crashed; the launcher's last lines have the exit status"]
+    for number in missing:
+        beat, work = seen[number][0], works[number]
+        if beat is None and work is None:
+            last = "never came to its measured tests"
+        elif beat is None or work not in (None, beat.where):
+            last = f"last in {work}"  # the sign of life is older
+        else:
+            last = f"last in {beat.where}, at {beat.position}"
+        lines.append(f"  rank {number}: {last}")
+    return "\n".join(lines)

@@ -1,0 +1,264 @@
+"""The kinds of sharding across a job's ranks, a row each, and the readers for ``shard=`` and ``offload=``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPLICAS = 2
+"""The default number of model copies in ``hsdp``."""
+MOST_RANKS = 131_072
+"""More ranks than any job has. torch still creates their mesh and shards within seconds."""
+OFFLOADS = {
+    "params": "FSDP2's `CPUOffloadPolicy`. The optimizer's state is in the host's memory as well.",
+    "optimizer": "torchao's `CPUOffloadOptimizer`.",
+    "activations": "`torch.autograd.graph.save_on_cpu`, like `checkpoint=offload`.",
+}
+"""The parts that a step may keep in the host's memory (``offload=params+activations``), with their meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKind:
+    """A kind of sharding.
+
+    A kind with a ``degree`` splits the model or the sequence into parts. A kind without a degree is data
+    parallelism: it shares the batch among ``world`` divided by all degrees. A config has at most one data-parallel kind.
+
+    For example, ``shard=fsdp+tp:8,world=64`` splits matrices into 8 parts (``tp``) and the batch among 8 ranks (``fsdp``).
+    """
+
+    name: str
+    help: str
+    """The torch feature behind the kind, and its conditions."""
+    _: KW_ONLY
+    wrapped: bool = False
+    """True if the model is called through ``DistributedDataParallel``."""
+    shards_optimizer: bool = False
+    """True if the optimizer is a ``ZeroRedundancyOptimizer``."""
+    fully: bool = False
+    """True if ``fully_shard`` shards the parameters, block by block."""
+    reshard_after_forward: bool | None = None
+    """True if ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
+    replicas: bool = False
+    """True if the number after the colon is the number of model copies."""
+    degree: bool = False
+    """True if the number after the colon is the number of parts."""
+
+    @property
+    def form(self) -> str:
+        """The written form: ``"tp:N"``."""
+        return f"{self.name}:N" if self.degree else self.name
+
+
+NONE = "none"
+SHARD_KINDS = {
+    kind.name: kind
+    for kind in (
+        ShardKind(
+            "ddp",
+            "`DistributedDataParallel`, with `no_sync` in all micro-batches but the last. It needs `world=`, and "
+            "a gradient for each trainable parameter.",
+            wrapped=True,
+        ),
+        ShardKind(
+            "zero1",
+            "Like `ddp`, with the optimizer inside a `ZeroRedundancyOptimizer`. It needs `world=`.",
+            wrapped=True,
+            shards_optimizer=True,
+        ),
+        ShardKind(
+            "zero2",
+            "`fully_shard` on each repeated block and on the model, and parameters stay whole from forward to "
+            "backward (`reshard_after_forward=False`). It needs `world=`.",
+            fully=True,
+            reshard_after_forward=False,
+        ),
+        ShardKind(
+            "zero3",
+            "Like `zero2`, with parameters sharded again after forward (`reshard_after_forward=True`).",
+            fully=True,
+            reshard_after_forward=True,
+        ),
+        ShardKind(
+            "fsdp",
+            "Like `zero2`, with torch's default: all parameters except the root module's own are sharded again after "
+            "forward.",
+            fully=True,
+        ),
+        ShardKind(
+            "hsdp",
+            "`fsdp` within each of 2 model copies; `hsdp:R` has R copies. `world=` is a multiple of R.",
+            fully=True,
+            replicas=True,
+        ),
+        ShardKind(
+            "pp",
+            "A stage of an N-stage pipeline, split between repeated blocks, under `Schedule1F1B` with `accumulate` "
+            "micro-batches. It needs `accumulate=N` or more, and a model that `torch.export` can trace. Only the first "
+            "stage may take the model's inputs.",
+            degree=True,
+        ),
+        ShardKind(
+            "cp",
+            "`context_parallel`: the rank takes the first part of the batch's second dimension, because all parts "
+            "have the same size, and attention runs in a ring. It needs CUDA, and a model that calls "
+            "`scaled_dot_product_attention`.",
+            degree=True,
+        ),
+        ShardKind(
+            "tp",
+            "`parallelize_module` with the model's own plan. The model's `tp_plan` maps patterns of modules to "
+            '`"colwise"`, `"rowwise"`, `"colwise_gather_output"`, `"embedding_rowwise"`, `"sequence_parallel"` or'
+            " a `ParallelStyle`.",
+            degree=True,
+        ),
+    )
+}
+"""All kinds by name, in the order in which messages list them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The kinds of sharding in ``shard=``: ``Sharding.parse("fsdp+tp:2")``."""
+
+    text: str
+    data: ShardKind | None = None
+    """The kind of data parallelism; ``None`` without any."""
+    replicas: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
+    """The names of the kinds with a degree, and their degrees."""
+
+    @classmethod
+    def parse(cls, text: str) -> Sharding:
+        """Return the sharding for a text. Raises ``ValueError`` with a correction."""
+        data: ShardKind | None = None
+        replicas = 1
+        parts: dict[str, int] = {}
+        for word in text.split("+"):
+            kind, number = _read(word)
+            if kind.degree:
+                if kind.name in parts:
+                    raise ValueError(f"shard={text}: {kind.name} is given twice")
+                parts[kind.name] = number or 1
+            elif data is not None:
+                raise ValueError(f"shard={text}: {data.name} and {kind.name} both share the batch; choose one of them")
+            else:
+                data = kind
+                replicas = (number or REPLICAS) if kind.replicas else 1
+        if data is not None and data.wrapped and parts:
+            raise ValueError(f"shard={text}: DistributedDataParallel takes no split parameters; write shard=fsdp+...")
+        for name in ("tp", "cp"):
+            if name in parts and "pp" in parts:
+                raise ValueError(
+                    f"shard={text}: {name} cannot be combined with pp, because torch.export traces its stages with whole layers"
+                )
+        # The kinds with the most communication come last in a mesh, because neighbouring ranks are in the same node.
+        ordered = tuple((name, parts[name]) for name in SHARD_KINDS if name in parts)
+        return cls(text, data, replicas, ordered)
+
+    @property
+    def fully(self) -> bool:
+        """True if ``fully_shard`` shards the parameters."""
+        return self.data is not None and self.data.fully
+
+    @property
+    def staged(self) -> bool:
+        """True if a rank runs a pipeline stage."""
+        return self.degree("pp") > 1
+
+    @property
+    def in_place(self) -> bool:
+        """True if shards replace the model's own parameters."""
+        return self.fully or self.staged or self.degree("tp") > 1
+
+    def degree(self, name: str) -> int:
+        """Return the degree of a kind (``"tp"``); 1 if the sharding does not include it."""
+        return dict(self.parts).get(name, 1)
+
+    def over(self, world: int | None, rank: int = 0) -> Layout:
+        """Return the layout of a job's ranks.
+
+        For example, ``Sharding.parse("fsdp+tp:8").over(64)`` has 8 ``data_ranks`` and 8 ``shards``.
+
+        Args:
+            world: The number of ranks; ``None`` for the product of all degrees.
+            rank: The measured rank, counted from 0.
+
+        Raises:
+            ValueError: The sharding does not fit this number of ranks. The message has a correction.
+        """
+        part_ranks = math.prod(degree for _, degree in self.parts)
+        if world is None:
+            if self.data is not None:
+                raise ValueError(f"shard={self.text} needs the number of ranks; add world=N")
+            world = part_ranks
+        if world > MOST_RANKS:
+            raise ValueError(f"shard={self.text}: {world} ranks are more than the maximum of {MOST_RANKS}")
+        if world % (part_ranks * self.replicas):
+            counts = [f"{name}:{degree}" for name, degree in self.parts]
+            counts += [f"{self.replicas} copies"] if self.replicas > 1 else []
+            raise ValueError(f"shard={self.text}: {world} ranks cannot be shared out among {' and '.join(counts)}")
+        if self.data is None and world != part_ranks:
+            raise ValueError(
+                f"shard={self.text} has {part_ranks} ranks, but world={world}; add a kind that shares the batch, as in "
+                f"shard=fsdp+{self.text}"
+            )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank}: of {world} ranks the first is 0 and the last {world - 1}")
+        return Layout(self, world, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A job's ranks, and the measured rank."""
+
+    sharding: Sharding
+    world: int
+    rank: int
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that share the batch."""
+        return self.world // math.prod(degree for _, degree in self.sharding.parts)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards that ``fully_shard`` creates from a parameter."""
+        return self.data_ranks // self.sharding.replicas if self.sharding.fully else 1
+
+
+def forms() -> Iterator[str]:
+    """Return the written forms of all kinds."""
+    return (kind.form for kind in SHARD_KINDS.values())
+
+
+def read_offload(text: str) -> frozenset[str]:
+    """Return the parts in ``offload=``. Raises ``ValueError`` for an unknown word."""
+    words = text.split("+")
+    for word in words:
+        if word not in OFFLOADS:
+            raise ValueError(f"unknown offload {word!r}; choose {', '.join(OFFLOADS)}, or several: params+activations")
+    if len(set(words)) < len(words):
+        raise ValueError(f"offload={text} repeats a word")
+    return frozenset(words)
+
+
+def _read(word: str) -> tuple[ShardKind, int | None]:
+    name, colon, argument = word.partition(":")
+    kind = SHARD_KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown sharding {word!r}; choose {', '.join(forms())}, or several: fsdp+tp:2")
+    if kind.degree and not argument:
+        raise ValueError(f"{word!r}: write {kind.form}, with the number of parts")
+    if colon and not (kind.degree or kind.replicas):
+        raise ValueError(f"{word!r}: {name} takes no number")
+    try:
+        return kind, whole_number(argument) if colon else None
+    except ValueError as error:
+        raise ValueError(f"{word!r}: {error}") from None

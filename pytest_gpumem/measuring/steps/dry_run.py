@@ -1,0 +1,290 @@
+"""Dry run of a step, to check that the step's config takes effect."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.explain.tracker import function_mode
+from pytest_gpumem.measuring.measure.reading import run_phases
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
+from pytest_gpumem.measuring.steps.precision import precision_named
+from pytest_gpumem.torch_support.reachability import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.measure.reading import Phase
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.measuring.steps.training import Training
+
+MOST_OVERFLOWS = 18
+"""The most steps in which a `GradScaler` may halve its scale: from 65536 to below 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The dry run's result: notes for the measurement, and the number of module calls repeated in backward."""
+
+    notes: tuple[str, ...] = ()
+    recomputed: int | None = None
+    overflows: bool = False
+    """True if gradients overflow at every scale, so every step skips the optimizer."""
+
+
+def dry_run(training: Training, device: Device) -> DryRun:
+    """Run the training step without compiling until its gradient scale no longer falls, on all ranks together.
+
+    Args:
+        training: The training step.
+        device: The step's device.
+
+    Returns:
+        The notes and the number of recomputed module calls.
+
+    Raises:
+        ConfigError: The config has no effect, for example because nothing was recomputed, or autocast cast nothing.
+        MeasuringError: A gradient is NaN at every scale. The message names its parameter.
+    """
+    config = training.config
+    runs = BlockRuns()
+    attention = AttentionDetector(config)
+    data = None if config.sharding is None else config.sharding.data
+    waits, without_gradient = data is not None and data.wrapped, list[str]()
+    cast, routes = AutocastDetector(config.precision), AssumedChoices(config, device)
+    nan_gradients: list[str] = []
+    notes: tuple[str, ...] = ()
+    overflows = False
+
+    def check_gradients() -> None:
+        # Offloaded gradients have moved to the host by now, so they look missing.
+        if waits and "optimizer" not in config.offloaded:
+            without_gradient.extend(_without_gradient(training.model))
+        if training.scaler is not None:
+            nan_gradients.extend(_not_a_number(training.model))
+
+    training.before_optimizer = check_gradients
+    again = BackwardCallCounter()
+    with activation_checkpointing(training.model, config, runs):
+        for attempt in range(MOST_OVERFLOWS + 1):
+            nan_gradients.clear()
+            again.number = 0
+            parts_before = runs.again()
+            scale_before = training.scale()
+            for phase in training.phases():
+                forward = phase.name == "forward" or training.pipeline is not None
+                with attention.watched(), cast.watched() if forward else again.counted():
+                    phase.run()
+            if without_gradient:
+                more = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
+                raise ConfigError(
+                    f"shard={config.shard}: DistributedDataParallel waits for the gradient of each parameter, and "
+                    f"{without_gradient[0]}{more} got none; freeze parameters that the step does not use "
+                    "(requires_grad_(False)), or under torchrun leave shard= out and pass "
+                    "DistributedDataParallel(model, find_unused_parameters=True)"
+                )
+            scale = training.scale()
+            device.consensus.rest()  # DistributedDataParallel creates its buckets anew in its second step
+            if device.consensus.all(scale_before is None or scale is None or scale >= scale_before):
+                break
+            if attempt == MOST_OVERFLOWS:
+                overflows = True
+                if nan_gradients:
+                    number = f" ({len(nan_gradients)} gradients are)" if len(nan_gradients) > 1 else ""
+                    raise MeasuringError(
+                        f"the gradient of {nan_gradients[0]} is not a number (NaN) under {config} at every gradient scale, so "
+                        f"every step would skip the optimizer{number}"
+                    )
+                notes = (f"the gradients overflow at every scale down to {scale:g}, so every step skips the optimizer",)
+    training.before_optimizer = None
+    runs.check(training.model, config)
+    cast.check()
+    attention.check()
+    notes += routes.check()
+    # Checkpointing runs a part again without calling its module. Module hooks do not see this run, so `runs` counts it.
+    return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
+
+
+def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Device) -> tuple[str, ...]:
+    """Run an inference step once without compiling, if it uses autocast or a routing, and return notes for the measurement.
+
+    Raises:
+        ConfigError: Autocast cast nothing, or the step chose nothing by the assumed routing.
+    """
+    cast, routes = AutocastDetector(config.precision), AssumedChoices(config, device)
+    if cast.is_idle and config.routing is None:
+        return ()
+    with cast.watched():
+        run_phases(phases)
+    cast.check()
+    return routes.check()
+
+
+class BackwardCallCounter:
+    """Counter for module calls in backward. A module is called there only to recompute its output."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count module calls within the context."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        with register_module_forward_pre_hook(self._count):
+            yield
+
+    def _count(self, *_: object) -> None:
+        self.number += 1
+
+
+def counting_recomputation(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], BackwardCallCounter]:
+    """Return the step's phases, and a counter for module calls repeated in backward.
+
+    Args:
+        phases: The step's parts, in order.
+        recomputed: The count from a dry run. If this is ``None``, the first run of the returned phases counts the calls. Later
+            runs are the same as ``phases``.
+    """
+    counting, again = list(phases), BackwardCallCounter(recomputed or 0)
+
+    def run_first(index: int, phase: Phase) -> None:
+        counting[index] = phase
+        with again.counted():
+            phase.run()
+
+    for index, phase in enumerate(phases if recomputed is None else ()):
+        if phase.name != "forward":
+            counting[index] = phase._replace(run=partial(run_first, index, phase))
+    return counting, again
+
+
+def _without_gradient(model: torch.nn.Module) -> Iterator[str]:
+    return (name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None)
+
+
+def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
+    import torch
+
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if bool(torch.isnan(values).any()):
+                yield name
+
+
+class AttentionDetector:
+    """Detector for scaled dot product attention, the only operation in which ranks with ``cp:N`` work together."""
+
+    def __init__(self, config: StepConfig) -> None:
+        self._config = config
+        self._is_required = config.sharding is not None and config.sharding.degree("cp") > 1
+        self._is_called = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch for attention calls within the context."""
+        if not self._is_required:
+            yield
+            return
+
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+                self._is_called = True
+            return func(*args, **kwargs)
+
+        with function_mode(call):
+            yield
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the ranks should share attention but the model never called it."""
+        if self._is_required and not self._is_called:
+            raise ConfigError(
+                f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
+                "ranks of cp share a sequence, so each rank would see its own part only; call it, or leave cp out"
+            )
+
+
+class AssumedChoices:
+    """Detector for choices made by an assumption (``routing=``), after the creation of this object."""
+
+    def __init__(self, config: StepConfig, device: Device) -> None:
+        self._config = config
+        self._device = device
+        self._before = device.choices_assumed()
+
+    def check(self) -> tuple[str, ...]:
+        """Return notes for the measurement.
+
+        Raises:
+            ConfigError: The device lacks values, but the step chose nothing by values.
+        """
+        if self._config.routing is None:
+            return ()
+        word = f"routing={self._config.routing}"
+        if self._device.lacks("values") is None:
+            return (f"{word} is not needed on {self._device.name}, which computes all values",)
+        if self._device.choices_assumed() == self._before:
+            raise ConfigError(
+                f"{word} has no effect, because the step chooses nothing by uncomputed values (topk, argmax, max, sort, "
+                f"multinomial); leave {word} out"
+            )
+        return ()
+
+
+class AutocastDetector:
+    """Detector for autocast's effect: did any operation or module return a tensor with autocast's dtype?
+
+    ``word`` is the precision in the config, for example ``"amp-bf16"``.
+    """
+
+    def __init__(self, word: str | None) -> None:
+        precision = precision_named(word)
+        self._word = word
+        self._name = None if precision is None else precision.autocast
+        self._has_cast = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the precision has no autocast, so nothing is detected."""
+        return self._name is None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the results of all operations and modules within the context."""
+        if self._name is None:
+            yield
+            return
+        import torch
+        from torch.nn.modules.module import register_module_forward_hook
+
+        dtype = getattr(torch, self._name)
+
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            self._see(result, dtype)
+            return result
+
+        # Operations in a scripted module are not visible, only its output.
+        handle = register_module_forward_hook(lambda _module, _inputs, output: self._see(output, dtype))
+        with handle, function_mode(call):
+            yield
+
+    def _see(self, result: object, dtype: torch.dtype) -> None:
+        self._has_cast = self._has_cast or any(tensor.dtype == dtype for tensor in tensors_in(result))
+
+    def check(self) -> None:
+        """Raise `ConfigError` if autocast cast nothing."""
+        if self._name is not None and not self._has_cast:
+            raise ConfigError(
+                f"{self._word}: autocast was on but cast nothing to {self._name}; the model switches autocast off, or has no "
+                "operation that autocast casts"
+            )

@@ -1,0 +1,133 @@
+"""Global settings for a step, in place of the surrounding settings: mode, matrix precision, key/value cache and autocast."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.batches import call_model, micro_batches
+from pytest_gpumem.measuring.steps.precision import autocasting, float32_precision
+from pytest_gpumem.torch_support.private_api import outside_autocast
+from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+
+
+@contextmanager
+def global_settings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
+    """Set mode, matrix precision, key/value cache, autocast and routing as in the config, and restore them at the end."""
+    # With cache=on, each call passes use_cache=True.
+    cache = False if training or config.cache == "off" else None
+    with (
+        in_mode(model, training=training),
+        float32_precision(config.precision, device),
+        caching(model, cache, required=config.cache == "off"),
+        outside_autocast(device.torch_device.type),
+        device.routed(config.routing),
+    ):
+        yield
+
+
+def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: Device, *, training: bool) -> None:
+    """Run forward once if the model has uninitialised parameters or buffers.
+
+    torch's documentation requires this before an optimizer is created, weights are quantised or the model is compiled. Under
+    ``torch.inference_mode``, the parameters would become inference tensors, which can never be trained.
+
+    Args:
+        model: The model.
+        batch: The step's batch.
+        config: The step config.
+        device: The step's device.
+        training: True for a training step.
+    """
+    import torch
+
+    if not any(is_uninitialised(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        return
+    with (
+        global_settings(model, config, device, training=training),
+        nullcontext() if training else torch.no_grad(),
+        autocasting(config.precision, device.torch_device),
+    ):
+        call_model(model, micro_batches(batch, config.accumulate)[0])
+
+
+def is_uninitialised(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter or buffer in a lazy module before its first call."""
+    import torch
+
+    return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+
+
+def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
+    """Return notes on emulated features, for example a precision without hardware support.
+
+    Raises:
+        CannotRun: The device cannot run a step under this config.
+    """
+    features = ["offload"] if config.offloaded else []
+    if config.sharding is not None:
+        features += ["cp"] if config.sharding.degree("cp") > 1 else []
+        features += ["fully_shard"] if config.sharding.fully else []
+    for feature in (config.precision, config.checkpointing.kind.name, config.compile, *features):
+        why_not = None if feature is None else device.lacks(feature)
+        if why_not is not None:
+            raise CannotRun(why_not)
+    emulated = None if config.precision is None else device.emulates(config.precision)
+    return () if emulated is None else (emulated,)
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
+    """Set the model to training or evaluation mode, and restore each module's mode at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
+    """Set ``config.use_cache`` in the model within the context.
+
+    Training does not need cached keys and values, so trainers switch the cache off. Recomputed blocks would even add them
+    twice.
+
+    Args:
+        model: The model.
+        cache: The value for ``use_cache``, or ``None`` to leave it unchanged.
+        required: True to raise if the model has no ``use_cache``.
+
+    Raises:
+        ConfigError: The model has no ``config.use_cache``, but it is required.
+    """
+    # Read the attributes without running code, because any module may have any object as its config.
+    candidates = (attribute(module, "config") for _, module in named_modules(model))
+    configs = {id(config): config for config in candidates if is_a(attribute(config, "use_cache"), bool)}
+    if cache is None:
+        yield
+        return
+    if required and not configs:
+        raise ConfigError(
+            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
+        )
+    values_before = [(config, attribute(config, "use_cache")) for config in configs.values()]
+    for config, _ in values_before:
+        object.__setattr__(config, "use_cache", cache)
+    try:
+        yield
+    finally:
+        for config, value in values_before:
+            object.__setattr__(config, "use_cache", value)

@@ -1,0 +1,157 @@
+"""Models built without memory for parameters. Parameters get memory after each rank has its shard."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
+from pytest_gpumem.measuring.steps.model_step import build_model, built_on, existing_model_in
+from pytest_gpumem.measuring.steps.precision import in_precision
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.private_api import replaced
+from pytest_gpumem.torch_support.reachability import alive
+from pytest_gpumem.torch_support.static_access import is_a
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    import torch
+
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.measuring.steps.model_step import ModelOrFactory
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules within the context without memory for parameters. Buffers get memory.
+
+    So a model that is larger than the device can be built, and each rank holds only a shard.
+    """
+    import torch
+
+    register = torch.nn.Module.register_parameter
+    meta_by_id: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and type(parameter) is torch.nn.Parameter and not parameter.is_meta:
+            reference, on_meta_device = meta_by_id.get(id(parameter), (None, None))
+            if on_meta_device is None or reference is None or reference() is not parameter:
+                on_meta_device = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                # A parameter with two names stays a single parameter.
+                meta_by_id[id(parameter)] = weakref.ref(parameter), on_meta_device
+            parameter = on_meta_device
+        register(module, name, parameter)
+
+    with replaced(torch.nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
+    """Return the model in the config's precision, as passed by the test or built on the device.
+
+    A model that will be sharded in place is built on meta if possible.
+
+    Args:
+        factory: The model, or a function that builds it.
+        config: The step config.
+        device: The step's device.
+
+    Raises:
+        ConfigError: Sharding would permanently change a model from outside: the test passed the model, or the function returned
+            an existing model.
+    """
+    import torch
+
+    is_given = existing_model_in(factory) is not None
+    is_changed = config.sharding is not None and config.sharding.in_place
+    if is_changed and is_given:
+        raise ConfigError(
+            f"shard={config.shard} changes the model for good; pass a function that builds it, not the model"
+        )
+    if not is_changed:
+        return in_precision(build_model(factory, device), config.precision, is_given)
+    with everything_in_sight():
+        # The existing modules are kept alive until the model is built, so Python does not reuse their ids.
+        modules_before = alive(torch.nn.Module)
+    model = _built_on_meta(factory, device) or build_model(factory, device)
+    _refuse_existing(model, {id(module) for module in modules_before}, config)
+    return in_precision(model, config.precision, is_given)
+
+
+def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: StepConfig) -> None:
+    """Raise `ConfigError` if a part of the model with parameters was among the ``existing`` modules, given by id."""
+    for path, part in model.named_modules():
+        if id(part) in existing and next(part.parameters(), None) is not None:
+            origin = f"a model whose {path} existed before" if path else "a model that existed before"
+            raise ConfigError(
+                f"shard={config.shard} changes the model for good, but the function returned {origin}; build all modules in "
+                "the function, or return copy.deepcopy(model)"
+            )
+
+
+def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:
+    """Return the model with its parameters on meta, or ``None`` if the model needs real parameters while it is built.
+
+    A model needs real parameters if it creates parameters only when it is called, or if the building code reads parameters.
+    """
+    import torch
+
+    if not callable(factory):
+        return None
+    # A factory that is wrong in any case raises again when the model is built with real parameters.
+    with suppress(Exception), parameters_on_meta():
+        model = built_on(device, factory)
+        if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):
+            # A buffer computed from parameters would have no values.
+            return None if any(buffer.is_meta for buffer in model.buffers()) else _with_buffers_on(device, model)
+    return None
+
+
+def _with_buffers_on(device: torch.device, model: torch.nn.Module) -> torch.nn.Module:
+    """Move the model's buffers to a device, because ``model.to`` refuses parameters on meta. Shared buffers stay shared."""
+    moved = {id(buffer): buffer if buffer.device == device else buffer.to(device) for buffer in model.buffers()}
+    for owner in model.modules():
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(owner, name, moved[id(buffer)])
+    return model
+
+
+def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
+    """Allocate memory for parameters on meta, with values in the range of a new model's values.
+
+    Args:
+        model: The model. It is changed.
+        device: The device for the parameters.
+        parameters_on_host: True to place the parameters in the host's memory.
+    """
+    import torch
+
+    missing = [parameter for parameter in model.parameters() if parameter.is_meta]
+    if not missing and not parameters_on_host:
+        return
+    buffers = [
+        (owner, name, buffer) for owner in model.modules() for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    target = torch.device("cpu") if parameters_on_host else device
+    if missing:
+        model.to_empty(device=target)
+    else:
+        model.to(target)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters() if missing else ():
+            values = getattr(parameter, "to_local", lambda unsharded=parameter: unsharded)()
+            if not (values.is_floating_point() or values.is_complex()):
+                values.zero_()
+            elif values.dim() > 1:
+                torch.nn.init.normal_(values, std=_STD)
+            else:
+                values.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+_STD = 0.02
+"""The standard deviation of initial weights in GPT-2 and most later language models (Radford et al. 2019)."""

@@ -1,0 +1,269 @@
+"""Parts for a model's step: the model on its device, its optimizer and its loss."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import traceback
+import warnings
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.measuring.explain.recording import is_out_of_memory
+from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measuring.step_config.config import OPTIMIZER_CLASSES
+from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
+from pytest_gpumem.measuring.steps.batches import describe
+from pytest_gpumem.torch_support.private_api import load_compiler
+from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, parameters_of, tensor_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import ModuleType
+
+    import torch
+
+    from pytest_gpumem.measuring.step_config.config import StepConfig
+
+    ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
+    OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    OptimizerOrFactory = torch.optim.Optimizer | OptimizerFactory
+    Loss = Callable[[Any, Any], torch.Tensor]
+
+
+_CLASSES = {**OPTIMIZER_CLASSES, "adafactor": "Adafactor"}
+_EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
+
+
+def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
+    """Return the model on ``device``, either passed by the test or built on this device.
+
+    Args:
+        model_or_factory: The model, or a class or function that builds it.
+        device: The step's device.
+
+    Raises:
+        TypeError: ``model_or_factory`` is neither a model nor a function that returns a model.
+        NotAStep: The test passed a model on another device.
+    """
+    import torch
+
+    existing_model = existing_model_in(model_or_factory)
+    if existing_model is not None:
+        other_devices = {str(p.device) for p in existing_model.parameters() if p.device.type != device.type}
+        if other_devices:
+            raise NotAStep(
+                f"the model is on {', '.join(sorted(other_devices))}, but this step is measured on {device}; "
+                "move it with model.to(gpumem.device), or pass a function that builds it"
+            )
+        return existing_model
+    if not callable(model_or_factory):
+        raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
+    model = built_on(device, model_or_factory)
+    if not is_a(model, torch.nn.Module):
+        raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
+    is_split = any(
+        parameter.device.type == device.type and parameter.device != device for parameter in model.parameters()
+    )
+    return model if is_split else model.to(device)
+
+
+def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
+    """Return the result of ``factory``, which creates tensors on ``device`` by default.
+
+    Some factories fail with a default device, for example if they draw from a CPU generator or read a NumPy array. Such a
+    factory is called again without a default device and with the same random numbers. Its result may be on another device.
+
+    Args:
+        device: The default device for new tensors.
+        factory: A function without arguments.
+
+    Raises:
+        Exception: The factory also failed without a default device. The cause is the error with the default device.
+    """
+    import torch
+
+    numbers = RandomNumbers.current(None)
+    try:
+        with torch.device(device):
+            return factory()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        with_device = error
+    # Free the tensors in the failed call's frames.
+    traceback.clear_frames(with_device.__traceback__)
+    numbers.restore()
+    try:
+        return factory()
+    except Exception as error:
+        raise error from with_device
+
+
+def existing_model_in(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
+    """Return the model if the test passed a model, or ``None`` for a function. A `weakref.proxy` is replaced by its model."""
+    import torch
+
+    if is_a(model_or_factory, *weakref.ProxyTypes) and isinstance(model_or_factory, torch.nn.Module):
+        return next(model_or_factory.modules())
+    return model_or_factory if is_a(model_or_factory, torch.nn.Module) else None
+
+
+def build_optimizer(
+    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, is_existing: bool
+) -> torch.optim.Optimizer:
+    """Return an optimizer for the model's trainable parameters.
+
+    Args:
+        optimizer: A class or function that takes the parameters, or an existing optimizer. The default is
+            ``torch.optim.AdamW``.
+        model: The model.
+        is_existing: True if the test passed this model. Only then may the optimizer exist already.
+
+    Raises:
+        NotAStep: The model has no trainable parameter, or the existing optimizer has other parameters.
+        TypeError: ``optimizer`` returned something else.
+    """
+    import torch
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
+    if is_a(optimizer, torch.optim.Optimizer):
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not is_existing or optimized.isdisjoint(map(id, trainable)):
+            raise NotAStep(
+                "the optimizer was created for other parameters than the model's; pass a function: "
+                "optimizer=lambda parameters: ..."
+            )
+        return optimizer
+    make: Any = torch.optim.AdamW if optimizer is None else optimizer
+    new_optimizer: object = make(trainable)
+    if not is_a(new_optimizer, torch.optim.Optimizer):
+        returned = class_name(type(new_optimizer))
+        raise TypeError(f"optimizer={_name(optimizer)} returned {returned}, not a torch.optim.Optimizer")
+    return new_optimizer
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Suppress warnings and log records within the context."""
+    disabled = logging.root.manager.disable
+    # torchao logs each kernel that does not fit this machine. torch logs torchao's deprecated calls.
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import the module ``name`` without its warnings and log records. Raises ``ImportError`` like ``import``."""
+    with quietly():
+        return importlib.import_module(name)
+
+
+def optimizer_named(word: str) -> OptimizerFactory:
+    """Return the factory for a config's optimizer, with the optimizer's defaults.
+
+    Args:
+        word: A word for ``optimizer=``, for example ``"adamw"`` or ``"adamw-fused"``, but not ``"none"``. Without
+            ``-foreach`` or ``-fused``, torch chooses the implementation.
+
+    Raises:
+        ConfigError: The optimizer needs a package that is not installed.
+    """
+    import torch
+
+    if word in _EIGHT_BIT:
+        module, name = eight_bit_module(word)
+        # torchao's optimizer compiles its step.
+        load_compiler()
+        eight_bit: OptimizerFactory = getattr(import_quietly(module), name)
+        return eight_bit
+    name, _, form = word.partition("-")
+    optimizer: Any = getattr(torch.optim, _CLASSES[name])
+    return functools.partial(optimizer, **({form: True} if form else {}))
+
+
+def eight_bit_module(word: str) -> tuple[str, str]:
+    """Return an 8-bit optimizer's module, in torchao or bitsandbytes, and its class name.
+
+    Raises:
+        ConfigError: Neither package is installed.
+    """
+    for module in ("torchao.optim", "bitsandbytes.optim"):
+        try:
+            import_quietly(module)
+        except ImportError:
+            continue
+        return module, _EIGHT_BIT[word]
+    raise ConfigError(
+        f"optimizer={word} needs torchao (pip install 'pytest-gpumem[torchao]') or bitsandbytes, and neither is installed"
+    )
+
+
+def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """Return the scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
+
+    Raises:
+        NotAStep: There is no scalar loss, or the loss does not depend on the model's parameters.
+    """
+    import torch
+
+    if loss is not None:
+        value = loss(output, batch)
+    elif is_a(output, dict) and "loss" in output:
+        value = output["loss"]
+    else:
+        value = getattr(output, "loss", output)
+    if not is_a(value, torch.Tensor) or value.numel() != 1:
+        raise NotAStep(
+            f"there is no scalar loss: {'loss(...)' if loss else 'the model'} returned {_kind(value)}; "
+            "pass loss=lambda output, batch: ..., which returns one number"
+        )
+    if not value.requires_grad:
+        raise NotAStep("the loss does not depend on any parameter that requires a gradient")
+    return value
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def precision_of(model: torch.nn.Module) -> str:
+    """Return the precision of the model's floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    return "+".join(sorted(_PRECISIONS.get(dtype, dtype) for dtype in dtypes)) or "fp32"
+
+
+def workload_of(
+    name: str, model: torch.nn.Module, batch: object, config: StepConfig, precision: str | None = None
+) -> Workload:
+    """Return the workload of a model's step.
+
+    Args:
+        name: ``"train_step"`` or ``"infer_step"``.
+        model: The prepared model.
+        batch: The step's batch.
+        config: The step config as the test passed it.
+        precision: The model's precision before quantisation. The default is the current precision.
+    """
+    return Workload(name, config.text(precision or precision_of(model)), parameters_of(model), describe(batch))
+
+
+def _kind(value: object) -> str:
+    import torch
+
+    return tensor_text(*dtype_and_shape(value)) if is_a(value, torch.Tensor) else class_name(type(value))
+
+
+def _name(argument: object) -> str:
+    try:
+        return str(getattr(argument, "__qualname__", None) or repr(argument))
+    except Exception:  # noqa: BLE001 - an error in repr() must not replace the message
+        return f"<{class_name(type(argument))}>"

@@ -1,0 +1,161 @@
+"""A step's precision: weight dtype, autocast, gradient scaler, and TF32."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.torch_support.reachability import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from pytest_gpumem.measuring.devices.contract import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The meaning of a word for ``precision=``. Dtypes are names, because torch is imported later.
+
+    Example:
+        ``amp-bf16`` has float32 weights and computes forward under autocast to bfloat16, without a gradient scaler.
+    """
+
+    weights: str
+    autocast: str | None = None
+    scaled: bool = False
+    """True if gradients are scaled (``torch.amp.GradScaler``), because float16 has a narrow exponent."""
+    tf32: bool = False
+    """True if a GPU's float32 products and convolutions may run in TF32."""
+    computed: str | None = None
+    """The dtype to which ``fully_shard`` casts gathered parameters."""
+
+
+_PRECISIONS = {
+    "fp32": Precision("float32"),
+    "tf32": Precision("float32", tf32=True),
+    "amp-fp16": Precision("float32", autocast="float16", scaled=True),
+    "amp-bf16": Precision("float32", autocast="bfloat16"),
+    "bf16": Precision("bfloat16"),
+    "fp16": Precision("float16"),
+    "mp-bf16": Precision("float32", computed="bfloat16"),
+    "mp-fp16": Precision("float32", computed="float16", scaled=True),
+}
+
+
+def precision_named(word: str | None) -> Precision | None:
+    """Return the precision for a config's word; ``None`` for the model's own precision."""
+    return None if word is None else _PRECISIONS[word]
+
+
+def dtype_of(word: str) -> str:
+    """Return the name of a word's weight dtype: ``"bfloat16"`` for ``"bf16"``."""
+    return _PRECISIONS[word].weights
+
+
+def dtype_of_weights(word: str | None) -> torch.dtype:
+    """Return the weight dtype for a precision; float32 without a word."""
+    import torch
+
+    dtype: torch.dtype = torch.float32 if word is None else getattr(torch, dtype_of(word))
+    return dtype
+
+
+def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> torch.nn.Module:
+    """Return the model with floating-point parameters and buffers in the precision's weight dtype.
+
+    Args:
+        model: The model.
+        word: The word for ``precision=``, or ``None`` to leave the model unchanged.
+        is_given: True if the test passed this model. Only other models are converted.
+
+    Raises:
+        ConfigError: The test passed a model in another dtype, or conversion would lose complex parameters.
+    """
+    import torch
+
+    precision = precision_named(word)
+    if precision is None:
+        return model
+    dtype = getattr(torch, precision.weights)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    complex_names = [name for name, tensor in tensors if tensor.is_complex()]
+    other_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
+    if complex_names and (other_dtypes or precision.weights != "float32"):
+        raise ConfigError(
+            f"{word}: converting the model would make the complex {complex_names[0]} real; leave the precision out, or "
+            "build the model in float32 for fp32 or AMP"
+        )
+    if not other_dtypes:
+        return model
+    if is_given:
+        names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
+        raise ConfigError(
+            f"{word} trains {precision.weights} parameters, but the model has {names}; "
+            f"pass a function that builds the model, or convert it with model.to(torch.{precision.weights})"
+        )
+    return model.to(dtype)
+
+
+def batch_in_precision(batch: Any, word: str | None) -> Any:
+    """Return the batch with floating-point tensors in the weight dtype, for half-precision weights.
+
+    Other batches stay unchanged, because autocast and float32 weights take any floating-point input.
+    """
+    import torch
+
+    from pytest_gpumem.measuring.steps.batches import map_tensors
+
+    if word not in ("bf16", "fp16"):
+        return batch
+    dtype = getattr(torch, _PRECISIONS[word].weights)
+    if not any(tensor.is_floating_point() for tensor in tensors_in(batch)):
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+@contextmanager
+def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> Iterator[None]:
+    """Enable the precision's autocast within the context. Does nothing for precisions without autocast.
+
+    Args:
+        word: The word for ``precision=``.
+        device: The step's device.
+        cached: True to cast a weight once even if it is used twice (torch's default).
+
+    Raises:
+        MeasuringError: autocast is not on, so the step would be measured in another precision.
+    """
+    import torch
+
+    precision = precision_named(word)
+    if precision is None or precision.autocast is None:
+        yield
+        return
+    dtype = getattr(torch, precision.autocast)
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=cached):
+        if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != dtype:
+            raise MeasuringError(
+                f"torch did not enable autocast to {precision.autocast} on {device.type}; use another precision"
+            )
+        yield
+
+
+def float32_precision(word: str | None, device: Device) -> AbstractContextManager[object]:
+    """Return a context with the device's float32 products and convolutions in TF32 (``tf32``) or in full precision."""
+    precision = precision_named(word)
+    return nullcontext() if precision is None else device.tf32(precision.tf32)
+
+
+def scaler_of(word: str | None, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return a new gradient scaler if the precision needs it, or ``None``."""
+    import torch
+
+    precision = precision_named(word)
+    return torch.amp.GradScaler(device.type) if precision is not None and precision.scaled else None

@@ -1,0 +1,286 @@
+"""Judge whether times are valid: the interference between two readings, its limits, and the slowdown it explains. Pure.
+
+Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
+
+- Interference that *takes time* from the step, such as another process on its core, is known for each interval between two
+  readings. The times of this interval are divided by its factor.
+- Interference that *slows* the running step is known for a whole sample. The pace is the clock rate. Sharing with a neighbour
+  (caches, memory, the two halves of a core) slows the pace as well as the step, so the larger of both factors counts.
+  Cold caches after waiting do not show in the pace, because a pace is the best result from a few readings. So their factor
+  multiplies the pace's factor.
+
+Example: a thread waited for 10 % of a 20 ms round. Without the waiting, the round took 20 * 0.9 = 18 ms,
+so `time_factor` is 1 / 0.9 = 1.11.
+
+The constants for the CPU were measured on virtual machines with two cores (AMD EPYC, Intel Xeon): a step's time without
+waiting, divided by the time in quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import word_form
+from pytest_gpumem.facts.values.interference import Slowdown
+
+if TYPE_CHECKING:
+    from pytest_gpumem.facts.values.interference import Conditions
+
+
+WAITED = 0.02
+"""The largest share of its time that a thread may wait for a core. Waiting makes the step at least this much longer. A
+thread waited 0 % on a quiet machine, and 1 % with a busy process on each other core. With a process that shared the core for
+a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
+STOLEN = 0.03
+"""The largest share that the hypervisor may take from a busy core's time. Stolen time has the same effect as waiting."""
+OTHERS = 0.25
+"""The largest share that other processes may use on the other cores. On two cores with a common L3 cache, computing on the
+other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
+9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
+SLOWEST_CLOCK = 0.75
+"""The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
+
+_TICK_COUNTERS = 5
+"""The number of counters in /proc/stat that `_others` adds up. Each counter may be a tick off."""
+
+_TIMES = {1: "once", 2: "twice"}
+_SLOWDOWNS = {
+    "HwThermalSlowdown": "thermal slowdown by hardware",
+    "SwThermalSlowdown": "thermal slowdown by the driver",
+    "HwPowerBrakeSlowdown": "external power brake",
+    "HwSlowdown": "slowdown by hardware",
+}
+_CLOCK_MEANS_NOTHING = frozenset({"GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"})
+"""Reasons for a lower clock that are not interference. An idle GPU lowers its clock. The power limit lowers the clock in
+every large matrix product, so it is caused by the step. Lower application clocks are set on purpose, and are equal in
+every run."""
+
+
+def disturbance(before: Conditions, after: Conditions) -> str | None:
+    """Return a clause on all known disturbances between two readings; ``None`` if nothing disturbed the time.
+
+    The function works for intervals of any length. Counters in ticks count only beyond their resolution, so a round of 20 ms
+    proves nothing about them, but a sample that takes a second does. The clock is judged at the end, because a GPU is idle
+    before its first work.
+    """
+    return _clauses(
+        _retried(before, after),
+        _compiled(before, after),
+        _throttled(before, after),
+        _slow_clock(after),
+        _other_processes(before, after),
+        _waited(before, after),
+        _stolen(before, after),
+        _others(before, after),
+    )
+
+
+def tick_disturbance(before: Conditions, after: Conditions) -> str | None:
+    """Return the disturbances that are counted in ticks, for a whole sample."""
+    return _clauses(_stolen(before, after), _others(before, after))
+
+
+def _clauses(*clauses: str | None) -> str | None:
+    return ", ".join(clause for clause in clauses if clause is not None) or None
+
+
+def _retried(before: Conditions, after: Conditions) -> str | None:
+    times = increase(before.retries, after.retries)
+    return f"the allocator retried {_TIMES.get(times, f'{times} times')}" if times else None
+
+
+def _compiled(before: Conditions, after: Conditions) -> str | None:
+    graphs = increase(before.graphs, after.graphs)
+    if not graphs:
+        return None
+    return word_form(graphs, "a graph was compiled meanwhile", f"{graphs} graphs were compiled meanwhile")
+
+
+def increase(before: int | None, after: int | None) -> int:
+    """Return a counter's increase. After a reset to 0, the second reading is the increase."""
+    if before is None or after is None:
+        return 0
+    return after - before if after >= before else after
+
+
+def is_throttled(before: Conditions, after: Conditions) -> bool:
+    """Return whether the clock was lowered to protect the GPU, at either end of the interval."""
+    return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
+
+
+def _events(before: Conditions, after: Conditions) -> frozenset[str]:
+    return (before.clock_events or frozenset()) | (after.clock_events or frozenset())
+
+
+def _throttled(before: Conditions, after: Conditions) -> str | None:
+    events = _events(before, after)
+    named = [words for event, words in _SLOWDOWNS.items() if event in events]
+    if len(named) > 1 and "HwSlowdown" in events:
+        # NVML sets this event together with the two specific hardware events.
+        named.remove(_SLOWDOWNS["HwSlowdown"])
+    return f"the GPU was throttled: {' and '.join(named)}" if named else None
+
+
+def sm_clock_share(after: Conditions) -> float | None:
+    """Return the SM clock divided by its default if it is too low; otherwise ``None``.
+
+    A low clock that the step's power or a setting explains does not count.
+    """
+    if not after.sm_clock or not after.sm_clock_default:
+        return None
+    if after.clock_events is None or after.clock_events & _CLOCK_MEANS_NOTHING:
+        return None
+    clock = after.sm_clock / after.sm_clock_default
+    return clock if clock < SLOWEST_CLOCK else None
+
+
+def _slow_clock(after: Conditions) -> str | None:
+    clock = sm_clock_share(after)
+    return None if clock is None else f"the SM clock was at {percent(clock)} of its default"
+
+
+def other_processes(before: Conditions, after: Conditions) -> int:
+    """Return the number of GPU processes from other sessions at either reading."""
+    return max(len(before.other_pids | after.other_pids), before.other_processes or 0, after.other_processes or 0)
+
+
+def _other_processes(before: Conditions, after: Conditions) -> str | None:
+    pids = sorted(before.other_pids | after.other_pids)
+    if len(pids) == 1:
+        return f"process {pids[0]} used the GPU, too"
+    if pids:
+        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
+    number = other_processes(before, after)
+    if not number:
+        return None
+    return word_form(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
+
+
+def _waited(before: Conditions, after: Conditions) -> str | None:
+    waited = share(before, after, before.waited, after.waited)
+    if waited is None or waited <= WAITED:
+        return None
+    return f"the thread waited {percent(waited)} of the time for a core"
+
+
+def _stolen(before: Conditions, after: Conditions) -> str | None:
+    stolen = share(before, after, before.stolen, after.stolen)
+    if stolen is None:
+        return None
+    # Time can only be stolen from busy cores: the step's core and the cores that other processes keep busy.
+    busy = 1 + max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0)
+    if (stolen - after.tick / elapsed(before, after)) / busy <= STOLEN:
+        return None
+    return f"the hypervisor took {percent(stolen / busy)} of the time of each busy core"
+
+
+def _others(before: Conditions, after: Conditions) -> str | None:
+    used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
+    # On a single core, other processes take turns with the thread, so the thread's waiting time shows them.
+    if used is None or after.cores is None or after.cores < 2:
+        return None
+    if used - _TICK_COUNTERS * after.tick / elapsed(before, after) <= OTHERS * (after.cores - 1):
+        return None
+    return f"other processes used {used:.2f} of {after.cores} cores meanwhile"
+
+
+def share(before: Conditions, after: Conditions, earlier: float | None, later: float | None) -> float | None:
+    """Return the increase in a count of seconds, divided by the elapsed time; ``None`` if a reading is missing.
+
+    Args:
+        before: The first reading.
+        after: The second reading.
+        earlier: The count in the first reading.
+        later: The count in the second reading.
+    """
+    seconds = elapsed(before, after)
+    return None if earlier is None or later is None or seconds <= 0 else (later - earlier) / seconds
+
+
+def elapsed(before: Conditions, after: Conditions) -> float:
+    """Return the seconds between two readings."""
+    return after.seconds - before.seconds
+
+
+def percent(ratio: float) -> str:
+    """Return a ratio as text: ``12 %``."""
+    return f"{100 * ratio:.0f} %"
+
+
+OTHER_CORES = 0.2
+"""The largest slowdown for each other busy core, as a share. At most 0.12 was measured while the pace stayed the same.
+A larger slowdown shows in the pace."""
+REFILLING = 0.45
+"""The largest slowdown for each second of waiting, divided by the seconds on a core: other processes fill the caches while
+the thread waits. At most 0.25 was measured on the EPYC with up to 60 % waiting (steps took 1.14 times as long at 40 %,
+1.34 times at 50 %). There is no upper limit: with a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on
+the Xeon, with four processes for each core."""
+MOST_SLOWED = 5.0
+"""The largest slowdown on machines with many busy cores, which share the memory's bandwidth. Not measured."""
+MOST_STOLEN = 0.95
+THROTTLED = 4.0
+"""The largest slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown`` in
+nvml.h), and the factor 2 may count twice."""
+OTHERS_ON_GPU = 2.0
+"""The largest slowdown on a GPU for each process, including this process. The processes take turns with equal slices of time,
+and the factor may count twice."""
+SECONDS_A_RETRY = 1.0
+"""The most seconds in which the allocator releases its cache, up to a whole GPU's memory, and allocates it again."""
+SECONDS_A_GRAPH = 100.0
+"""The most seconds in which torch.compile compiles a graph."""
+GPU_CLOCK = 2
+"""The exponent with which a lowered GPU clock may slow a step. Not measured."""
+
+
+def time_factor(before: Conditions, after: Conditions) -> float:
+    """Return the largest factor by which interference that takes time lengthens the time between two readings."""
+    waited = _waiting(before, after)
+    events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
+        before.graphs, after.graphs
+    )
+    other_count = other_processes(before, after)
+    on_gpu = OTHERS_ON_GPU * (1 + other_count) if other_count else 1.0
+    seconds = elapsed(before, after)
+    # If an event may have filled the interval, nothing is known about the step.
+    left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
+    return on_gpu / left / (1 - waited)
+
+
+def slowdown(before: Conditions, after: Conditions) -> Slowdown:
+    """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
+
+    The counters sum up stolen time over all cores, and all of it may be missing on this step's core.
+    """
+    stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
+    off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
+    refilling = REFILLING * off_core / (1 - off_core)
+    busy_cores = min(
+        max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0), (after.cores or 1) - 1
+    )
+    return Slowdown(min(1 + OTHER_CORES * busy_cores, MOST_SLOWED), (1 + refilling) / (1 - stolen))
+
+
+def gpu_slowdown(before: Conditions, after: Conditions) -> float:
+    """Return an upper bound for the factor by which a lowered clock slowed the GPU."""
+    throttled = THROTTLED if is_throttled(before, after) else 1.0
+    clock = sm_clock_share(after)
+    return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
+
+
+def contention_factor(conditions: Conditions) -> float:
+    """Return the largest factor by which another measured test can slow a step without exclusive use of the device.
+
+    On the host, the CPU time of other processes shows the other test, so the factor is 1. A GPU has no such reading.
+    """
+    return 1.0 if conditions.other_cpu_seconds is not None else 2 * OTHERS_ON_GPU
+
+
+def _waiting(before: Conditions, after: Conditions) -> float:
+    """Return the share of time in which the thread was ready to run and had no core.
+
+    If the device does not count this time, return the share that other processes used.
+    """
+    waited = share(before, after, before.waited, after.waited)
+    if waited is None:
+        waited = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
+    return min(max(waited or 0.0, 0.0), MOST_STOLEN)

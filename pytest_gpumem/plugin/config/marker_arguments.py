@@ -1,0 +1,136 @@
+"""The markers' arguments: for each, the limited metric, a function that reads its value, and its help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.base.units import format_bytes, parse_gigabytes, parse_rate, parse_ratio, parse_size
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.plugin.config.options import MARKER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, (bool, str)):
+        return 0
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a size; write it with its unit, like '{_with_unit(value)}'")
+    return parse_size(value)
+
+
+def _with_unit(value: object) -> str:
+    """Return the probable size for a number without a unit: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        return "6.5 GB"
+    return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
+    return value
+
+
+class MarkerArgument(NamedTuple):
+    """An argument for the marker ``gpumem``."""
+
+    target: str
+    """The limited metric, or the field in `Budget`."""
+    read: Callable[[Any], object]
+    """Returns the limit for a value. Raises ``ValueError`` for a wrong value."""
+    example: str
+    """A value as Python code."""
+    help: str
+
+
+MARKER_ARGUMENTS = {
+    "max_gb": MarkerArgument(
+        "peak_allocated", parse_gigabytes, "6.5", "A limit as a number of GB (10⁹ bytes). Give this or `max_memory`."
+    ),
+    **{
+        metric.budget: MarkerArgument(name, _size, '"8 GB"', "A limit as a size with a unit.")
+        for name, metric in METRICS.items()
+        if metric.budget is not None
+    },
+    "tolerance": MarkerArgument(
+        "tolerance",
+        parse_ratio,
+        '"2 %"',
+        "The allowed growth of `peak_allocated` over its baseline. It replaces both parts of the metric's tolerance.",
+    ),
+    "max_slowdown": MarkerArgument(
+        "max_slowdown",
+        parse_ratio,
+        '"10 %"',
+        "The allowed growth of `step_time` over its baseline. It replaces the metric's tolerance. With "
+        "`--gpumem-baseline` a test fails if its own marker has this argument and the test times no step.",
+    ),
+    "min_throughput": MarkerArgument(
+        "min_throughput",
+        parse_rate,
+        '"1200 samples/s"',
+        "The least `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test gives `items=` as a number, "
+        "this number counts for every unit. A test fails if none of its steps has the unit.",
+    ),
+    "device": MarkerArgument("device", _device, '"cpu"', "The device for this test. It wins over `--gpumem-device`."),
+}
+"""The marker's arguments by name."""
+MARKER_DETAILS = """
+Put `@pytest.mark.gpumem(...)` on a test or a class, or on a module by `pytestmark`. It measures the test's call. If the test
+has the fixture `gpumem`, the budget applies to the fixture's measurements, and the call is not measured.
+
+All arguments are keywords and optional. `None` is an error, because it sets no limit. With several markers, each argument comes
+from the closest marker that sets it. A `conftest.py` may add the marker in `pytest_itemcollected` or
+`pytest_collection_modifyitems`. A marker that is added later has no effect, and fails the test if the session gates.
+
+A size is a number and a unit: `B`, `kB`, `MB`, `GB`, `TB` (powers of 1000) or `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), in
+upper or lower case. `0` needs no unit. A value equal to its limit is allowed.
+
+`max_slowdown` and `min_throughput` limit the steps that the fixture times. They are a usage error in a marker on a test without
+the fixture, because its call runs once and is not timed. An unknown argument or an unreadable value is a usage error at
+collection, also for a deselected test: `unknown argument 'max_bg'; did you mean 'max_gb'?`
+
+```python
+@pytest.mark.gpumem(max_gb=6.5, max_retained="1 MB")
+def test_forward():
+    output = GPT()(batch)
+```
+"""
+"""The rules for the marker ``gpumem``, as Markdown for its page."""
+CONFIG_MARKER_DETAILS = """
+Put `@pytest.mark.gpumem_configs(...)` on a test, a class or a module. A test with the argument `gpumem_config` runs once for
+every combination, and gets a `StepConfig`. Only the closest marker counts.
+
+The keywords are the [axes of a step config](step-configs.md), each with a value or a list of values. The last axis moves
+fastest. The id of each test ends with the config's id (`test_matrix[fp32-ckpt-ops]`), so each test has its own baseline. If
+the test has other parameters, each of their values has its own matrix.
+
+```python
+@pytest.mark.gpumem_configs(
+    precision=["fp32", "fp16"], checkpoint=["none", "ops"], skip=["fp16,checkpoint=ops"]
+)
+def test_matrix(gpumem, gpumem_config):
+    gpumem.train_step(GPT, batch, config=gpumem_config)
+```
+
+An unknown axis, an unknown value, and a marker on a test without `gpumem_config` are usage errors. A run without
+`--gpumem-baseline`, or with `-v`, ends with [a table for each matrix](../guide/matrix.md). Saving, cost and ROI are
+`Measurement.saves`, `Measurement.costs` and `Measurement.roi` against the first measured row. A `*` marks a row if no other
+row is better in memory or time without being worse in the other.
+"""
+"""The rules for the marker ``gpumem_configs``, as Markdown for its page."""
+SKIP_HELP = (
+    "A config text, or a list of texts. A combination with all settings of a text is left out. A text that leaves no "
+    "combination out is a usage error."
+)
+"""The help for the argument ``skip`` in ``gpumem_configs``."""
+MARKER_HELP = (
+    f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
+    "its steps, and fail when it is over budget or regresses"
+)
+CONFIG_MARKER_HELP = (
+    "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
+    "which the argument gpumem_config contains"
+)

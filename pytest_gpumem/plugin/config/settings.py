@@ -1,0 +1,411 @@
+"""A session's settings, from ``[tool.gpumem]`` and the options, as a frozen value."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_gpumem.base.toml import read_toml
+from pytest_gpumem.base.units import UnitSystem, nearest, parse_ratio
+from pytest_gpumem.base.variables import PYTEST_ADDOPTS
+from pytest_gpumem.facts.metrics import METRICS, Tolerance
+from pytest_gpumem.facts.values.option_words import (
+    DEFAULT_DEVICE,
+    EMULATED,
+    EMULATED_SLUG,
+    Routing,
+    UpdateMode,
+)
+from pytest_gpumem.judging.gate.baseline import Budget
+from pytest_gpumem.measuring.timing.sampling import DEFAULT_SECONDS
+from pytest_gpumem.plugin.config.conversions import check_in_file, convert, read_value
+from pytest_gpumem.plugin.config.errors import BudgetError, SettingsError
+from pytest_gpumem.plugin.config.keys import BUDGET_KEYS, OTHER_KEYS
+from pytest_gpumem.plugin.config.kinds import TABLE, Kind
+from pytest_gpumem.plugin.config.marker import budget_from_arguments
+from pytest_gpumem.plugin.config.options import (
+    DEFAULT_EXPLAIN,
+    DEFAULT_RANK_TIMEOUT,
+    DEFAULT_STORE,
+    OPTIONS,
+    ExplainMode,
+    Option,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import pytest
+
+    from pytest_gpumem.emulating.emulation.gpus import Gpu
+    from pytest_gpumem.measuring.models.name import ModelName
+    from pytest_gpumem.plugin.config.models import ModelStep
+
+
+def matches_test(tests: str, nodeid: str) -> bool:
+    """Return whether a pattern matches a node id, or the file or a class of the test (fnmatch).
+
+    For example, ``tests/*`` and ``tests/test_gpt.py::TestTrain`` match ``tests/test_gpt.py::TestTrain::test_step``.
+    """
+    parts = nodeid.split("::")
+    prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
+    # Brackets in a node id are parameters, not a set of characters.
+    pattern = tests.replace("[", "[[]")
+    return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class PatternBudget:
+    """An entry of ``[[tool.gpumem.budget]]``: the budget of all tests that match ``tests`` (fnmatch)."""
+
+    tests: str
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A session's settings."""
+
+    baseline: bool = False
+    update: UpdateMode | None = None
+    reason: str | None = None
+    """The reason for the changes by ``update``, in one line."""
+    store: str = DEFAULT_STORE
+    """The store's folder or URL. A relative path starts in ``store_base``."""
+    store_base: Path = field(default_factory=Path)
+    device: str = DEFAULT_DEVICE
+    against: str | None = None
+    """A real GPU's slug, whose baselines are compared with the figures from an emulated GPU."""
+    strict: bool = False
+    time: bool | None = None
+    """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
+    pack: bool = False
+    """True if tests run on a GPU at the same time, as far as their known peaks fit."""
+    explain: ExplainMode = DEFAULT_EXPLAIN
+    artifacts: str | None = None
+    """The folder for timelines and snapshots. A relative path starts in ``artifacts_base``."""
+    artifacts_base: Path = field(default_factory=Path)
+    report: tuple[str, ...] = ()
+    """The files for reports. Relative paths start in ``report_base``."""
+    report_base: Path = field(default_factory=Path)
+    model: tuple[ModelName, ...] = ()
+    """The models from the command line. A relative path as a name starts in ``model_base``."""
+    model_base: Path = field(default_factory=Path)
+    models: tuple[ModelStep, ...] = ()
+    """Steps for named models in the settings. Relative paths start in the root directory."""
+    rank_timeout: float = DEFAULT_RANK_TIMEOUT
+    """Seconds after which the session ends if a rank makes no progress while other ranks wait."""
+    routing: Routing | None = None
+    """The assumption about the experts of each token on an emulated GPU."""
+    units: UnitSystem = "si"
+    time_budget: float = DEFAULT_SECONDS
+    """Seconds for the first step time samples in a test."""
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    budgets: tuple[PatternBudget, ...] = ()
+    mark: tuple[str, ...] = ()
+    """Patterns for tests to measure without the marker."""
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    """The user's own GPUs for emulation, by name."""
+    explicit: bool = False
+    """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
+
+    def compared_slug(self, slug: str) -> str:
+        """Return the slug whose baselines are compared with figures from the device ``slug``."""
+        return self.against or slug
+
+    @property
+    def artifacts_folder(self) -> Path | None:
+        """The folder for timelines and snapshots. ``None`` if none are written."""
+        return None if self.artifacts is None else self.artifacts_base / self.artifacts
+
+    @property
+    def gates(self) -> bool:
+        """True if the session is a gate (``--gpumem-baseline`` or ``--gpumem-strict``), so its report decides the exit code."""
+        return self.baseline or self.strict
+
+    @property
+    def may_be_accepted_later(self) -> bool:
+        """True if the session's report needs all data of a baseline, because `gpumem accept` writes baselines from it."""
+        return self.baseline and self.against is None and any(file.endswith(".json") for file in self.report)
+
+    def budget_for(self, nodeid: str) -> Budget:
+        """Return the limits for a test from ``[[tool.gpumem.budget]]``. For each limit, the first matching entry wins."""
+        budget = Budget()
+        for entry in self.budgets:
+            if matches_test(entry.tests, nodeid):
+                budget = budget.or_else(entry.budget)
+        return budget
+
+
+DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {name: metric.tolerance for name, metric in METRICS.items() if metric.tolerance is not None}
+)
+
+KEYS: Mapping[str, Kind] = MappingProxyType(
+    {
+        **{option.name: option.kind for option in OPTIONS if option.is_key},
+        **{name: key.kind for name, key in OTHER_KEYS.items()},
+    }
+)
+"""The keys in ``[tool.gpumem]``."""
+
+
+def is_loaded(config: pytest.Config) -> bool:
+    """Return whether pytest knows the plugin's options."""
+    return all(hasattr(config.option, option.dest) for option in OPTIONS)
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """Return a session's settings.
+
+    Options win over ``[tool.gpumem]`` in the root directory's pyproject.toml, and both win over defaults.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    options = {option.name: config.getoption(option.dest) for option in OPTIONS}
+    return settings_from(config.rootpath, config.invocation_params.dir, options, _only_in_file(config))
+
+
+def settings_from(
+    root: Path, started_in: Path, option_values: Mapping[str, Any], only_in_file: Collection[str] = ()
+) -> Settings:
+    """Return the settings from the options' values and the root directory's pyproject.toml.
+
+    Args:
+        root: pytest's root directory.
+        started_in: The folder in which pytest was started. Relative paths in options start there.
+        option_values: pytest's parsed values for options, by name. Other names are ignored.
+        only_in_file: The names of options that come from ``addopts`` and were not typed.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    path = root / "pyproject.toml"
+    table = read_table(path)
+    settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
+    in_root: dict[str, Any] = {f"{option.name}_base": root for option in OPTIONS if option.kind.is_path}
+    settings = replace(settings, explicit=table is not None, **in_root)
+    options = [option for option in OPTIONS if option_values.get(option.name) is not None]
+    if not options:
+        return settings
+    for option in options:
+        if option.name in only_in_file:
+            check_in_file(option.kind, option_values[option.name], f"addopts: {option.flag}")
+    values = {option.name: _converted(option, option_values[option.name]) for option in options}
+    bases: dict[str, Any] = {f"{option.name}_base": started_in for option in options if option.kind.is_path}
+    settings = replace(settings, explicit=True, **values, **bases)
+    if settings.reason is not None and settings.update is None:
+        raise SettingsError(
+            "--gpumem-reason is stored with new baselines, and this session writes none: add --gpumem-update=all"
+        )
+    _check_artifacts(settings)
+    _check_against(settings)
+    _check_pack(settings, typed="pack" in values)
+    return settings
+
+
+def _only_in_file(config: pytest.Config) -> Collection[str]:
+    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``. Workers of pytest-xdist have none."""
+    if hasattr(config, "workerinput"):
+        return ()
+    words = [*os.environ.get(PYTEST_ADDOPTS, "").split(), *config.invocation_params.args]
+    typed = {str(word).partition("=")[0].lstrip("'\"") for word in words}
+    return [option.name for option in OPTIONS if option.flag not in typed]
+
+
+def _converted(option: Option, value: Any) -> Any:
+    """Return the setting for an option's value. Raises `SettingsError`."""
+    # `gpumem ab` passes an empty mode, which switches the table's `update` off.
+    return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
+
+
+def _check_artifacts(settings: Settings) -> None:
+    folder = settings.artifacts_folder
+    if folder is None:
+        return
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise SettingsError(f"--gpumem-artifacts={settings.artifacts}: {existing} is a file, expected a folder")
+
+
+def _check_against(settings: Settings) -> None:
+    if settings.against is None:
+        return
+    option = f"--gpumem-against={settings.against}"
+    if not settings.device.startswith(EMULATED):
+        raise SettingsError(
+            f"{option} compares the figures of an emulated GPU with the baselines of a real one, and this session measures on "
+            f"{settings.device}: add --gpumem-device=emulated:h100, say"
+        )
+    if settings.against.startswith(EMULATED_SLUG):
+        raise SettingsError(
+            f"{option} does not name a real GPU; to compare with baselines of an emulated GPU, leave the option out"
+        )
+    if settings.update is not None:
+        raise SettingsError(
+            f"{option} only compares, because baselines for a real GPU must not come from an emulated GPU: leave "
+            f"--gpumem-update={settings.update} out"
+        )
+    if not settings.baseline:
+        raise SettingsError(f"{option} has no effect without a comparison: add --gpumem-baseline")
+
+
+def _check_pack(settings: Settings, *, typed: bool) -> None:
+    from pytest_gpumem.measuring.devices.registry import may_share_memory
+
+    # The option is an error on the CPU. The key in pyproject.toml is not, because other sessions measure on a GPU.
+    if typed and not may_share_memory(settings.device):
+        raise SettingsError(
+            "--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
+            "--gpumem-device=cuda"
+        )
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """Return the table ``[tool.gpumem]`` of a pyproject.toml, or ``None`` without it. Raises `SettingsError`."""
+    text = _text(path, path.name)
+    return _table(text, path.name) if text is not None and "gpumem" in text else None
+
+
+def check_readable(path: Path) -> None:
+    """Raise `SettingsError` if a pyproject.toml cannot be read, before pytest raises a less helpful error for the file."""
+    text = _text(path, str(path))
+    if text is not None:
+        _table(text, str(path))
+
+
+def _text(path: Path, name: str) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{name} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+    except OSError as error:
+        raise SettingsError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _table(text: str, name: str) -> dict[str, Any] | None:
+    try:
+        tools = read_toml(text).get("tool", {})
+    except ValueError as error:
+        raise SettingsError(f"{name}: not TOML: {error}") from None
+    if not isinstance(tools, dict):
+        raise SettingsError(f"{name}: tool is {tools!r}, expected a table: [tool.gpumem]")
+    table = tools.get("gpumem")
+    if table is not None and not isinstance(table, dict):
+        raise SettingsError(f"{name}: [tool.gpumem] is {table!r}, expected a table")
+    return table
+
+
+def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
+    """Return the settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in KEYS:
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
+        values[key] = read_value(KEYS[key], value, f"{where}: {key}")
+    tolerances = values.pop("tolerance", {})
+    budgets = values.pop("budget", [])
+    gpus = own_gpus_in(table, where)
+    values.pop("gpus", None)
+    models = values.pop("models", [])
+    return Settings(
+        **values,
+        tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
+        budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
+        gpus=MappingProxyType(gpus),
+        models=_models(models, f"{where}: models"),
+    )
+
+
+def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
+    """Return the user's own GPUs in a table ``[tool.gpumem]``, by name. Raises `SettingsError`."""
+    if "gpus" not in table:
+        return {}
+    from pytest_gpumem.plugin.config.own_gpus import own_gpus
+
+    return own_gpus(read_value(TABLE, table["gpus"], f"{where}: gpus"), f"{where}: gpus")
+
+
+def _models(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
+    if not entries:
+        return ()
+    # Most projects have no models, so they do not import step configs.
+    from pytest_gpumem.plugin.config.models import model_steps
+
+    return model_steps(entries, where)
+
+
+def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
+    tolerances = {}
+    for name, text in table.items():
+        if name not in DEFAULT_TOLERANCES:
+            raise SettingsError(f"{where}: unknown metric {name!r}; {nearest(name, list(DEFAULT_TOLERANCES))}")
+        try:
+            tolerances[name] = Tolerance(relative=parse_ratio(text))
+        except ValueError as error:
+            raise SettingsError(f"{where}.{name}: {error}") from None
+    return tolerances
+
+
+def _budget(entry: object, where: str) -> PatternBudget:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.budget]]")
+    arguments = {name: value for name, value in entry.items() if name not in BUDGET_KEYS}
+    tests = entry.get("tests")
+    if not isinstance(tests, str) or not tests:
+        close = difflib.get_close_matches("tests", list(arguments), n=1)
+        hint = f"; did you mean tests instead of {close[0]!r}?" if close else ', like tests = "tests/test_gpt.py::*"'
+        raise SettingsError(f"{where} needs tests, a pattern of test ids{hint}")
+    try:
+        budget = budget_from_arguments(arguments)
+    except BudgetError as error:
+        raise SettingsError(f"{where} (tests = {tests!r}): {error}") from None
+    if budget == Budget():
+        raise SettingsError(f"{where} (tests = {tests!r}) sets no limit; write max_gb = 6.5, say")
+    return PatternBudget(tests, budget)
+
+
+def named_device(word: str, *, typed: bool) -> str:
+    """Return the text for a device in an error: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
+    return f"--gpumem-device={word}" if typed else f"pyproject.toml: [tool.gpumem]: device = {word!r}"
+
+
+def check_device(settings: Settings, valid: list[str], *, typed: bool = True) -> None:
+    """Raise `SettingsError` if the settings' device is not in ``valid``.
+
+    Args:
+        settings: The settings.
+        valid: The names of all devices.
+        typed: Whether the device comes from the command line.
+    """
+    if settings.device not in valid:
+        from pytest_gpumem.emulating.emulation.gpus import nearest_device_or_emulated
+
+        near = nearest_device_or_emulated(settings.device, valid, settings.gpus)
+        raise SettingsError(f"{named_device(settings.device, typed=typed)}: no such device; {near}")
+
+
+def options_to_repeat(config: pytest.Config) -> list[str]:
+    """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
+
+    With ``--gpumem-against``, the command names the default device, because baselines for a real GPU have to be measured on
+    the real GPU.
+    """
+    from pytest_gpumem.judging.baselines.url_backend import without_credentials
+
+    options: list[str] = []
+    for option in OPTIONS:
+        value = cast("str | None", config.getoption(option.dest)) if option.in_accept else None
+        if option.name == "device" and config.getoption("gpumem_against") is not None:
+            value = DEFAULT_DEVICE
+        if value is not None:
+            options.append(f"{option.flag}={without_credentials(value)}")
+    return options

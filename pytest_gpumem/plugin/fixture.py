@@ -1,0 +1,623 @@
+"""The fixture ``gpumem``, with which a test measures its own steps and regions."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from pytest_gpumem.base.units import nearest
+from pytest_gpumem.facts.measurement import Measurement, MeasuringError
+from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.measuring.measure.looped import STEPS
+from pytest_gpumem.measuring.step_config.config import AXES, StepConfig, as_config
+from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.function import prepared_function
+from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.train_step import prepared_train_step
+from pytest_gpumem.plugin.relations.estimate import Estimate, findings_of
+from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
+from pytest_gpumem.plugin.relations.growth import assert_no_growth
+from pytest_gpumem.plugin.relations.state import state_of
+from pytest_gpumem.plugin.runtest.loading import Loading, load
+from pytest_gpumem.plugin.runtest.stepping import NOT_ITERABLE, MeasuredLoop
+from pytest_gpumem.torch_support.static_access import class_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    import torch
+
+    from pytest_gpumem.measuring.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.plugin.runtest.run import TestRun
+
+
+_T = TypeVar("_T")
+
+
+class Region:
+    """A region of a test, measured by `Gpumem.track`."""
+
+    def __init__(self) -> None:
+        self.measurement_at_end: Measurement | None = None
+
+    @property
+    def measurement(self) -> Measurement:
+        """The measurement. Reading this attribute before the region has ended raises `MeasuringError`."""
+        if self.measurement_at_end is None:
+            raise MeasuringError("the region has not ended yet: read its measurement after the with block")
+        return self.measurement_at_end
+
+
+class WithBlock(AbstractContextManager[_T]):
+    """The context manager from ``gpumem.loop()`` or ``gpumem.track()``.
+
+    The object only works in a ``with`` statement. For example, ``gpumem.loop().callback()`` raises an ``AttributeError``
+    that shows the ``with`` statement to write.
+    """
+
+    def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
+        self._method = method
+        self._within = within
+
+    def __enter__(self) -> _T:
+        return self._within.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._within.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        call = f"gpumem.{self._method}()"
+        alias = "training" if self._method == "loop" else "region"
+        raise AttributeError(
+            f"{call} returns a context manager. Write `with {call} as {alias}:`, and then `{alias}.{name}`"
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            NOT_ITERABLE
+            if self._method == "loop"
+            else "gpumem.track() returns a context manager. Write `with gpumem.track() as region:`"
+        )
+
+
+class Gpumem:
+    """Measures steps of a model, or any code, on the device of this run (``--gpumem-device``).
+
+    A test with the fixture ``gpumem`` measures any number of its own steps and regions. The test's call itself is not
+    measured. Each measurement is judged after the test: against the budget in the marker and the settings, and, with
+    ``--gpumem-baseline``, against its baseline. For annotations: ``from pytest_gpumem import Gpumem``.
+
+    Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
+    (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test takes several measurements,
+    because the default numbers shift when another measurement is added before them. A name raises ``ValueError`` if the test
+    uses the name twice, if it is empty or longer than 200 characters, or if no file can store it.
+
+    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` first collect garbage and empty the allocator's caches. Then
+    they repeat the step until two steps in a row have the same peaks (2 to 6 steps), and run it four more times. Then they
+    count one more step (`flops`), and time rounds of steps. With ``compile`` or a gradient scaler, they repeat the step until
+    nothing is compiled and the scale stays the same, at most 16 times.
+
+    Only regions can be nested in regions. Any other measurement within a measurement raises `MeasuringError`.
+    """
+
+    def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
+        """Make the fixture of one test.
+
+        Args:
+            run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
+            refuse: Skips or fails a test that cannot be measured. The argument is the reason, a clause, or ``None`` if the
+                machine lacks the device.
+        """
+        self._maybe_run = run
+        self._refuse = refuse
+
+    @property
+    def _run(self) -> TestRun:
+        return self._refuse(None) if self._maybe_run is None else self._maybe_run
+
+    def __getattr__(self, name: str) -> NoReturn:
+        attributes = [attribute for attribute in vars(type(self)) if not attribute.startswith("_")]
+        why = f"the fixture gpumem has no attribute {name!r}; {nearest(name, attributes)}"
+        raise AttributeError(why, name=name, obj=self)
+
+    @property
+    def device(self) -> torch.device:
+        """The measured ``torch.device``. Put models and batches there.
+
+        Example::
+
+            def test_forward(gpumem):
+                model = GPT().to(gpumem.device)
+                with gpumem.track("forward"):
+                    model(torch.ones(16, 64, device=gpumem.device))
+        """
+        return self._run.device.torch_device
+
+    def measure(
+        self,
+        fn: Callable[[], object],
+        items: float | None = None,
+        name: str | None = None,
+        *,
+        explain: bool | None = None,
+    ) -> Measurement:
+        """Measure ``fn()`` as a step that repeats: first its memory, then its time.
+
+        The objects that ``fn`` refers to by its closure, its defaults, its bound arguments or its ``__self__`` belong to the
+        step. Globals and all other live memory do not. Random numbers are restored, so the test's next draw does not depend
+        on the number of runs. A step that counts its own calls sees every run.
+
+        Args:
+            fn: The function to run.
+            items: The number of samples, tokens or other items in one call. The measurement has a `throughput` only with
+                ``items``.
+            name: The name of the measurement; by default ``measure``.
+            explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By default
+                ``--gpumem-explain`` decides. A test that reads the composition also gets one. ``--gpumem-explain=never``
+                switches all recording off.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            MeasuringError: The figures would not be valid, for example because ``fn`` holds nothing on the device.
+            ValueError: The name is in use, empty or too long.
+
+        Example::
+
+            def test_product(gpumem):
+                a, b = torch.ones(256, 512, device=gpumem.device), torch.ones(512, 64, device=gpumem.device)
+                measurement = gpumem.measure(lambda: a @ b, items=256)
+                assert measurement.flops == 2 * 256 * 512 * 64
+        """
+        _check_function("measure", fn)
+        run = self._run
+        with run.alone("measure", name), prepared_function(run.context, fn, items) as prepared:
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # Free the step's tensors before the measurement is returned.
+        return run.keep(judged)
+
+    def track(self, name: str | None = None) -> AbstractContextManager[Region]:
+        """Measure the body of a ``with`` block, which runs once, cold and untimed.
+
+        Objects that the test and its fixtures hold at the beginning belong to the region. Memory that is still alive at the
+        end, including local variables of the body, is `retained`. Regions may be nested in regions. A region is not
+        explained, because its body runs once. To explain the same code, pass it to `Gpumem.measure`.
+
+        Args:
+            name: The name of the measurement; by default ``region``.
+
+        Returns:
+            A context manager that yields a region. Read its ``measurement`` after the block.
+
+        Raises:
+            MeasuringError: Another measurement is under way, or ``measurement`` is read within the block.
+
+        Example::
+
+            def test_two_forwards(gpumem):
+                model = GPT().to(gpumem.device)
+                with gpumem.track("forward") as region:
+                    model(batch.to(gpumem.device))
+                assert region.measurement.peak_allocated < 200e3
+        """
+        return WithBlock("track", self._tracked(name))
+
+    @contextmanager
+    def _tracked(self, name: str | None) -> Iterator[Region]:
+        region = Region()
+        with self._run.alone("track", name), self._run.region(name) as measurement:
+            yield region
+        region.measurement_at_end = measurement()
+
+    def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
+        """Measure ``factory()``, which loads a model onto the device.
+
+        The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Before the run,
+        garbage is collected and the allocator's cache is emptied, so figures repeat. `peak_allocated` counts the loaded
+        object and all temporary memory, such as a second copy of the weights. `loaded` is the memory of the object, and
+        `retained` is the memory that is left beyond the object. On CUDA `peak_reserved` counts the memory that the
+        allocator took, including buffers that are never filled.
+
+        The objects that ``factory`` refers to by its closure or its bound arguments count into the peak. Other live memory
+        does not. Random numbers are not restored.
+
+        To explain the peak, the factory runs once more while the first object is alive. If the GPU has no room for two
+        objects, a note says so. Threads may load memory as well, as transformers does with a ``device_map`` since 5.0. On a
+        GPU all figures count this memory, and the composition shows it without lines and operators.
+
+        Args:
+            factory: A function without arguments that loads and returns a model, a state dict, or any object that holds
+                tensors.
+            name: The name of the measurement; by default ``load``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The loaded object as ``value``, and its ``measurement``.
+
+        Raises:
+            TypeError: ``factory`` is not callable.
+            Exception: Any error that ``factory`` raises.
+
+        Example::
+
+            def test_loading(gpumem):
+                loading = gpumem.load(lambda: GPT().to(gpumem.device))
+                assert loading.measurement.peak_allocated <= 1.1 * loading.measurement.loaded
+                gpumem.infer_step(loading.value, batch)
+        """
+        run = self._run
+        with run.alone("load", name):
+            value, judged = load(run, factory, name, explain=explain)
+        return Loading(value, run.keep(judged))
+
+    def loop(
+        self,
+        steps: int = STEPS,
+        *,
+        items: float | None = None,
+        name: str | None = None,
+        explain: bool | None = None,
+    ) -> AbstractContextManager[MeasuredLoop]:
+        """Measure the steps of an unchanged training loop, and end the loop when they have been measured.
+
+        A step ends with ``optimizer.step()`` of a torch optimizer, regardless of the caller. Micro-batches before this call
+        belong to one step. With several optimizers, the first optimizer that steps again ends the step. An optimizer that
+        steps within ``backward()`` ends the step before the next call of a module. Without a torch optimizer, the loop calls
+        ``step_ended()`` at the end of each step.
+
+        Memory comes from the first ``steps`` steps. The first step counts for budgets only, because a loop builds state in it.
+        `growth` comes from the last 12 steps. If some of these kept bytes, but too few to tell a leak from a cache, 12 more
+        steps follow. The next steps are counted, explained and timed. If steps differ, at least 6 and at most ``steps`` steps
+        are recorded until a step reaches the highest peak again. If no step does, the closest step is shown, with a note.
+
+        Then an exception ends the block, and runs the loop's own ``finally`` and ``with`` exits. The exception is no subclass
+        of ``Exception``, so ``except Exception`` in the loop does not catch it. Code after the block continues. ``callback()``
+        returns a callback for the ``Trainer`` of transformers or Lightning, which stops training without an exception. If a
+        loop ends earlier, the measurement includes the steps up to its end, and a note says so. Random numbers are not
+        restored.
+
+        The counted step needs more memory than an ordinary step. If memory runs out in it, the loop ends as if the measurement
+        were complete, and the error becomes a note. Any other error of the loop fails the test.
+
+        Args:
+            steps: The number of steps for the memory figures, 4 or more. The loop's batches are not an argument.
+            items: The number of samples, tokens or other items in one step. The measurement has a `throughput` only with
+                ``items``.
+            name: The name of the measurement; by default ``loop``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            A context manager that yields the measured loop. Read its ``measurement`` after the block.
+
+        Raises:
+            MeasuringError: The loop ended before its fourth step, or no step was seen.
+            TypeError: ``steps`` is not a whole number.
+            ValueError: ``steps`` is less than 4.
+
+        Example::
+
+            def test_loop(gpumem):
+                model, data = GPT().to(gpumem.device), batch.to(gpumem.device)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with gpumem.loop() as training:
+                    for _ in range(1000):
+                        optimizer.zero_grad()
+                        model(data).backward()
+                        optimizer.step()
+                assert training.measurement.growth == 0
+        """
+        return WithBlock("loop", self._measured(MeasuredLoop(self._run, steps, name, items, explain=explain), name))
+
+    @contextmanager
+    def _measured(self, loop: MeasuredLoop, name: str | None) -> Iterator[MeasuredLoop]:
+        with self._run.alone("loop", name), loop.within():
+            yield loop
+
+    def train_step(  # noqa: D417 - ``unknown`` catches wrong arguments
+        self,
+        model_or_factory: ModelOrFactory,
+        batch: Any,
+        *,
+        config: StepConfig | str | None = None,
+        loss: Loss | None = None,
+        optimizer: OptimizerOrFactory | None = None,
+        items: float | str | None = None,
+        name: str | None = None,
+        explain: bool | None = None,
+        **unknown: NoReturn,
+    ) -> Measurement:
+        """Measure forward, backward and optimizer of a model, in training mode.
+
+        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. A model
+        instance is really trained, and its gradients are cleared first.
+
+        Args:
+            model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds a module. A
+                factory is called with the device as torch's default device. If this fails, the factory is called again
+                without a default device. The module is moved to the device. Lazy modules are initialized by a forward pass.
+            batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, which are moved to
+                the device; or a function without arguments that makes the batch, which is called there.
+            config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a
+                `StepConfig`. By default the step runs plainly in the model's own precision, with autocast off, even within
+                an autocast block.
+            loss: A function ``loss(output, batch)`` that returns a scalar. By default the loss is ``output.loss``,
+                ``output["loss"]`` or a scalar output.
+            optimizer: A class or function that takes the trainable parameters, or an optimizer of the model instance. The
+                default is the config's optimizer, which is ``torch.optim.AdamW`` unless the config names another.
+            items: The items in one step, for `throughput`: a finite number above 0, ``"samples"`` (the first dimension of
+                the batch's first tensor, the default) or ``"tokens"`` (the elements of the batch's first integer tensor).
+            name: The name of the measurement; by default ``train_step``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            ConfigError: The config cannot be read, has nothing to act on, or names an optimizer beside ``optimizer``.
+            TypeError: The model, the batch, the loss or the optimizer has a wrong type.
+            ValueError: The arguments do not make a step, for example because the model is on another device.
+
+        Example::
+
+            def test_checkpointing_recomputes(gpumem):
+                plain = gpumem.train_step(GPT, batch, config="fp32", name="plain")
+                blocks = gpumem.train_step(GPT, batch, config="fp32,checkpoint=blocks", name="blocks")
+                assert plain.peak_allocated < 310e3  # 303.41 kB on the CPU
+                assert blocks.recomputed > plain.recomputed == 0
+        """
+        _check_words("train_step", unknown)
+        run, parsed = self._run, as_config(config)
+        with (
+            run.alone("train_step", name),
+            self._or_refused(),
+            prepared_train_step(
+                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer, items=items
+            ) as prepared,
+        ):
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # Free the step's tensors before the measurement is returned.
+        return run.keep(judged)
+
+    def infer_step(  # noqa: D417 - ``unknown`` catches wrong arguments
+        self,
+        model_or_factory: ModelOrFactory,
+        batch: Any,
+        *,
+        config: StepConfig | str | None = None,
+        new_tokens: int | None = None,
+        items: float | str | None = None,
+        name: str | None = None,
+        explain: bool | None = None,
+        **unknown: NoReturn,
+    ) -> Measurement:
+        """Measure one forward pass under ``torch.inference_mode()``, in evaluation mode.
+
+        With ``new_tokens`` the step calls the model's own ``generate()``, a method that transformers defines. The call adds
+        tokens to the batch, which is the prompt. The model's ``generation_config`` decides the search and the token that ends
+        a text. If the text ends early, the step is measured up to this end. The number of new tokens is a part of the workload,
+        and only new tokens count for ``tokens/s``.
+
+        Args:
+            model_or_factory: As for `Gpumem.train_step`.
+            batch: As for `Gpumem.train_step`.
+            config: As for `Gpumem.train_step`. ``cache=on`` keeps keys and values, ``cache=off`` does not; ``weights=int8``
+                quantizes the weights.
+            new_tokens: The number of tokens to generate.
+            items: As for `Gpumem.train_step`.
+            name: The name of the measurement; by default ``infer_step``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            ConfigError: The config cannot be read, or has settings that do nothing in an infer step, such as ``checkpoint``.
+            TypeError: The model or the batch has a wrong type.
+            ValueError: The arguments do not make a step.
+
+        Example::
+
+            def test_inference(gpumem):
+                assert gpumem.infer_step(GPT, batch).peak_allocated < 90e3  # 82.94 kB on the CPU
+        """
+        _check_words("infer_step", unknown)
+        run, parsed = self._run, as_config(config)
+        with (
+            run.alone("infer_step", name),
+            self._or_refused(),
+            prepared_infer_step(
+                run.context, model_or_factory, batch, config=parsed, items=items, new_tokens=new_tokens
+            ) as prepared,
+        ):
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # Free the step's tensors before the measurement is returned.
+        return run.keep(judged)
+
+    def estimate(  # noqa: D417 - ``unknown`` catches wrong arguments
+        self,
+        model_or_factory: ModelOrFactory,
+        batch: Any,
+        config: StepConfig | str | None = None,
+        *,
+        loss: Loss | None = None,
+        optimizer: OptimizerOrFactory | None = None,
+        name: str | None = None,
+        **unknown: NoReturn,
+    ) -> Estimate:
+        """Measure a training step, and compare the memory of its state with the formulas.
+
+        The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
+        measured. A state whose bytes differ from its formula by more than 2 % is a finding. Memory that something else
+        holds between steps is a finding as well. Findings become notes of the measurement, and the end of the run prints
+        them. Findings do not fail the test. To fail the test, write ``assert not estimate.findings``.
+
+        Args:
+            model_or_factory: As for `Gpumem.train_step`.
+            batch: As for `Gpumem.train_step`.
+            config: As for `Gpumem.train_step`.
+            loss: As for `Gpumem.train_step`.
+            optimizer: As for `Gpumem.train_step`.
+            name: The name of the measurement; by default ``estimate``.
+
+        Returns:
+            The estimate. ``print(estimate)`` shows its table.
+
+        Raises:
+            ConfigError: As `Gpumem.train_step`.
+            TypeError: As `Gpumem.train_step`.
+            ValueError: As `Gpumem.train_step`.
+
+        Example::
+
+            def test_state(gpumem):
+                estimate = gpumem.estimate(GPT, batch, "fp32")
+                assert estimate.parameters == 16_640 * 4
+                assert estimate.optimizer_state == 2 * 16_640 * 4 + 8 * 4
+                assert not estimate.findings
+        """
+        _check_words("estimate", unknown)
+        run, parsed = self._run, as_config(config)
+        with (
+            run.alone("estimate", name),
+            self._or_refused(),
+            prepared_train_step(
+                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer
+            ) as prepared,
+        ):
+            step = run.measure(prepared)
+            state = state_of(prepared, step.figures)
+            findings = findings_of(state)
+            judged = run.judge(prepared, replace(step, notes=(*step.notes, *findings)), name)
+        del prepared
+        return Estimate(run.keep(judged), state, findings)
+
+    def assert_same_gradients(
+        self,
+        model_factory: Callable[[], torch.nn.Module],
+        batch: Any,
+        config_a: StepConfig | str,
+        config_b: StepConfig | str,
+        rtol: float | None = None,
+        atol: float | None = None,
+        *,
+        loss: Loss | None = None,
+    ) -> None:
+        """Assert that one step gives every parameter the same gradient under two configs.
+
+        The model is built twice, and the second model starts with the weights, buffers and random numbers of the first.
+        Gradients are taken before clipping and unscaling. The optimizer, ``clip`` and ``zero_grad`` of the configs have no
+        effect. A parameter's gradients are the same if the root mean square of their difference is at most ``atol`` +
+        ``rtol`` x the root mean square of the gradient under ``config_b``.
+
+        The default ``rtol`` follows from the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
+        and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. The
+        tolerance applies to a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's
+        corner a value falls). The error in a wrong gradient is about as large as the gradient.
+
+        ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. Batch statistics,
+        and a mean over unequal numbers of tokens, differ with ``accumulate`` as well. Between precisions, values that cross a
+        ReLU's corner change gradients by 4 to 33 % (a random ResNet-18 in float16): give ``rtol``, or compare within one
+        precision.
+
+        Args:
+            model_factory: A class or function without arguments that builds the model.
+            batch: As for `Gpumem.train_step`.
+            config_a: The first config.
+            config_b: The second config. Its gradients are the reference.
+            rtol: The relative tolerance, a ratio.
+            atol: The absolute tolerance. By default it is ``rtol`` / 100 x the root mean square of the largest gradient, for
+                gradients that are 0 except for rounding.
+            loss: As for `Gpumem.train_step`.
+
+        Raises:
+            AssertionError: A gradient differs, or all gradients are 0. The message names the first parameter and its error.
+            ConfigError: A config cannot be read, or has no effect on the model.
+            TypeError: ``model_factory`` is a model.
+
+        Example::
+
+            def test_checkpointing_keeps_gradients(gpumem):
+                gpumem.assert_same_gradients(GPT, batch, "fp32", "fp32,checkpoint=blocks")
+        """
+        config_a, config_b = _needed_config(config_a), _needed_config(config_b)
+        with self._run.alone("assert_same_gradients"), self._or_refused():
+            assert_same_gradients(
+                self._run.device, model_factory, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
+            )
+        self._run.relations += 1
+
+    def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
+        """Assert that memory does not grow while ``step()`` is called again and again.
+
+        Caches may fill in the first half of the calls. In the second half memory may not grow. If memory grows, ``step()``
+        is called once more (not under torchrun with several ranks), because tensors that this call replaces are not a leak.
+        Reserved but unused memory is ignored.
+
+        Args:
+            step: The function to call.
+            steps: The number of calls, 2 or more. Give more if a cache fills slowly.
+
+        Raises:
+            AssertionError: Memory grows. The message shows the bytes per step, the kinds of tensors and their holders.
+            MeasuringError: The step held nothing on the device.
+            TypeError: ``steps`` is not a whole number.
+            ValueError: ``steps`` is less than 2.
+
+        Example::
+
+            def test_training_keeps_nothing(gpumem):
+                model, data = GPT().to(gpumem.device), batch.to(gpumem.device)
+
+                def step():
+                    model(data).backward()
+                    model.zero_grad(set_to_none=True)
+
+                gpumem.assert_no_growth(step)
+        """
+        _check_function("assert_no_growth", step)
+        with self._run.alone("assert_no_growth"):
+            assert_no_growth(self._run.device, step, steps)
+        self._run.relations += 1
+
+    @contextmanager
+    def _or_refused(self) -> Iterator[None]:
+        """Skip the test if the device cannot run the step; fail the test under ``--gpumem-strict``."""
+        try:
+            yield
+        except CannotRun as error:
+            self._refuse(str(error))
+
+
+def _check_words(method: str, unknown: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` for unknown keyword arguments.
+
+    If the name is an axis of the step config, the message shows the config. For example, ``checkpoint="blocks"`` raises
+    ``gpumem.train_step() has no argument 'checkpoint'; it is a part of the step config: config="checkpoint=blocks"``.
+    """
+    for name, value in unknown.items():
+        if name in AXES:
+            word = value if name == "precision" else f"{name}={value}"
+            why = f'it is a part of the step config: config="{word}"'
+        else:
+            why = nearest(name, [*inspect.signature(getattr(Gpumem, method)).parameters][1:-1])
+        raise TypeError(f"gpumem.{method}() has no argument {name!r}; {why}")
+
+
+def _check_function(method: str, fn: object) -> None:
+    """Raise ``TypeError`` if ``fn`` is not callable, for example because the caller passed the result of the function."""
+    if not callable(fn):
+        call = f"gpumem.{method}"
+        raise TypeError(f"{call}() calls a function, and got {class_name(type(fn))}: write {call}(lambda: ...)")
+
+
+def _needed_config(config: StepConfig | str) -> StepConfig:
+    parsed = as_config(config)
+    if parsed is None:
+        raise ConfigError("assert_same_gradients compares two step configs; write 'fp32' for a plain step")
+    return parsed

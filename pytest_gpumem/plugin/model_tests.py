@@ -1,0 +1,155 @@
+"""Tests without a test file: a step for each model and config in the settings or ``--gpumem-model``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from pytest_gpumem.judging.gate.verdict import Cell
+from pytest_gpumem.plugin.config.models import chosen, from_root
+from pytest_gpumem.plugin.config.options import ARGUMENT, CELL, MARKER
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from pytest_gpumem.plugin.config.models import ModelStep
+    from pytest_gpumem.plugin.config.settings import Settings
+    from pytest_gpumem.plugin.fixture import Gpumem
+
+_FLAG = "--gpumem-model"
+Place = Literal["alone", "added", "in its file"]
+
+
+class ModelTests:
+    """A plugin that collects models' tests as tests in ``pyproject.toml``, so a printed id can be run again.
+
+    pytest collects these tests if it collects ``pyproject.toml``, for example with ``pytest
+    "pyproject.toml::timm:resnet18[8-fp32]"``. They are also added to a run of the ``testpaths`` and to each run with
+    ``--gpumem-model``. If ``--gpumem-model`` is typed without a path, only these tests run.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        root = config.rootpath
+        steps = [replace(step, model=from_root(step.model, root, root)) for step in settings.models]
+        typed = [from_root(name, settings.model_base, root) for name in settings.model]
+        self._path = root / "pyproject.toml"
+        self._steps = chosen(steps, typed) if typed else tuple(steps)
+        # A worker of pytest-xdist gets the typed arguments, so it finds the same place as the controller.
+        self._place = self._place_in(config, bool(typed))
+
+    def _place_in(self, config: pytest.Config, typed: bool) -> Place:
+        """Return the place of the tests: alone, added to other collected tests, or collected with their file."""
+        folder, source = config.invocation_params.dir, config.args_source
+        # An option in addopts applies to every run, so this option must not leave out all other tests.
+        is_typed_by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
+        if typed and is_typed_by_hand and source is not pytest.Config.ArgsSource.ARGS:
+            return "alone"
+        paths = [Path(os.path.abspath(folder / word.partition("::")[0])) for word in config.args]  # noqa: PTH100
+        if self._path.is_file() and any(path in (self._path, *self._path.parents) for path in paths):
+            return "in its file"
+        return "added" if typed or source is pytest.Config.ArgsSource.TESTPATHS else "in its file"
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return self._file(parent) if file_path == self._path else None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed and self._place != "in its file":
+            report.result = [*(report.result or () if self._place == "added" else ()), self._file(collector)]
+        return report
+
+    def _file(self, parent: pytest.Collector) -> pytest.Collector:
+        return ModelFile.from_parent(parent, path=self._path, steps=self._steps)
+
+
+class ModelFile(pytest.File):
+    """The file with the settings, ``pyproject.toml``, which contains a test for each step."""
+
+    def __init__(self, *, steps: Sequence[ModelStep], **more: Any) -> None:
+        super().__init__(**more)
+        self._steps = steps
+
+    def collect(self) -> Iterator[pytest.Item]:
+        lines = lines_of(self._steps, self.path.read_text(encoding="utf-8") if self.path.is_file() else "")
+        configs = Counter(step.matrix for step in self._steps)
+        for step, line in zip(self._steps, lines, strict=True):
+            test = ModelTest.from_parent(self, name=step.name, step=step, line=line)
+            if configs[step.matrix] > 1:
+                test.stash[CELL] = Cell(f"{self.nodeid}::{step.matrix}", str(step.config), step.index)
+            yield test
+
+
+class ModelTest(pytest.Function):
+    """A test of one step: a function with the fixture ``gpumem``, so markers, fixtures and hooks of tests apply to it."""
+
+    def __init__(self, *, step: ModelStep, line: int | None, **more: Any) -> None:
+        root = more["parent"].config.rootpath
+
+        def measure_step(gpumem: Gpumem) -> None:
+            measure(self, step, root, gpumem)
+
+        super().__init__(callobj=measure_step, **more)
+        self._line = line
+        self.add_marker(getattr(pytest.mark, MARKER)(**step.limits))
+        if step.entry is None:
+            self.stash[ARGUMENT] = f"{_FLAG}={step.model}"
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Return the file, line and name of the entry in the settings. A typed model has no line."""
+        return self.path, self._line, self.name
+
+
+def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
+    """Return the line of each step's entry in the settings, counted from 0.
+
+    An entry's line is the next line that contains the model's name. For example, if lines 3 and 9 in ``text`` name
+    ``timm:resnet18``, they belong to the first and the second entry with this model.
+
+    Args:
+        steps: The steps, in the order of their entries.
+        text: The content of ``pyproject.toml``.
+    """
+    lines = text.splitlines()
+    line_by_entry: dict[int, int | None] = {}
+    begin = 0
+    for step in steps:
+        if step.entry is not None and step.entry not in line_by_entry:
+            line = next((number for number in range(begin, len(lines)) if step.written in lines[number]), None)
+            line_by_entry[step.entry] = line
+            begin = begin if line is None else line + 1
+    return [None if step.entry is None else line_by_entry[step.entry] for step in steps]
+
+
+def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> None:
+    """Measure the step of a model, as a test would. If the model or config does not make a step, fail with a sentence."""
+    import torch
+
+    from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
+    from pytest_gpumem.measuring.models.errors import ModelError
+    from pytest_gpumem.measuring.models.sources import named_model
+    from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
+    from pytest_gpumem.measuring.steps.precision import dtype_of_weights
+    from pytest_gpumem.plugin.runtest.hooks import refuse, run_of
+
+    run = run_of(item) or refuse(item)
+    dtype = dtype_of_weights(step.config.precision)
+    try:
+        model = named_model(replace(step.model, base=root), step.batch, step.task)
+        with restored_random_numbers(run.device):
+            # Figures of some models depend on values, for example on the expert for each token.
+            torch.manual_seed(0)
+            if step.task.trains:
+                gpumem.train_step(lambda: model.build(dtype), model.batch, config=step.config, loss=model.loss)
+            else:
+                new_tokens = step.task.new_tokens
+                gpumem.infer_step(lambda: model.build(dtype), model.batch, config=step.config, new_tokens=new_tokens)
+    except (ModelError, ConfigError, NotAStep) as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None

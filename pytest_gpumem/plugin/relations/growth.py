@@ -1,0 +1,155 @@
+"""Assertion that a repeated step's memory does not grow."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import counted, format_bytes
+from pytest_gpumem.facts.measurement import HELD_NOTHING, MeasuringError
+from pytest_gpumem.measuring.explain.holders import holders_of
+from pytest_gpumem.measuring.measure.growth import grows
+from pytest_gpumem.measuring.measure.reading import live_everywhere
+from pytest_gpumem.measuring.steps.batches import describe, number_of_steps
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
+from pytest_gpumem.torch_support.static_access import tensor_property
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import torch
+
+    from pytest_gpumem.measuring.devices.contract import Device
+
+MOST_KINDS = 3
+
+
+def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
+    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
+
+    If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this call replaces, such as a batch,
+    does not count as kept. With several ranks this call is left out, because the other ranks may not make the same call.
+
+    Example: a step that appends a ``float32[1024, 1024]`` output to a list fails with ``memory grows: 4.19 MB a step``.
+
+    Args:
+        device: The device.
+        step: The step.
+        steps: The number of calls, at least 2.
+
+    Raises:
+        AssertionError: Memory grows. The message names the kept tensors and their holders.
+        MeasuringError: The steps held nothing on the device.
+    """
+    steps = number_of_steps(steps, 2, "growth is seen over two steps or more")
+    half = steps // 2
+    with cyclic_collector_off():
+        window = device.open_window()
+        began = sum(live_everywhere(device))
+        for _ in range(half):
+            step()
+        device.quiesce()
+        live = [sum(live_everywhere(device))]
+        # Weak references, because a tensor that the steps replace must be freed.
+        references = [weakref.ref(tensor) for tensor in _tensors(device).values()]
+        kinds_before = _kinds(device)
+        for _ in range(half, steps):
+            step()
+            device.quiesce()
+            live.append(sum(live_everywhere(device)))
+        device.close_window(window)
+        if sum(peak.allocated for peak in window.everywhere) <= began and {*live} == {began}:
+            raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
+        if not grows(live):
+            return
+        # Only living tensors count, because Python reuses a freed tensor's id.
+        old = {id(reference()) for reference in references}
+        fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
+        survivors: list[torch.Tensor] = []
+        if not device.consensus.several:
+            with suppress(*RAISED_BY_A_STEP):
+                step()
+            device.quiesce()
+            survivors = [tensor for reference in fresh if (tensor := reference()) is not None]
+        survivors = survivors or _of_more_kinds(device, old, kinds_before)
+        blocks = blocks_of(survivors)
+        holders = _by_bytes(blocks, holders_of(blocks))
+    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), survivors, holders))
+
+
+def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:
+    """Return new tensors whose dtype and shape became more frequent, for example entries in a growing cache."""
+    kinds = _kinds(device)
+    return [
+        tensor
+        for number, tensor in _tensors(device).items()
+        if number not in old and kinds[describe(tensor)] > kinds_before[describe(tensor)]
+    ]
+
+
+def _kinds(device: Device) -> Counter[str]:
+    """Count the tensors with each dtype and shape."""
+    return Counter(map(describe, _tensors(device).values()))
+
+
+def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
+    """Return the paths to the three holders with the most bytes, the largest first."""
+    nbytes: Counter[str] = Counter()
+    for address, path in paths.items():
+        nbytes[path] += blocks[address] if path else 0
+    return sorted(filter(None, nbytes), key=lambda path: (-nbytes[path], path))[:MOST_KINDS]
+
+
+def growth_text(total: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:
+    """Return the message about growing memory: bytes for each step, the kept tensors by kind, and their holders.
+
+    Args:
+        total: The bytes kept by all steps in total.
+        steps: The number of steps.
+        tensors: The kept tensors. The three kinds with the most bytes are shown.
+        holders: Paths to the tensors' holders.
+    """
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    storages: set[int] = set()
+    for tensor in tensors:
+        graph = "" if tensor_property(tensor, "grad_fn") is None else ", with the graph of its gradient"
+        kind = f"{describe(tensor)}{graph}"
+        counts[kind] += 1
+        for address, nbytes in blocks_of([tensor]).items():
+            if address not in storages:
+                storages.add(address)
+                sizes[kind] += nbytes
+    lines = [
+        f"memory grows: {format_bytes(round(total / steps))} a step, {format_bytes(total)} in {counted(steps, 'step')}"
+    ]
+    shown = sizes.most_common(MOST_KINDS)
+    lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
+    if len(sizes) > MOST_KINDS:
+        lines.append(f"  kept: tensors of {counted(len(sizes) - len(shown), 'more kind')}")
+    rest = total - sum(sizes.values())
+    if rest > 0:
+        lines.append(
+            f"  kept: {format_bytes(rest)} more: in tensors that replace smaller tensors, or saved for backward"
+        )
+    lines += [f"  kept in: {holder}" for holder in holders]
+    return "\n".join(lines)
+
+
+def _tensors(device: Device) -> dict[int, torch.Tensor]:
+    """Return the tensors with memory on the device, by id.
+
+    Tensors in frozen objects (``gc.freeze``) are left out, because the garbage collector does not list them.
+    """
+    import torch
+
+    torch_devices = [part.torch_device for part in device.everywhere if part.is_used]
+    return {
+        id(value): value
+        for value in alive(torch.Tensor)
+        if any(True for torch_device in torch_devices for _ in storages_of([value], torch_device))
+    }

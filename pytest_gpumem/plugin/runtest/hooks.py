@@ -1,0 +1,343 @@
+"""The plugin that measures tests while pytest sets them up, calls them and tears them down."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.facts.measurement import MeasuringError, Workload
+from pytest_gpumem.judging.gate.verdict import WHY_FAILED
+from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.measuring.explain.artifacts import Artifacts
+from pytest_gpumem.measuring.explain.sites import Sites
+from pytest_gpumem.measuring.measure.context import MeasuringContext
+from pytest_gpumem.measuring.timing.sampling import TimeBudget
+from pytest_gpumem.plugin.runtest.explaining import ExplainPolicy
+from pytest_gpumem.plugin.runtest.hook_results import HookError, environment_of
+from pytest_gpumem.plugin.runtest.judging import (
+    Judging,
+    complete_report,
+    failure_of,
+    forget_verdict,
+    not_measured,
+    raise_failure_again,
+    record_verdict,
+    unittest_errors,
+)
+from pytest_gpumem.plugin.runtest.run import TestRun
+from pytest_gpumem.plugin.runtest.shown_traceback import end_at_call
+from pytest_gpumem.reporting.reports.failure import measured_section
+from pytest_gpumem.reporting.reports.results import PROPERTY
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from typing import NoReturn
+
+    from pytest_gpumem.facts.measurement import Environment
+    from pytest_gpumem.judging.baselines.store import Store
+    from pytest_gpumem.judging.baselines.unused import UnusedBaselines
+    from pytest_gpumem.judging.gate.verdict import FailedIn, TestVerdict
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.devices.registry import Devices
+    from pytest_gpumem.plugin.config.selection import MeasuredTest
+    from pytest_gpumem.plugin.config.settings import Settings
+    from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
+    from pytest_gpumem.plugin.runtest.one_process import OneProcess
+
+_RUN = pytest.StashKey["TestRun"]()
+_NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
+"""The reason why this machine lacks a test's device, and the verdict on the test."""
+_JUDGING = pytest.StashKey[Judging]()
+_VERDICT_RECORDED = "gpumem_verdict_recorded"
+"""The attribute of an exception that ends a test after its verdict was recorded."""
+
+
+def run_of(item: pytest.Item) -> TestRun | None:
+    """Return the run of a test in its set-up or call. From now on, only the fixture measures in this test.
+
+    Returns:
+        The run; ``None`` if this machine lacks the test's device.
+
+    Raises:
+        MeasuringError: The test requested the fixture by ``getfixturevalue()``, so it was not selected as a measured test.
+    """
+    run = item.stash.get(_RUN, None)
+    if run is not None:
+        run.measures_itself = True
+    elif _NO_DEVICE not in item.stash:
+        raise MeasuringError(
+            f"{item.nodeid} requested the gpumem fixture only by getfixturevalue(), so the session did not expect to measure "
+            "it; add gpumem to its arguments, or @pytest.mark.gpumem"
+        )
+    return run
+
+
+def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
+    """Skip a test that this machine cannot measure, or fail it if the gate does not allow a skip.
+
+    Args:
+        item: The test.
+        why: The reason, as a clause. By default it is the reason why the test's device is absent.
+    """
+    run = item.stash.get(_RUN, None)
+    reason = item.stash[_NO_DEVICE][0] if why is None else why
+    if run is None:
+        item.stash[_JUDGING].conclude(replace(item.stash[_NO_DEVICE][1], unmeasured=reason))
+    else:
+        run.judging.conclude(run.refused(reason), run.device.memory_title)
+    refused = pytest.skip.Exception(f"gpumem: {reason}")
+    vars(refused)[_VERDICT_RECORDED] = True
+    raise refused from None
+
+
+def _forget(item: pytest.Item) -> None:
+    """Forget an earlier run of a test (reruns)."""
+    if _RUN in item.stash:
+        del item.stash[_RUN]
+    if _NO_DEVICE in item.stash:
+        del item.stash[_NO_DEVICE]
+    forget_verdict(item)
+
+
+@dataclass(eq=False, repr=False)
+class Measuring:
+    """The plugin that measures tests. The session registers it if measured tests were selected."""
+
+    config: pytest.Config
+    settings: Settings
+    devices: Devices
+    store: Store
+    measured: Mapping[pytest.Item, MeasuredTest]
+    fixtures: FixtureSetup
+    ranks: OneProcess
+    unused: UnusedBaselines | None = None
+    _environments: dict[str, Environment] = field(default_factory=dict, init=False)
+
+    # Set-up
+
+    # trylast makes this wrapper the innermost, so pytest sets up and tears down around it even if it raises.
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        measured = self.measured.get(item)
+        if measured is None:
+            return (yield)
+        _forget(item)
+        judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks, self.unused)
+        item.stash[_JUDGING] = judging
+        try:
+            self._begin(judging)
+        except DeviceUnavailable as unavailable:
+            verdict = judging.not_measured(why := str(unavailable), self.devices.slugs)
+            item.stash[_NO_DEVICE] = why, verdict
+            # Let the test skip itself, or fail by itself, before the gate looks for its baselines.
+            record_verdict(item, measured.not_measured(why))
+            if measured.has_fixture and not judging.failing(verdict):
+                refuse(item)
+        try:
+            return (yield)
+        except BaseException as error:
+            run = item.stash.get(_RUN, None)
+            if run is not None:
+                run.failed(error)
+                self._report_missing_values(item, run.device, error, "setup")
+            _record_end(item, measured, run, error, "setup")
+            raise
+
+    def _begin(self, judging: Judging) -> None:
+        settings, item = self.settings, judging.item
+        device = self.devices.get(judging.measured.budget.device or settings.device)
+        if device.lock is not None:
+            device.lock.tell = self._tell_now
+        device.open()
+        for gpu in device.everywhere:
+            gpu.consensus = self.ranks.consensus
+        try:
+            ownership = self.fixtures.begin(item, device)
+            environment = self._environment(device)
+            times = device.tells_time and judging.should_time(environment.slug)
+            context = MeasuringContext(
+                device,
+                TimeBudget(settings.time_budget) if times else None,
+                sites=None if settings.explain == "never" else self._sites,
+                artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
+                over_time=bool(settings.report),
+            )
+            policy = ExplainPolicy(self.config, settings, judging)
+            reads = partial(self.fixtures.shared.reads, item, device)
+            run = TestRun(judging, policy, context, ownership, environment, reads)
+        except BaseException:
+            device.close()
+            raise
+        item.stash[_RUN] = self.fixtures.run = run
+
+    def _tell_now(self, sentence: str) -> None:
+        """Write a line to the terminal while a test runs and pytest captures output. This also works under pytest-xdist."""
+        capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            sys.stderr.write(f"\ngpumem: {sentence}\n")
+            sys.stderr.flush()
+
+    @property
+    def _writes(self) -> bool:
+        """True if this process writes files."""
+        return self.ranks.rank is None or self.ranks.rank.is_first
+
+    @cached_property
+    def _sites(self) -> Sites:
+        return Sites(self.config.rootpath)
+
+    # Call
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        measured = self.measured.get(item)
+        if measured is None:
+            return (yield)
+        run = item.stash.get(_RUN, None)
+        if run is None:
+            return (yield from self._call_unmeasured(item, measured))
+        try:
+            try:
+                run.begin_call()
+            except MeasuringError as error:
+                run.lost = str(error)
+            if run.measures_itself or run.lost is not None:
+                result = yield
+            else:
+                result = yield from _call_measured(run)
+        except BaseException as error:
+            self._call_has_failed(run, error)
+            raise
+        finally:
+            run.is_called = False
+        errors = unittest_errors(item)
+        if errors:
+            self._call_has_failed(run, *errors)
+        else:
+            self._judge_call(run)
+        return result
+
+    def _judge_call(self, run: TestRun) -> None:
+        """Judge a test whose call has ended without an error, and fail it if it must fail."""
+        item, judging = run.item, run.judging
+        raise_failure_again(item)
+        if run.has_failed_subtest and not run.judged:
+            judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
+            return
+        if run.lost is None:
+            run.lost = self._lost(item, run.device)
+        if run.lost is None and not run.judged and not run.relations:
+            run.lost = "it has the gpumem fixture but measured nothing with it"
+        if run.lost is None:
+            run.explain_call()
+        judging.conclude(run.verdict(), run.device.memory_title)
+
+    def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
+        """Add a failed call's measurements to its report, and record ``error`` as its end."""
+        item = run.item
+        run.failed(error, *later_errors)
+        run.explain_call_out_of_memory(error)
+        self._report_missing_values(item, run.device, error, "call")
+        if run.judged:
+            item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
+        _record_end(item, run.judging.measured, run, error, "call")
+
+    def _lost(self, item: pytest.Item, device: Device) -> str | None:
+        """Return the reason for lost readings since the test began, as a clause; ``None`` if its figures are valid."""
+        return device.lost() or self.fixtures.shared.lost(item)
+
+    def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
+        """Add to an error's report which uncomputed values the test read, because they may have caused the error."""
+        no_values = device.lacks("values")
+        if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
+            return
+        lost, reads = self._lost(item, device), self.fixtures.shared.reads(item, device).notes()
+        clauses = [*([lost] if lost else []), *reads]
+        if clauses:
+            text = f"before this error: {'; '.join(clauses)}. The error may come from these reads and not from the code"
+            item.add_report_section(when, "gpumem values", text)
+        elif isinstance(error, AssertionError):
+            text = f"{no_values}: an assertion on larger ones says nothing here"
+            item.add_report_section(when, "gpumem values", text)
+
+    def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
+        judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
+        if measured.has_fixture:
+            # The set-up skips such a test, unless the gate fails it here.
+            judging.conclude(verdict)
+        result = yield
+        judging.conclude(verdict)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        if call.excinfo is not None and not item.config.getoption("fulltrace"):
+            end_at_call(call.excinfo)
+        report = yield
+        measured = self.measured.get(item)
+        run = item.stash.get(_RUN, None)
+        if run is not None and run.is_called:
+            # This is a subtest's report. The run does not keep its error, because the test goes on and may measure.
+            run.has_failed_subtest |= report.failed
+        elif measured is not None:
+            complete_report(item, measured, call, report)
+        return report
+
+    # Teardown
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        run = item.stash.get(_RUN, None)
+        if run is not None:
+            del item.stash[_RUN]
+            self.fixtures.run = None
+            run.release()
+        return (yield)
+
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        # Ctrl-C skips the teardown, and a profiler that still runs at the interpreter's end can crash it.
+        if self.fixtures.run is not None:
+            self.fixtures.run.release()
+            self.fixtures.run = None
+        self.fixtures.close()
+
+    def _environment(self, device: Device) -> Environment:
+        if device.name not in self._environments:
+            try:
+                self._environments[device.name] = environment_of(device, self.config)
+            except HookError as error:
+                pytest.fail(f"gpumem: {error}", pytrace=False)
+        return self._environments[device.name]
+
+
+def _record_end(
+    item: pytest.Item, measured: MeasuredTest, run: TestRun | None, error: BaseException, when: FailedIn
+) -> None:
+    """Record the verdict on a test that ``error`` ended, unless the gate recorded it or the device is absent."""
+    is_recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
+    if run is not None and not is_recorded and error is not failure_of(item):
+        record_verdict(item, not_measured(measured, error, when))
+
+
+def _call_measured(run: TestRun) -> Generator[None, object, object]:
+    """Measure the whole call of a test, and return its result."""
+    has_ended = False
+    try:
+        with run.tracked() as figures:
+            result = yield
+            has_ended = True
+        if not run.measures_itself and not run.has_failed_subtest and not unittest_errors(run.item):
+            run.keep(run.judge_figures(Workload("call"), figures()))
+    except MeasuringError as error:
+        if not has_ended:
+            raise
+        run.lost = str(error)
+    return result

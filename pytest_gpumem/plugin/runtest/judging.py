@@ -1,0 +1,517 @@
+"""Gate a single test: compare measurements with budget and baselines, report the verdict, and fail the test."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+
+from pytest_gpumem.facts.metrics import METRICS, RealMetric, Tolerance
+from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.facts.values.rank import rank_in
+from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+from pytest_gpumem.judging.baselines.update import ACCEPTS
+from pytest_gpumem.judging.changed_code.marks import without_callers
+from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
+from pytest_gpumem.judging.gate.judge import emulated_tolerances, failing_outcomes, judge, with_differences
+from pytest_gpumem.judging.gate.renaming import candidates_of
+from pytest_gpumem.judging.gate.speed import idle_slowdown, idle_throughput
+from pytest_gpumem.judging.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
+from pytest_gpumem.measuring.timing.comparison import is_undecided
+from pytest_gpumem.plugin.config.command_line import COMMAND, Command
+from pytest_gpumem.plugin.config.marker import sets_itself
+from pytest_gpumem.plugin.config.options import ARGUMENT
+from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, options_to_repeat
+from pytest_gpumem.plugin.runtest.hook_results import HookError, checked_tolerance
+from pytest_gpumem.plugin.runtest.since_baseline import SinceBaselines
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.failure import (
+    accept_command,
+    bisect_command,
+    failure_text,
+    prune_command,
+    update_command,
+)
+from pytest_gpumem.reporting.reports.results import PROPERTY
+from pytest_gpumem.torch_support.static_access import reads_any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.judging.baselines.store import Store
+    from pytest_gpumem.judging.baselines.unused import UnusedBaselines
+    from pytest_gpumem.judging.gate.verdict import FailedIn, FormerTest, Verdict
+    from pytest_gpumem.plugin.config.selection import MeasuredTest
+    from pytest_gpumem.plugin.config.settings import Settings
+    from pytest_gpumem.plugin.runtest.one_process import OneProcess
+
+
+NOT_TIMED = (
+    "it was not timed: its baseline has no time to compare with; --gpumem-update=new adds one, --gpumem-time shows it"
+)
+_TIMES = frozenset(
+    {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
+)
+"""The `Measurement` attributes with times, or with values computed from times."""
+
+_SINCE = pytest.StashKey[SinceBaselines]()
+
+_T = TypeVar("_T")
+_FAILURE = pytest.StashKey[BaseException]()
+"""The gate's failure in a test."""
+
+
+def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Shorten the gate's own failure to its first line in pytest's summary and JUnit's message.
+
+    Under CI pytest's summary does not cut messages, so the whole failure would be printed twice.
+    """
+    if call.excinfo is None or call.excinfo.value is not item.stash.get(_FAILURE, None):
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = str(call.excinfo.value).partition("\n")[0]
+
+
+def complete_report(
+    item: pytest.Item, measured: MeasuredTest, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
+    """Shorten the gate's own failure in a test's report, and record a verdict if the test ended before the gate.
+
+    Another plugin's hook may end a test before the gate's hooks run.
+    """
+    _shorten_summary(item, call, report)
+    if call.excinfo is not None and not _has_verdict(item):
+        record_verdict(item, not_measured(measured, call.excinfo.value, "setup" if call.when == "setup" else "call"))
+        report.user_properties = list(item.user_properties)
+
+
+def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -> TestVerdict:
+    """Return the verdict on a test that ``error`` ended in the phase ``when``."""
+    if isinstance(error, pytest.skip.Exception):
+        return measured.not_measured(SKIPPED)
+    return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
+
+
+def unittest_errors(item: pytest.Item) -> list[BaseException]:
+    """Return the errors and skips of a ``unittest.TestCase`` test, which unittest gives to the item and does not raise.
+
+    pytest puts one error into each report, in this order: the call's first, then the teardown's.
+    """
+    return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
+
+
+def failure_of(item: pytest.Item) -> BaseException | None:
+    """Return the gate's failure in the test; ``None`` if the gate did not fail it."""
+    return item.stash.get(_FAILURE, None)
+
+
+def raise_failure_again(item: pytest.Item) -> None:
+    """Raise the gate's failure once more, because the test may have caught it."""
+    failure = failure_of(item)
+    if failure is not None:
+        raise failure
+
+
+def forget_verdict(item: pytest.Item) -> None:
+    """Remove the gate's failure and the verdict from an earlier run."""
+    if _FAILURE in item.stash:
+        del item.stash[_FAILURE]
+    _forget_properties(item)
+
+
+def _forget_properties(item: pytest.Item) -> None:
+    item.user_properties[:] = [
+        (name, value)
+        for name, value in item.user_properties
+        if name != PROPERTY and not name.startswith(f"{PROPERTY}.")
+    ]
+
+
+def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
+    """Put a verdict into the test's ``user_properties``.
+
+    - ``gpumem``: the verdict on the test as JSON, with the keys of ``verdict`` in the JSON report. Explanations are cut to
+      their largest rows.
+    - ``gpumem.<measurement>.<metric>``: a number, in bytes, calls, seconds or items/s. For example,
+      ``gpumem.train_step.peak_allocated`` is 303410. Invisible characters in the measurement's name are written as in Python.
+
+    A failing verdict is the test's own failure, so ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat it like any
+    other failure. If a plugin reruns a test, the last run counts. If a test runs several times for another reason
+    (``--keep-duplicates``, ``--dist each``), its worst result counts. If a test fails by itself, the report section
+    ``gpumem`` shows its measurements so far, and ``gpumem out of memory`` shows the memory at an out-of-memory error.
+    """
+    _forget_properties(item)
+    item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
+    for measurement_verdict in verdict.verdicts:
+        # pytest escapes values for XML, but not names.
+        name = visible(measurement_verdict.measurement.name)
+        for metric in measurement_verdict.metrics:
+            item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
+
+
+def _has_verdict(item: pytest.Item) -> bool:
+    return any(name == PROPERTY for name, _ in item.user_properties)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedMeasurement:
+    """A measurement's verdict, and the compared baseline."""
+
+    verdict: Verdict
+    baseline: Baseline | NoBaseline | None
+
+    @property
+    def measurement(self) -> Measurement:
+        return self.verdict.measurement
+
+    def explained(self, measurement: Measurement) -> JudgedMeasurement:
+        """Return this verdict for ``measurement``, which is the judged measurement with its explanation."""
+        return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
+
+
+@dataclass(eq=False, repr=False)
+class Judging:
+    """The gate for one test.
+
+    Example:
+        A test measured ``train_step`` with a peak of 303.41 kB, and its baseline has 280.00 kB. The difference, 23.41 kB, is
+        within the tolerance, 64 kB. So `judge` returns the outcome ``ok``, `failing` returns no outcome for this verdict,
+        and `conclude` records the verdict and raises nothing.
+    """
+
+    config: pytest.Config
+    settings: Settings
+    store: Store
+    item: pytest.Item
+    measured: MeasuredTest
+    ranks: OneProcess
+    unused: UnusedBaselines | None = None
+    """The baselines of deleted tests, because the test may be a deleted test under a new name."""
+
+    def judge(self, measurement: Measurement) -> JudgedMeasurement:
+        """Return the verdict on a measurement."""
+        baseline = self._baseline(measurement)
+        verdict = judge(measurement, self.measured.budget, baseline, self._tolerances)
+        if isinstance(baseline, NoBaseline):
+            verdict = replace(verdict, candidates=self._candidates(measurement))
+        return JudgedMeasurement(verdict, baseline)
+
+    def _candidates(self, measurement: Measurement) -> tuple[FormerTest, ...]:
+        """Return the possible former names of the test, for a measurement without a baseline."""
+        unused = self.unused
+        if unused is None:
+            return ()
+        slug = self.settings.compared_slug(measurement.environment.slug)
+        key, baselines = self.measured.key(measurement.name), self._stored(lambda: unused.on(slug))
+        candidates = candidates_of(key, measurement, baselines, self._tolerances)
+        return tuple(
+            replace(test, accept=self._accept_all(), prune=self._prune(test.file if test.file == key.file else None))
+            for test in candidates
+        )
+
+    def _prune(self, file: str | None) -> str:
+        """Return the command that removes the unused baselines in a test file, or all of them if ``file`` is ``None``."""
+        names = [] if file is None else [self._path_from_here(file)]
+        return prune_command(*names, options=options_to_repeat(self.config))
+
+    def verdict(self, judged: Sequence[JudgedMeasurement], relations: int = 0) -> TestVerdict:
+        """Return the verdict on a test with these measurements and this number of asserted ``relations``."""
+        measured = self.measured
+        return TestVerdict(
+            measured.file,
+            measured.test,
+            tuple(result.verdict for result in judged),
+            relations=relations,
+            cell=measured.cell,
+            location=measured.location,
+            named_device=measured.budget.device,
+        )
+
+    def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
+        """Return the names of baselines without a measurement at the end of the test's call.
+
+        A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
+
+        Args:
+            judged: The test's measurements.
+            slug: The device's slug.
+        """
+        if not self._compares:
+            return ()
+        compared = self.settings.compared_slug(slug)
+        stored_names = self._stored(lambda: self.store.names(compared, self.measured.file, self.measured.test))
+        by_name = {result.measurement.name: result for result in judged}
+        missing = []
+        for name in stored_names:
+            if rank_in(name) != self.ranks.rank:
+                continue  # a job with another number of ranks, or another rank, which checks its own measurements
+            if name not in by_name:
+                missing.append(name)
+            elif uncounted := _uncounted(by_name[name]):
+                missing.append(f"{name} ({', '.join(uncounted)})")
+        return tuple(missing)
+
+    def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
+        """Return the verdict on the test if its device is absent. Its baselines on present devices are missing.
+
+        Args:
+            why: The reason, as a clause.
+            present: Returns the slugs of the present devices.
+        """
+        verdict, measured = self.measured.not_measured(why), self.measured
+        if not self._compares:
+            return verdict
+        stored = self._stored(lambda: self.store.keys(files={measured.file}))
+        baselines = [
+            (slug, key.name)
+            for slug, key in stored
+            if key.test == measured.test and rank_in(key.name) == self.ranks.rank
+        ]
+        slugs = present() if baselines else ()
+        missing = [(slug, name) for slug, name in baselines if slug in slugs]
+        return replace(
+            verdict,
+            missing=tuple(dict.fromkeys(name for _, name in missing)),
+            missing_on=tuple(dict.fromkeys(slug for slug, _ in missing)),
+        )
+
+    def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
+        """Return the test's entries in the store for the figures of the device ``slug``."""
+        compared, measured = self.settings.compared_slug(slug), self.measured
+        return self._stored(
+            lambda: [
+                self.store.find(measured.key(name), compared)
+                for name in self.store.names(compared, measured.file, measured.test)
+            ]
+        )
+
+    def should_time(self, slug: str) -> bool:
+        """Return whether the steps of the test are timed on the device ``slug``.
+
+        A gate does not need times if the baselines have none, unless a budget limits times, the test or a hook reads them,
+        or strict mode fails tests without a comparison. The project's functions are searched for such reads. A baseline
+        has no times if it was recorded without times, or on a machine that was too busy. Ranks always time, because
+        all ranks have to time the same steps although their baselines differ.
+        """
+        settings, budget = self.settings, self.measured.budget
+        if settings.time is not None:
+            return settings.time
+        stored = self._stored_for(slug)
+        return (
+            not settings.baseline
+            or settings.strict
+            or settings.update is not None
+            or self.ranks.rank is not None
+            or bool(self.config.hook.pytest_gpumem_measurement.get_hookimpls())
+            or budget.max_slowdown is not None
+            or budget.min_throughput is not None
+            or not stored
+            or any(isinstance(entry, Baseline) and entry.runs is not None for entry in stored)
+            or any(reads_any(function, _TIMES, str(self.config.rootpath)) for function in self._functions())
+        )
+
+    def _functions(self) -> list[object]:
+        """Return the test's function and its fixtures' functions."""
+        definitions_by_name = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
+        fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
+        return [getattr(self.item, "function", None), *fixtures]
+
+    def should_time_again(self, judged: JudgedMeasurement, *, decides_only: bool = False) -> bool:
+        """Return whether to take one more sample of a step's time.
+
+        A second sample is taken if the speed changed, or if the first sample cannot become a baseline. A third sample is taken
+        if one sample shows a slowdown and the other is uncertain.
+
+        Args:
+            judged: The measurement with its times.
+            decides_only: Whether to take a second sample only if the test fails without this sample.
+        """
+        times = judged.measurement.times
+        assert times is not None, "the caller asks about timed steps only"
+        if len(times.samples) > 1:
+            return _is_undecided(judged)
+        reconsidered = {
+            "step_time": {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN} if self._compares else set(),
+            "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
+        }
+        metrics = judged.verdict.metrics
+        changed = {metric.outcome for metric in metrics if metric.outcome in reconsidered.get(metric.metric, ())}
+        if decides_only:
+            return not changed.isdisjoint(self.failing(self.verdict([judged])))
+        return bool(changed) or (self.settings.update is not None and times.best.invalid is not None)
+
+    def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
+        """Return the outcomes for which the test must fail."""
+        return failing_outcomes(
+            verdict,
+            strict=self.settings.strict,
+            accepts=ACCEPTS[self.settings.update],
+            compares=self.settings.baseline,
+        )
+
+    def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
+        """Record the verdict, and fail the test if it must fail.
+
+        The failure is raised as by `pytest.fail`, so it counts as the test's own failure.
+
+        Args:
+            verdict: The verdict on the test.
+            memory: The title for the device's memory in a failure, for example ``"GPU memory"``.
+        """
+        item = self.item
+        verdict = self._with_changed_lines(verdict)
+        record_verdict(item, verdict)
+        decided = self.ranks.agreed(verdict, lambda combined: self._decided(combined, memory))
+        record_verdict(item, decided)
+        if decided.failure is not None:
+            item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
+            raise failure from None
+
+    def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
+        """Return the verdict with marks on lines changed since the baseline, for worse metrics."""
+        verdicts = []
+        for measurement_verdict in verdict.verdicts:
+            if any(metric.outcome in WORSE for metric in measurement_verdict.metrics):
+                slug = self.settings.compared_slug(measurement_verdict.measurement.environment.slug)
+                key = self.measured.key(measurement_verdict.measurement.name)
+                measurement_verdict = self._since.marked(measurement_verdict, key, slug)  # noqa: PLW2901
+            is_explained = (
+                measurement_verdict.measurement.explanation is not None
+                or measurement_verdict.difference is not None
+                or measurement_verdict.count_changes
+            )
+            # `gpumem ab` runs two versions of the code with explain=always, and finds the changed lines by itself.
+            keeps_callers = not is_explained or self.settings.explain == "always"
+            verdicts.append(measurement_verdict if keeps_callers else without_callers(measurement_verdict))
+        return replace(verdict, verdicts=tuple(verdicts))
+
+    @property
+    def _since(self) -> SinceBaselines:
+        """The lines changed since this session's baselines."""
+        stash = self.config.stash
+        if _SINCE not in stash:
+            stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
+        return stash[_SINCE]
+
+    def _decided(self, verdict: TestVerdict, memory: str) -> TestVerdict:
+        """Return the verdict with the text of its failure, if the test must fail."""
+        failing = self.failing(verdict)
+        idle = None
+        if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
+            idle = self._idle([measurement_verdict.measurement for measurement_verdict in verdict.verdicts])
+        if failing:
+            nodeid = self._path_from_here(verdict.nodeid)
+            options = options_to_repeat(self.config)
+            argument = self.item.stash.get(ARGUMENT, None)
+            words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument or nodeid))
+            if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
+                accept: str | None = prune_command(nodeid, options=options)
+            else:
+                # A limit without effect fails the test regardless of its baseline, so accepting would not help.
+                accept = (
+                    accept_command(verdict, failing, words=words, options=options, rest=rest) if idle is None else None
+                )
+            bisect = bisect_command(verdict, failing, nodeid, [*options, *([argument] if argument else [])])
+            text = failure_text(verdict, failing, self.settings.units, accept, memory, bisect)
+            text += "" if idle is None else f"\n\n{idle}"
+            return replace(verdict, failure=text, accept=accept, bisect=bisect)
+        return verdict if idle is None else replace(verdict, failure=idle)
+
+    def _accept_all(self) -> str:
+        """Return the command that accepts all figures of the test under its new name."""
+        argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
+            f"{self.measured.file}::{self.measured.test}"
+        )
+        words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument))
+        return update_command("all", words, options_to_repeat(self.config), rest)
+
+    def _idle(self, measurements: list[Measurement]) -> str | None:
+        """Return a sentence on a time limit without effect on ``measurements``; ``None`` if all limits have an effect."""
+        budget = self.measured.budget
+        if budget.min_throughput is not None:
+            idle = idle_throughput(budget.min_throughput, measurements)
+            if idle is not None:
+                return idle
+        # Only a test's own max_slowdown must have an effect. A limit from a class or a pattern may be unused.
+        if budget.max_slowdown is not None and self.settings.baseline and sets_itself(self.item, "max_slowdown"):
+            return idle_slowdown(budget.max_slowdown, measurements)
+        return None
+
+    def _baseline(self, measurement: Measurement) -> Baseline | NoBaseline | None:
+        if not self._compares:
+            return None
+        slug = self.settings.compared_slug(measurement.environment.slug)
+        entry = self._stored(lambda: self.store.find(self.measured.key(measurement.name), slug))
+        if isinstance(entry, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self.settings.update]:
+            # This session records a baseline, so baselines on other devices do not matter.
+            return NoBaseline()
+        return entry
+
+    @property
+    def _compares(self) -> bool:
+        """True if this session reads the store."""
+        return self.settings.baseline or self.settings.update is not None
+
+    @staticmethod
+    def _stored(read: Callable[[], _T]) -> _T:
+        """Return the result of ``read``, which reads the store. If the store is broken, fail the test."""
+        try:
+            return read()
+        except (StoreError, BackendError) as error:
+            # The session read the whole store at its start, so the store has changed since then.
+            pytest.fail(f"gpumem: {error}", pytrace=False)
+
+    @cached_property
+    def _tolerances(self) -> dict[str, Tolerance]:
+        """Tolerances by metric. Users' hooks are called once per test."""
+        item, budget = self.item, self.measured.budget
+        tolerances = {**DEFAULT_TOLERANCES, **self.settings.tolerances}
+        if budget.max_slowdown is not None:
+            tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
+        if budget.tolerance is not None:
+            tolerances["peak_allocated"] = Tolerance(relative=budget.tolerance)
+        if self.settings.against is not None:
+            tolerances = emulated_tolerances(tolerances)
+        hook = item.ihook.pytest_gpumem_tolerance
+        try:
+            return {
+                name: checked_tolerance(hook(item=item, metric=name, tolerance=tolerance), name, tolerance, hook)
+                for name, tolerance in tolerances.items()
+            }
+        except HookError as error:
+            pytest.fail(f"gpumem: {error}", pytrace=False)
+
+    def _path_from_here(self, nodeid: str) -> str:
+        """Return a test's id relative to the folder in which pytest was started, so a person can type it there."""
+        file, colons, test = nodeid.partition("::")
+        path = os.path.relpath(self.config.rootpath / file, self.config.invocation_params.dir)
+        return f"{path}{colons}{test}"
+
+
+def _uncounted(judged: JudgedMeasurement) -> list[str]:
+    """Return the titles of the baseline's counts without a value in the measurement, if both ran the same workload."""
+    baseline, measurement = judged.baseline, judged.measurement
+    if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
+        return []
+    return [
+        METRICS[name].title
+        for name in baseline.metrics
+        if METRICS[name].is_counted_by_operator and not METRICS[name].optional and name not in measurement.metrics
+    ]
+
+
+def _is_undecided(judged: JudgedMeasurement) -> bool:
+    """Return whether one more sample of a step's time may decide the verdict."""
+    verdict, baseline = judged.verdict.of("step_time"), judged.baseline
+    if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
+        return False
+    times = judged.measurement.times
+    assert times is not None, "the caller asks about timed steps only"
+    assert baseline.runs is not None, "a judged step time has a baseline with times"
+    return is_undecided(times.samples, baseline.runs, verdict.allowed / verdict.baseline)

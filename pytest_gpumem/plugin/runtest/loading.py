@@ -1,0 +1,137 @@
+"""Measure the single loading of a model: its peak, the model's bytes, and the bytes left beyond."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
+from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measuring.measure.reading import live_everywhere, read_once
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import class_name, is_a, parameters_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.explain.tracker import Tracker
+    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
+    from pytest_gpumem.plugin.runtest.run import TestRun
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(Generic[T]):
+    """The result of `Gpumem.load`."""
+
+    value: T
+    """The factory's result."""
+    measurement: Measurement
+    """The loading's measurement."""
+
+
+def load(
+    run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None
+) -> tuple[T, JudgedMeasurement]:
+    """Run ``factory`` once and measure it.
+
+    Args:
+        run: The test's run.
+        factory: The function that loads.
+        name: The measurement's name; by default ``load``.
+        explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
+
+    Returns:
+        The loaded object, and the measurement with its verdict.
+
+    Raises:
+        TypeError: ``factory`` is not callable.
+        Exception: Any error that ``factory`` raises.
+    """
+    import torch
+
+    if not callable(factory):
+        raise TypeError(
+            f"gpumem.load() measures a function that loads, and got {class_name(type(factory))}: "
+            "write gpumem.load(lambda: ...), so the object is loaded during the measurement"
+        )
+    device, random = run.device, RandomNumbers.current(run.device)
+    other_bytes = run.context.bytes_of_other_code(factory)
+    repeated = _RepeatedLoading(run, factory, random)
+    values: list[T] = []
+    try:
+        device.consensus.rest()
+        with read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures:
+            values.append(factory())
+    except Exception as error:
+        run.explain_out_of_memory(error, repeated.subject)
+        raise
+    (value,) = values
+    loaded = repeated.loaded(value)
+    by_device = {gpu: replace(memory, loaded=loaded[gpu]) for gpu, memory in figures().items()}
+    workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
+    judged = run.judge_figures(workload, by_device, name)
+    return value, run.explain_once(judged, repeated.subject, explain=explain)
+
+
+class _RepeatedLoading:
+    """The second, recorded run of the loading, while the first loaded object is alive.
+
+    Example:
+        A model with 16,640 parameters in ``float32`` holds 66,560 bytes. The first object keeps its 66,560 bytes during the
+        second run. They are live before the recording, so the recorded peak does not count them.
+    """
+
+    def __init__(self, run: TestRun, factory: Callable[[], object], random: RandomNumbers) -> None:
+        self._run = run
+        self._factory = factory
+        self._random = random
+        self._live_before = dict(zip(self._names(), live_everywhere(run.device), strict=True))
+        self._known_before = run.device.known()
+        self._loaded: dict[str, int] = {}
+        self._addresses: frozenset[int] = frozenset()
+
+    def _names(self) -> list[str]:
+        return [str(device.torch_device) for device in self._run.device.everywhere]
+
+    def loaded(self, value: object) -> dict[str, int]:
+        """Return the bytes of a loaded object, by device."""
+        tensors = list(reachable_tensors([value]))
+        devices = self._run.device.everywhere
+        blocks = [blocks_of(tensors, device.torch_device) if device.is_used else {} for device in devices]
+        self._addresses = frozenset(address for on_device in blocks for address in on_device)
+        self._loaded = {name: sum(sizes.values()) for name, sizes in zip(self._names(), blocks, strict=True)}
+        return self._loaded
+
+    def subject(self, device: Device) -> Subject:
+        """Return the loading as a subject to record on a device, which is in `Device.everywhere`."""
+        name, context, factory = str(device.torch_device), self._run.context, self._factory
+
+        def run(tracker: Tracker) -> object:
+            value = factory()
+            tracker.owners.within(value)
+            return value
+
+        def earlier_blocks() -> EarlierBlocks:
+            gained = device.live() - self._live_before[name] - self._loaded.get(name, 0)
+            blocks = {address for address, _ in self._run.device.known() - self._known_before}
+            return EarlierBlocks(max(0, gained), frozenset(blocks - self._addresses))
+
+        def register(owners: TensorOwners) -> None:
+            owners.within(factory)
+            owners.inputs(factory)
+
+        return Subject(
+            run,
+            own=lambda: list(context.storages(factory, device)),
+            own_bytes=lambda: sum(blocks_of(reachable_tensors([factory]), device.torch_device).values()),
+            register=register,
+            prepare=self._random.restore,
+            earlier_blocks=earlier_blocks,
+            is_once=True,
+        )

@@ -1,0 +1,600 @@
+"""The running measured test: its device, its own bytes, and its measurements so far."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
+from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
+from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
+from pytest_gpumem.judging.gate.baseline import Baseline
+from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
+from pytest_gpumem.measuring.explain.recording import EarlierBlocks, ExpectedFigures, Subject, gpu_that_ran_out
+from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
+from pytest_gpumem.plugin.runtest.explaining import call_again
+from pytest_gpumem.plugin.runtest.judging import NOT_TIMED
+from pytest_gpumem.reporting.reports.explanation import holder_lines
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.reachability import alive, blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import instance_dict
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.facts.measurement import Environment
+    from pytest_gpumem.facts.values.composition import Explanation
+    from pytest_gpumem.facts.values.option_words import Routing
+    from pytest_gpumem.facts.values.unknown_reads import UnknownReads
+    from pytest_gpumem.judging.gate.verdict import TestVerdict
+    from pytest_gpumem.measuring.devices.contract import BlockIds, Device
+    from pytest_gpumem.measuring.explain.first_use import RetainedBlocks
+    from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.explain.sites import Sites
+    from pytest_gpumem.measuring.measure.context import MeasuringContext
+    from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
+    from pytest_gpumem.measuring.measure.reading import ByDevice
+    from pytest_gpumem.plugin.runtest.explaining import ExplainPolicy
+    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
+    from pytest_gpumem.plugin.runtest.ownership import Ownership
+
+
+@dataclass(eq=False, repr=False)
+class TestRun:
+    """A measured test from its set-up to the end of its call.
+
+    It measures steps and regions, passes their figures to the gate (`Judging`), and explains them if `ExplainPolicy` asks for
+    it.
+
+    Example:
+        ``gpumem.train_step(model, batch)`` calls `alone`, prepares the step, and calls `measure` (memory and counts), then
+        `judge` (verdict, explanation, times) and `keep`. After the test's call, `verdict` combines all measurements.
+    """
+
+    __test__ = False
+
+    judging: Judging
+    _policy: ExplainPolicy
+    context: MeasuringContext
+    _ownership: Ownership
+    _environment: Environment
+    _reads: Callable[[], UnknownReads]
+    """Returns the uncomputed values read so far by the test and its fixtures."""
+    judged: list[JudgedMeasurement] = field(default_factory=list)
+    """The measurements with their verdicts."""
+    relations: int = 0
+    """The number of successful relations, such as ``gpumem.assert_no_growth``."""
+    lost: str | None = None
+    """The reason why the test's figures are not valid, as a clause."""
+    is_called: bool = False
+    """True while pytest calls the test."""
+    has_failed_subtest: bool = False
+    """True if a subtest failed, so the test may have left out measurements."""
+    _errors: list[BaseException] = field(default_factory=list)
+    """The test's errors. Their tracebacks keep its tensors alive until `release`."""
+    _at_call: tuple[list[int], list[int]] | None = None
+    """The test's own bytes, and all live bytes, on each device of `Device.everywhere` when the call began."""
+    _random: RandomNumbers | None = None
+    """The random state when the call began."""
+    _known_at_call: BlockIds = frozenset()
+    """The device's known blocks when the call began."""
+    _made_by_call: NewTensors | None = None
+    _attributes: frozenset[str] = frozenset()
+    """The attributes of the test's instance when its call began."""
+    _under_way: list[str] = field(default_factory=list)
+    """The current measurement, as the text of its call:
+
+    ``"gpumem.measure('forward')"``. Only nested regions add further texts.
+    """
+    _nested: MeasuringError | None = None
+    """The error raised by a measurement that began within the current measurement."""
+
+    def __post_init__(self) -> None:
+        self.item, self.device = self.judging.item, self.context.device
+        self.measures_itself = self.judging.measured.has_fixture
+        """True if the test has the ``gpumem`` fixture, so its whole call is not measured."""
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        return [judged.measurement for judged in self.judged]
+
+    def verdict(self) -> TestVerdict:
+        """Return the verdict on the test at the end of its call."""
+        if self.lost is not None:
+            verdict, judged = self.judging.measured.not_measured(self.lost), []
+        else:
+            verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
+        missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
+        return replace(verdict, missing=missing)
+
+    def refused(self, why: str) -> TestVerdict:
+        """Return the verdict on a test that cannot be measured for the reason ``why``, a clause."""
+        missing = self.judging.missing([], self._environment.slug)
+        return replace(self.judging.measured.not_measured(why), missing=missing)
+
+    def begin_call(self) -> None:
+        """Prepare for the call. Later allocations belong to the test."""
+        self.is_called = True
+        self.device.quiesce()
+        self._random = RandomNumbers.current(self.device)
+        own = self._own_bytes()
+        existing = self._ownership.storages(self.item)
+        with self.device.one_moment():
+            self.device.register_existing(existing)
+            self._at_call = own, live_everywhere(self.device)
+            self._known_at_call = self.device.known()
+        self._made_by_call = None if self.measures_itself else self._tensors_made()
+        self._attributes = frozenset(self._instance_dict())
+
+    @property
+    def other_bytes(self) -> tuple[int, ...]:
+        """The live bytes outside the test and its fixtures when the call began, on each device."""
+        if self._at_call is None:
+            raise RuntimeError("the test's call has not begun")
+        return tuple(live - own for own, live in zip(*self._at_call, strict=True))
+
+    def _own_bytes(self) -> list[int]:
+        """Return the test's current own bytes, on each device of `Device.everywhere`."""
+        return [
+            ownership.own(self.item).total if ownership.device.is_used else 0
+            for ownership in self._ownership.everywhere
+        ]
+
+    def reached(self, values: Sequence[object]) -> list[int]:
+        """Return the bytes reachable from ``values`` or from the test, on each device."""
+        tensors = list(reachable_tensors([*self._ownership.values(self.item), *values]))
+        return [
+            sum(blocks_of(tensors, device.torch_device).values()) if device.is_used else 0
+            for device in self.device.everywhere
+        ]
+
+    def other_blocks(self) -> frozenset[int]:
+        """Return the addresses of live tensors outside the test and its fixtures.
+
+        Tensors that are unknown to Python are not included.
+        """
+        import torch
+
+        if self.context.time_budget is not None:
+            # The first call to `pace` may create lasting tensors, so call it before the search.
+            with self.device.unrecorded():
+                self.device.pace()
+        with everything_in_sight():
+            tensors = alive(torch.Tensor)
+        live = {address for device in self.device.everywhere for address in blocks_of(tensors, device.torch_device)}
+        own = {
+            storage.data_ptr() for ownership in self._ownership.everywhere for storage in ownership.storages(self.item)
+        }
+        return frozenset(live - own - {address for address, _ in self.device.known() - self._known_at_call})
+
+    @contextmanager
+    def alone(self, method: str, name: str | None = None) -> Iterator[None]:
+        """Guard against nested measurements.
+
+        A measurement runs its code several times and needs memory itself, so the figures of nested measurements would mix.
+        Only regions may be nested, because a region runs once. If the measured code catches the error of a nested call, the
+        outer measurement raises it again.
+
+        Args:
+            method: The called fixture method: ``"train_step"``.
+            name: The measurement's name, if the test gave one.
+
+        Raises:
+            MeasuringError: Another measurement is under way.
+            TypeError: The name is not a text.
+            ValueError: The name is empty, too long, or cannot be stored in a file.
+        """
+        if name is not None:
+            check_name(name)
+        call = f"gpumem.{method}({'' if name is None else repr(name)})"
+        outer_call = self._under_way[-1] if self._under_way else None
+        if outer_call is not None and not (method == "track" and outer_call.startswith("gpumem.track(")):
+            self._nested = MeasuringError(
+                f"{call} is called within {outer_call}: their figures would mix, because measuring runs the code several "
+                "times; measure one after the other, and move the inner call out of the measured code"
+            )
+            raise self._nested
+        self._under_way.append(call)
+        try:
+            yield
+            if outer_call is None and self._nested is not None:
+                raise self._nested
+        finally:
+            self._under_way.pop()
+            self._nested = self._nested if self._under_way else None
+
+    @contextmanager
+    def tracked(self) -> Iterator[Callable[[], ByDevice]]:
+        """Measure the test's call. Yield a function for the figures, to be called after the test's call.
+
+        The context begins right after `begin_call`, and uses its readings.
+        """
+        with read_once(self.device, self.other_bytes, self._own_bytes, self._at_call) as figures:
+            yield figures
+            if self._made_by_call is not None:
+                self._made_by_call.record()
+
+    @contextmanager
+    def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
+        """Measure the code in this context, which runs once.
+
+        Yield a function to call after the context has ended. It judges, keeps and returns the measurement.
+        """
+        self.device.settle()
+        new_tensors = self._tensors_made()
+        with read_once(self.device, self.other_bytes, self._own_bytes) as figures:
+            yield lambda: self.keep(self._judged_region(figures(), name, new_tensors))
+            if new_tensors is not None:
+                new_tensors.record()
+
+    def _tensors_made(self) -> NewTensors | None:
+        """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which never searches for holders."""
+        return None if self.context.sites is None else NewTensors()
+
+    def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: NewTensors | None) -> JudgedMeasurement:
+        """Return a region's measurement with its verdict. If `retained` fails the test, notes name the holders."""
+        judged = self.judge_figures(Workload("region"), figures, name)
+        if self.context.sites is None or not self._policy.should_find_holders(judged):
+            return judged
+        device = self.context.device_named(self._policy.device_to_explain(judged))
+        return self._noted(judged, self._retained_blocks(new_tensors, device))
+
+    def _noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
+        """Return a measurement without an explanation, with notes on the holders of retained tensors."""
+        measurement, holders = (
+            judged.measurement,
+            () if retained_blocks is None else retained_blocks.holders(is_once=True),
+        )
+        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
+        return judged.explained(replace(measurement, notes=notes))
+
+    def measure(self, prepared: PreparedStep) -> MeasuredStep:
+        """Measure a step. If memory runs out, add the largest rows of memory to the test's report."""
+        try:
+            return prepared.measure()
+        except Exception as error:
+            self.explain_out_of_memory(error, prepared.subject)
+            raise
+
+    def judge(
+        self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
+    ) -> JudgedMeasurement:
+        """Judge a measured step, explain it if necessary, time it, and judge it again with its times.
+
+        Args:
+            prepared: The step, which can be run again.
+            step: The step's memory figures and counts.
+            name: The measurement's name; by default the step's name, for example ``train_step``.
+            explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
+
+        Returns:
+            The measurement with its verdict.
+        """
+        consensus, sites = self.device.consensus, self.context.sites
+        judged = self.judging.judge(self._measurement_of(step, name))
+        explanation = None
+        if sites is not None:
+            sites.packages.clear()
+            step, explanation = self._explain_step(prepared, step, judged, explain)
+        if self.context.time_budget is not None and consensus.all(step.may_be_timed):
+            step = prepared.time(step)
+            judged = self.judging.judge(self._measurement_of(step, name))
+        while consensus.all(step.may_be_timed_again) and consensus.any(self._should_time_again(judged)):
+            step = prepared.time_again(step)
+            judged = self.judging.judge(self._measurement_of(step, name))
+        if sites is None:
+            return judged
+        by_operator = step.figures.counted.by_operator
+        if by_operator != judged.measurement.by_operator:
+            judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
+        if explanation is not None:
+            judged = self._explained(judged, explanation, explain)
+        judged = self._with_packages(judged, sites)
+        consensus.release()  # the step's objects are freed next
+        return judged
+
+    def _explain_step(
+        self, prepared: PreparedStep, step: MeasuredStep, judged: JudgedMeasurement, explain: bool | None
+    ) -> tuple[MeasuredStep, Explanation | str | None]:
+        """Return a step with the lines of its counts, and its explanation, as far as the policy needs them.
+
+        The step is timed later, so its times do not affect this decision.
+        """
+        consensus, policy = self.device.consensus, self._policy
+        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
+            step = prepared.locate(step)
+        if not consensus.any(policy.should_explain(judged) if explain is None else explain):
+            return step, None
+        return step, prepared.explain(step, policy.device_to_explain(judged))
+
+    def _should_time_again(self, judged: JudgedMeasurement) -> bool:
+        time_budget = self.context.time_budget
+        decides_only = time_budget is not None and not time_budget.may_sample_again
+        return self.judging.should_time_again(judged, decides_only=decides_only)
+
+    def keep(self, judged: JudgedMeasurement) -> Measurement:
+        """Add a measurement to this test, call the users' hooks with it, and return it."""
+        measurement = judged.measurement
+        if measurement.peak_allocated <= 0:
+            device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
+            self.lost = f"{measurement.name} held no tensor on {device}: {HELD_NOTHING}"
+        self.judged.append(judged)
+        self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
+        return measurement
+
+    def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> JudgedMeasurement:
+        """Judge the figures of a call, a region or a loading, which run once."""
+        metrics = {device: memory.memory_metrics() for device, memory in figures.items()}
+        measurement = self._new_measurement(
+            workload,
+            largest_of(metrics.values()),
+            name,
+            workspaces=max(memory.workspaces for memory in figures.values()),
+            unused_before=max(memory.unused_before for memory in figures.values()),
+            by_device=self._by_device(metrics),
+            notes=notes_on_missing(figures.values()),
+        )
+        return self.judging.judge(measurement)
+
+    def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+        """Return the metrics for devices with own bytes, by device; empty if the process sees only one device."""
+        if not self.device.others:
+            return {}
+        return {device: values for device, values in metrics.items() if values["peak_allocated"] > 0}
+
+    def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
+        figures, devices = step.figures, step.figures.devices
+        by_device = (
+            self._by_device({device: on_device.metrics() for device, on_device in devices.items()})
+            if self.device.others
+            else {}
+        )
+        return self._new_measurement(
+            step.workload,
+            step.metrics(),
+            name,
+            settled=figures.is_settled,
+            notes=(*step.notes, *([NOT_TIMED] if self._leaves_times_out else [])),
+            recomputed=step.recomputed,
+            times=figures.times,
+            work=step.work,
+            step_peaks=figures.step_peaks,
+            by_operator=figures.counted.by_operator,
+            lowest_counts=figures.counted.lowest,
+            workspaces=max(on_device.memory.workspaces for on_device in devices.values()),
+            unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
+            by_device=by_device,
+            step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
+        )
+
+    @property
+    def _leaves_times_out(self) -> bool:
+        """True if the device can time steps, but nothing needs their times."""
+        settings = self.judging.settings
+        return self.context.time_budget is None and settings.time is None and self.device.tells_time
+
+    def _new_measurement(
+        self, workload: Workload, metrics: Mapping[str, float], name: str | None, notes: Sequence[str] = (), **more: Any
+    ) -> Measurement:
+        """Return a new measurement.
+
+        A measurement without a name is called after its step: ``train_step``, then ``train_step-2``.
+
+        Raises:
+            ValueError: The test already has a measurement with this name, or the name looks like a rank's or a GPU's part.
+        """
+        rank = self.judging.ranks.rank
+        taken = {judged.measurement.name for judged in self.judged}
+        if rank is not None:
+            taken = {without_rank(name_taken) for name_taken in taken}
+        if name in taken:
+            raise ValueError(
+                f"this test already has a measurement called {name!r}, and each needs a baseline of its own; give it another "
+                "name"
+            )
+        if name is not None and rank_in(name) is not None:
+            raise ValueError(
+                f"the store uses the name {name!r} for the measurement {without_rank(name)!r} of a rank; give it another name"
+            )
+        name = name or _numbered(workload.step, taken)
+        self._check_parts({*taken, name})
+        environment = self._environment
+        environment = replace(environment, details={**environment.details, **self.device.libraries()})
+        name = name if rank is None else name_on(rank, name)
+        reads = self._reads()
+        workload = _under_routing(workload, self.judging.settings.routing, reads)
+        return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
+
+    def _check_parts(self, names: Collection[str]) -> None:
+        """Raise ``ValueError`` if the store would also use a name for another measurement's part on a GPU.
+
+        For example, ``"step on cuda:1"`` is the part of ``"step"`` on the second GPU.
+        """
+        parts = {f"{name} on {device.torch_device}" for name in names for device in self.device.everywhere}
+        for name in parts.intersection(names) if self.device.others else ():
+            raise ValueError(
+                f"the store uses the name {name!r} for the part of a measurement on one GPU; give it another name"
+            )
+
+    def explain_call(self) -> None:
+        """Call a test without the fixture again, recorded, and explain the call, if the policy asks for an explanation."""
+        if not self.measures_itself:
+            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
+
+    def explain_once(
+        self,
+        judged: JudgedMeasurement,
+        subject: Callable[[Device], Subject],
+        *,
+        explain: bool | None = None,
+        new_tensors: NewTensors | None = None,
+    ) -> JudgedMeasurement:
+        """Run code a second time with a recording, and explain its peak, if the policy asks for an explanation.
+
+        Args:
+            judged: The measurement, with its verdict.
+            subject: Returns the subject to record on a device of `Device.everywhere`.
+            explain: Whether to explain the code; ``None`` if the verdict and the settings decide.
+            new_tensors: The new tensors from the first run. If some are retained, their holders are searched for before the
+                second run.
+
+        Returns:
+            The measurement with its explanation, or unchanged.
+        """
+        policy, sites = self._policy, self.context.sites
+        if sites is None:
+            return judged
+        sites.packages.clear()
+        if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
+            return judged
+        measurement, gpu = judged.measurement, policy.device_to_explain(judged)
+        device = self.context.device_named(gpu)
+        retained_blocks = self._retained_blocks(new_tensors, device) if policy.should_find_holders(judged) else None
+        peak = measurement.peak_allocated if gpu is None else measurement.by_device[gpu]["peak_allocated"]
+        explanation = self.context.explain(subject(device), ExpectedFigures(peak, turnover=None), device)
+        if isinstance(explanation, str):
+            judged = self._noted(judged, retained_blocks)
+        elif retained_blocks is not None:
+            explanation = retained_blocks.extend_explanation(explanation)
+        return self._with_packages(self._explained(judged, explanation, explain), sites)
+
+    def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
+        """Return the tensors retained by a call or a region on a device. Call it before other code of the test runs."""
+        if new_tensors is None:
+            return None
+        own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
+        is_call = new_tensors is self._made_by_call
+        new_addresses = {address for address, _ in device.known() - self._known_at_call} if is_call else set()
+        new_blocks = {address: nbytes for address, nbytes in device.blocks().items() if address in new_addresses}
+        with suppress(Exception):
+            # If the search for holders fails, the explanation is still needed.
+            return blocks_retained_by_run(
+                new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks
+            )
+        return None
+
+    def _explained(
+        self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
+    ) -> JudgedMeasurement:
+        """Return the measurement with its explanation, or with a note that says why the explanation failed."""
+        measurement = judged.measurement
+        shows_whole_step = self.device.consensus.any(bool(explain) or self._policy.should_show_whole_step(judged))
+        if isinstance(explanation, str):
+            return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
+        if not shows_whole_step:
+            explanation = replace(explanation, over_time=None)
+        return judged.explained(replace(measurement, explanation=explanation))
+
+    def _with_packages(self, judged: JudgedMeasurement, sites: Sites) -> JudgedMeasurement:
+        """Return the measurement with the versions of packages in its environment.
+
+        These are the packages whose code ran in the recorded step, and the packages in the baseline's environment.
+        """
+        names = {package.name for package in sites.packages}
+        if judged.measurement.explanation is not None:
+            names.update(needed_by_torch())
+        if isinstance(judged.baseline, Baseline):
+            names.update(judged.baseline.environment.packages)
+        if not names:
+            return judged
+        environment = replace(judged.measurement.environment, packages=versions(names))
+        return judged.explained(replace(judged.measurement, environment=environment))
+
+    def explain_call_out_of_memory(self, error: BaseException) -> None:
+        """After an out-of-memory error in the call, run it once more, recorded, and report the largest rows."""
+        if not self.measures_itself and self._at_call is not None:
+            self.explain_out_of_memory(error, self._call_subject)
+
+    def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
+        """Report the largest rows if ``error`` is an out-of-memory error. The error itself does not change.
+
+        Args:
+            error: The error.
+            subject: Returns the subject to record on a device of `Device.everywhere`.
+        """
+        if self.context.sites is None or not self._policy.should_explain_error(error):
+            return
+        if self.judging.ranks.rank is not None:
+            return  # the other ranks have not failed, so they would not run the step again
+        # Free the objects of the failed frames, or memory would run out earlier in the second run.
+        clear_frames(error)
+        with suppress(*RAISED_BY_A_STEP):
+            device = self.context.device_named(gpu_that_ran_out(error))
+            explanation = self.context.explain_out_of_memory(subject(device), device)
+            if explanation is not None:
+                self._policy.report_out_of_memory(explanation)
+
+    def _call_subject(self, device: Device) -> Subject:
+        """Return the call as a subject to record on a device of `Device.everywhere`."""
+        at = self.device.everywhere.index(device)
+        ownership = self._ownership.everywhere[at]
+
+        def prepare() -> None:
+            # The second call begins like the first, without the gradients and attributes that the first call left behind.
+            self._ownership.clear_left_gradients(self.item)
+            if self._random is not None:
+                self._random.restore()
+            attributes = self._instance_dict()
+            for name in [name for name in attributes if name not in self._attributes]:
+                dict.pop(attributes, name)
+
+        assert self._at_call is not None, "the call has begun"
+        own_at_call, live_at_call = (readings[at] for readings in self._at_call)
+
+        def earlier_blocks() -> EarlierBlocks:
+            own_gained = ownership.own(self.item).total - own_at_call
+            gained = device.live() - live_at_call - own_gained
+            blocks = self.device.known() - self._known_at_call
+            return EarlierBlocks(max(0, gained), frozenset(address for address, _ in blocks))
+
+        def register(owners: TensorOwners) -> None:
+            values = self._ownership.values(self.item)
+            owners.within(values)
+            owners.inputs(values)
+
+        return Subject(
+            lambda _: call_again(self.item),
+            own=lambda: list(ownership.storages(self.item)),
+            own_bytes=lambda: ownership.own(self.item).total,
+            register=register,
+            prepare=prepare,
+            earlier_blocks=earlier_blocks,
+            is_once=True,
+        )
+
+    def _instance_dict(self) -> dict[str, object]:
+        return instance_dict(getattr(self.item, "instance", None)) or {}
+
+    def failed(self, *errors: BaseException) -> None:
+        """Store the test's ``errors``. Their tracebacks keep the test's tensors alive until `release`."""
+        self._errors += errors
+
+    def release(self) -> None:
+        """Release the objects in this run and in the tracebacks of the test's errors."""
+        for error in self._errors:
+            clear_frames(error)
+        self._errors.clear()
+        self._at_call = None
+        self._made_by_call = None
+        self.device.close()
+
+
+def _under_routing(workload: Workload, routing: Routing | None, reads: UnknownReads) -> Workload:
+    """Return the workload with ``routing=`` in its config, if the figures may depend on that setting.
+
+    For example, ``fp32`` becomes ``fp32,routing=balanced`` if the step read the experts of its tokens.
+    """
+    config = workload.config or ""
+    if routing is None or routing not in reads.routed or "routing=" in config:
+        return workload
+    return replace(workload, config=",".join(filter(None, (config, f"routing={routing}"))))
+
+
+def _numbered(name: str, taken: set[str]) -> str:
+    """Return the first of ``name``, ``name-2``, ``name-3``, ... that is not in ``taken``."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(candidate for candidate in numbered if candidate not in taken)

@@ -1,0 +1,201 @@
+"""A session with ``--gpumem-baseline`` or ``--gpumem-strict`` ends with 0 only if its report passed.
+
+A report passed if all selected measured tests ran to their end, no test failed, and nothing else made the session red. If
+pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why. For
+example, this happens with ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
+``--setup-only``, ``--setup-plan``, and a session without any collected test.
+
+``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` and ``--cache-show`` end with 1 if ``--gpumem-baseline`` was
+typed. They end with 0 if only the settings or ``addopts`` ask for the gate, so an editor can list tests.
+
+``os._exit(0)`` before a report that passed ends the process with 1, with a red report. A test that calls ``os.exec*`` fails.
+The session cannot see an end below Python (C's ``exit``). It also cannot see an ``os._exit`` that code imported before pytest
+was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code can
+read the [report](reports.md), which is not green in these cases.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import wraps
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+    from typing import NoReturn
+
+    from pytest_gpumem.plugin.config.settings import Settings
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+
+
+EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
+    {
+        pytest.ExitCode.OK: "All tests passed.",
+        pytest.ExitCode.TESTS_FAILED: "A test failed, by itself or by its verdict, or [the session is red](#red-sessions).",
+        pytest.ExitCode.INTERRUPTED: (
+            "The session was interrupted. With `--gpumem-update`, the measurements of the tests that had passed are written."
+        ),
+        pytest.ExitCode.INTERNAL_ERROR: "pytest or a plugin raised an error outside of the tests.",
+        pytest.ExitCode.USAGE_ERROR: (
+            "An option, a setting or a marker is wrong, or the store cannot be read. No test ran."
+        ),
+        pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
+    }
+)
+"""The meaning of pytest's exit codes in a session with this plugin, as Markdown."""
+_TYPED = "--gpumem-baseline"
+_SHOWS_PYTEST = ("help", "version", "markers")
+"""Options under which pytest shows information about itself and runs no test."""
+_LISTS = {
+    "collectonly": "--collect-only",
+    "showfixtures": "--fixtures",
+    "show_fixtures_per_test": "--fixtures-per-test",
+    "cacheshow": "--cache-show",
+}
+"""Options under which pytest lists something in place of running tests."""
+
+
+class Reporting(Protocol):
+    """The attributes and methods of a session that decide its exit status."""
+
+    settings: Settings
+
+    @property
+    def reports(self) -> bool:
+        """Return whether this process writes the session's report."""
+
+    @property
+    def report(self) -> SessionReport | None:
+        """Return the report, or ``None`` before all tests have run."""
+
+    def ended_red(self, status: int) -> None:
+        """Write the report again, because the process ends with ``status`` although the gate passed."""
+
+    def lost(self, why: str) -> None:
+        """End without a report. ``why`` is a clause."""
+
+
+def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
+    """Return the exit status with which a pytest process ends in place of ``status``.
+
+    With a gate, the status is not 0 if the session's report did not pass, and standard error says why. If the report passed and
+    another plugin makes the session red later, the report is written again.
+    """
+    if session is not None and not session.reports:
+        # A test that fails on one rank fails on all ranks, and rank 0 has the report.
+        return status
+    if status:
+        if session is not None:
+            session.ended_red(status)
+        return status
+    why = _why_red(config, session)
+    if why is None:
+        return status
+    sys.stderr.write(f"gpumem: the exit status is 1: {why}\n")
+    return pytest.ExitCode.TESTS_FAILED
+
+
+class EndOfProcess:
+    """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report has passed. Forks are not affected.
+
+    `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
+
+    Args:
+        is_lost: Returns whether an end with 0 would be wrong, and reports it.
+    """
+
+    def __init__(self, is_lost: Callable[[], bool]) -> None:
+        self._is_lost = is_lost
+        self._process: int | None = os.getpid()
+        self._leave = os._exit
+        self._ours: dict[str, Any] = {
+            "_exit": self._exit,
+            "execv": self._refusing(os.execv),
+            "execve": self._refusing(os.execve),
+        }
+        # The functions are also in the module `posix` or `nt`.
+        places = [(module, name) for module in (os, sys.modules[os.name]) for name in self._ours]
+        self._originals: list[tuple[ModuleType, str, Any]] = [(*place, getattr(*place)) for place in places]
+        for module, name in places:
+            setattr(module, name, self._ours[name])
+
+    def has_come(self, *, passed: bool) -> None:
+        """Restore the original functions if the session has ``passed``.
+
+        Otherwise the replacements stay, and the original `os._exit` is removed from the functions that `atexit` calls.
+        """
+        if passed:
+            self._process = None
+        for module, name, original in self._originals:
+            if not passed:
+                atexit.unregister(original)
+            elif getattr(module, name) is self._ours[name]:  # Another library may have wrapped the replacement.
+                setattr(module, name, original)
+
+    def _exit(self, status: int) -> NoReturn:
+        if os.getpid() == self._process and not status and self._is_lost():
+            status = 1
+        self._leave(status)
+
+    def _refusing(self, execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @wraps(execute)
+        def refuse(*arguments: Any) -> NoReturn:
+            if os.getpid() == self._process:
+                _stat(arguments[0])
+                pytest.fail(
+                    f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
+                    "the program by subprocess, or gate it in a session of its own",
+                    pytrace=False,
+                )
+            execute(*arguments)
+
+        return refuse
+
+
+def is_lost(session: Reporting | None) -> bool:
+    """Return whether a session would end with 0 without a passed report. If so, make the report red, or print a line."""
+    report = None if session is None else session.report
+    if report is not None and report.passed:
+        return False
+    why = "os._exit(0)"
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    why += f" in {test}" if test else ""
+    why += " ended the process" + (" before the session's end" if report is None else "")
+    why += ", and the exit status is 1"
+    if session is not None and report is None:
+        session.lost(why)
+    else:
+        sys.stderr.write(f"gpumem: {why}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return True
+
+
+def _stat(program: Any) -> None:
+    # Raise the OSError for a missing program, because in this case nothing would be replaced.
+    if not isinstance(program, int):  # An int is a file descriptor.
+        Path(os.fsdecode(program)).stat()
+
+
+def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
+    typed = _TYPED in config.invocation_params.args
+    gates = typed or (session is not None and session.settings.gates)
+    if not gates or _first_set(config, _SHOWS_PYTEST):
+        return None
+    listing = _first_set(config, _LISTS)
+    if listing is not None:
+        # Editors list tests this way, also in projects with a gate in their settings.
+        return f"{_TYPED} gates nothing under {_LISTS[listing]}" if typed else None
+    report = session.report if session is not None else None
+    return "pytest ended before any test was run" if report is None else report.why_red
+
+
+def _first_set(config: pytest.Config, options: tuple[str, ...] | dict[str, str]) -> str | None:
+    return next((option for option in options if getattr(config.option, option, None)), None)

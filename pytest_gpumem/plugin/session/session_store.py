@@ -1,0 +1,44 @@
+"""Open the store of a session, and check it before any test runs if the session compares or writes baselines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.base.units import nearest
+from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+from pytest_gpumem.judging.baselines.location import backend_of, is_url
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.reporting.reports.file_kinds import kind_of_file
+
+if TYPE_CHECKING:
+    from pytest_gpumem.plugin.config.settings import Settings
+
+
+def open_store(settings: Settings) -> Store:
+    """Return the store from the settings. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+    try:
+        return Store(backend_of(settings.store, settings.store_base))
+    except BackendError as error:
+        kind = None if is_url(settings.store) else kind_of_file(settings.store_base / settings.store)
+        raise pytest.UsageError(str(error) if kind is None else f"{error}; it is {kind}") from None
+
+
+def check_store(store: Store, settings: Settings) -> None:
+    """Read the whole store.
+
+    Raises:
+        pytest.UsageError: A file cannot be understood, or the store has no baseline for the device of ``--gpumem-against``.
+    """
+    try:
+        store.check()
+        stored = store.keys() if settings.against is not None else []
+    except (StoreError, BackendError) as error:
+        raise pytest.UsageError(str(error)) from None
+    slugs = sorted({slug for slug, _ in stored})
+    if settings.against is not None and settings.against not in slugs:
+        hint = nearest(settings.against, slugs) if slugs else "it is empty"
+        raise pytest.UsageError(
+            f"--gpumem-against={settings.against}: the store has no baseline of that device; {hint}"
+        )

@@ -1,0 +1,1 @@
+"""Texts and files from a session's results."""

@@ -1,0 +1,108 @@
+"""Figures as TensorBoard scalars: a run for each device, a chart for each metric and test, a point for each session.
+
+The scalars are written by ``torch.utils.tensorboard``, which keeps tags unchanged and values in double precision: see
+https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX replaces characters in tags and keeps 24 bits of a value,
+which are too few for bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import re
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.git import GitError, git, is_shallow
+from pytest_gpumem.base.open_folder import open_folder
+from pytest_gpumem.reporting.exports.figures import ExportError, utf8
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.reporting.exports.figures import Figure
+
+_SAFE_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HASH = re.compile(r"[0-9a-f]{4,64}")
+
+
+def tag(figure: Figure) -> str:
+    """Return ``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``.
+
+    TensorBoard groups charts by the text before the first ``/``.
+    """
+    return utf8(f"{figure.metric}/{figure.test} ({figure.measurement})")
+
+
+def seconds(figure: Figure) -> int:
+    """Return when the figure's session ended, in seconds since 1970.
+
+    Raises:
+        ExportError: The report has an invalid time.
+    """
+    try:
+        ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")
+    except ValueError:
+        raise ExportError(f"a report ended at {figure.ended!r}, expected a time like '2026-11-21T16:20:05Z'") from None
+    return int(ended.timestamp())
+
+
+def commits(folder: Path) -> Callable[[Figure], int]:
+    """Return a function that counts the commits up to a figure's commit, in the repository around ``folder``.
+
+    The function raises `ExportError` if git cannot count them, for example in a shallow clone.
+    """
+
+    def count(figure: Figure) -> int:
+        if figure.commit is None:
+            raise ExportError(f"the report that ended at {figure.ended} names no commit; --step=time needs none")
+        return _commits_to(figure.commit, folder)
+
+    return count
+
+
+def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
+    """Add an event file to each device's subfolder, which TensorBoard shows as a run.
+
+    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision, with its session's end as wall time.
+    Writing needs TensorBoard (``pip install tensorboard``).
+
+    Args:
+        figures: The figures to write.
+        folder: The folder with a subfolder for each device.
+        step_of: Returns the step for a figure, for example its number of commits.
+
+    Raises:
+        ExportError: A figure cannot be written, or TensorBoard is missing.
+        OSError: The folder cannot be written.
+    """
+    steps = [(figure, step_of(figure), seconds(figure)) for figure in figures]
+    for figure in figures:
+        if _SAFE_FOLDER.fullmatch(figure.environment.slug) is None:
+            raise ExportError(f"the device {figure.environment.slug!r} of {figure.test} cannot be the name of a folder")
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ExportError(f"TensorBoard's event files cannot be written ({error}): pip install tensorboard") from None
+    for slug in sorted({figure.environment.slug for figure in figures}):
+        with open_folder(folder, [slug], make=True) as run:
+            writer = SummaryWriter(str(run.path))
+        try:
+            for figure, step, ended in steps:
+                if figure.environment.slug == slug:
+                    writer.add_scalar(tag(figure), figure.value, step, ended, new_style=True, double_precision=True)
+        finally:
+            writer.close()
+
+
+@functools.cache
+def _commits_to(commit: str, folder: Path) -> int:
+    # A text from a report must not become an option for git.
+    if _HASH.fullmatch(commit) is None:
+        raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
+    try:
+        if is_shallow(folder):
+            raise ExportError("commits cannot be counted in a shallow clone: fetch the rest (git fetch --unshallow)")
+        return int(git(folder, "rev-list", "--count", f"{commit}^{{commit}}", "--"))
+    except GitError as error:
+        raise ExportError(f"the commits up to {commit} cannot be counted: {error}") from None

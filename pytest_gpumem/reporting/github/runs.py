@@ -1,0 +1,74 @@
+"""A workflow run and its pull request, as GitHub states them. Files from the run may contain anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from pytest_gpumem.reporting.github.comment import GitHubError, persistently
+
+if TYPE_CHECKING:
+    from pytest_gpumem.reporting.github.comment import Api
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest commit in a pull request, with its branch: ``"owner:name"``."""
+
+    commit: str
+    branch: str
+    repository: int
+    """GitHub's number for the repository with the branch, such as a fork."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or the fork was deleted."""
+
+    number: int
+    address: str
+    failed: bool
+    """True if the run ended without success."""
+    head: Head | None
+
+
+def find_run(api: Api, repository: str, number: int) -> Run:
+    """Return a run in a repository (``"owner/name"``) by its number. Raises `GitHubError`."""
+    plain, _ = persistently(lambda: api.request("GET", f"/repos/{repository}/actions/runs/{number}"))
+    try:
+        conclusion = plain["conclusion"]
+        head = _head(plain) if plain["event"] == "pull_request" else None
+        return Run(number, str(plain["html_url"]), conclusion not in (None, "success"), head)
+    except (KeyError, TypeError):
+        raise GitHubError(f"GitHub's answer on run {number} lacks its event or commit") from None
+
+
+def _head(plain: Any) -> Head | None:
+    fork = plain["head_repository"]
+    if fork is None:
+        return None
+    return Head(str(plain["head_sha"]), f"{fork['owner']['login']}:{plain['head_branch']}", int(fork["id"]))
+
+
+def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
+    """Return the number of the open pull request whose newest commit was run; ``None`` if there is not exactly one such pull
+    request.
+
+    GitHub lists a run's pull requests only if their branches are in the same repository, so this function searches by branch.
+    Raises `GitHubError`.
+    """
+    head = run.head
+    if head is None:
+        return None
+    path = f"/repos/{repository}/pulls?state=open&per_page=100&head={quote(head.branch, safe='')}"
+    pulls = persistently(lambda: list(api.pages(path)))
+    try:
+        numbers = [
+            int(pull["number"])
+            for pull in pulls
+            if pull["head"]["sha"] == head.commit and (pull["head"]["repo"] or {}).get("id") == head.repository
+        ]
+    except (KeyError, TypeError):
+        raise GitHubError(f"GitHub's answer on pull requests from {head.branch} lacks their commits") from None
+    return numbers[0] if len(numbers) == 1 else None

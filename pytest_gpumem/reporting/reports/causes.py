@@ -1,0 +1,262 @@
+"""Show the causes of a session's growth in every report format. Pure.
+
+For example, six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``: a report shows this cause once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.composition import FIRST_USE, HOLDER_NOT_FOUND, KEPT_IN
+from pytest_gpumem.facts.values.rank import in_words, rank_in
+from pytest_gpumem.judging.gate.causes import Causes, causes_of
+from pytest_gpumem.judging.gate.growths import ENOUGH
+from pytest_gpumem.reporting.reports import escaping
+from pytest_gpumem.reporting.reports.explanation import MOST_ROWS, PLURALS
+from pytest_gpumem.reporting.reports.layout import Column, Span, Table, without_empty
+from pytest_gpumem.reporting.reports.values import difference, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.judging.gate.causes import Cause
+    from pytest_gpumem.judging.gate.verdict import TestVerdict
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+
+MOST_CAUSES = 10
+"""The number of causes in a table, unless the user asks for all."""
+
+
+class CauseCells(NamedTuple):
+    """A cause's cells in a table, as texts. The default values are the table's header."""
+
+    number: str = "#"
+    """The number for `gpumem accept --cause`."""
+    name: str = "cause"
+    tests: str = "tests"
+    total: str = "in all"
+    largest: str = "most"
+    metric: str = "metric"
+    module: str = "module"
+    operator: str = "operator"
+    tensors: str = "tensors"
+    first: str = "first test"
+
+
+HEADER = CauseCells()
+_ALWAYS = 6
+"""The number of leading columns that a table has even if they are empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCauses:
+    """The causes behind a session's growth, and the number of measured tests."""
+
+    causes: Causes
+    measured: int
+
+    @property
+    def concern_several_tests(self) -> bool:
+        """True if the causes concern several tests. A single test's own report already explains its growth.
+
+        Unexplained times count only if there are causes, because no line ever explains a time.
+        """
+        causes = self.causes
+        unexplained = [
+            share
+            for share in causes.unexplained
+            if causes.causes or METRICS[share.growth.metric].kind in ("memory", "work")
+        ]
+        shares = (*(share for cause in causes.causes for share in cause.shares), *unexplained)
+        return len({share.growth.test for share in shares}) > 1
+
+
+def causes_in(report: SessionReport) -> SessionCauses:
+    """Return the causes in a session, except for growth that an update accepted as the baseline."""
+    grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
+    return SessionCauses(
+        causes_of(verdict for verdict in grown if not verdict.unmeasured),
+        _measured(result.verdict for result in report.results),
+    )
+
+
+def _measured(tests: Iterable[TestVerdict]) -> int:
+    """Count the measured tests. A test on several devices counts once."""
+    return len({test.nodeid for test in tests if not test.unmeasured})
+
+
+def name_of(cause: Cause, units: UnitSystem) -> str:
+    """Return a short name for a cause: the holder, the line, the packages, the budget, or else the module or the category."""
+    if cause.kind == "packages":
+        return "; ".join(cause.packages)
+    if cause.kind == "budget":
+        metric, _, limit = cause.tensors.partition(" ")
+        return f"budget of {METRICS[metric].title}: {shown(metric, float(limit), units)}"
+    if cause.holder:
+        return f"{FIRST_USE if cause.reason == FIRST_USE else KEPT_IN}: {cause.holder}"
+    place = cause.lines[0] if cause.lines else cause.module or PLURALS.get(cause.category, cause.category)
+    return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
+
+
+def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+    """Return table cells for the first ``most`` causes."""
+    return [
+        CauseCells(
+            str(number),
+            name_of(cause, units),
+            f"{len(cause.tests)} of {session_causes.measured}",
+            difference(cause.metric, cause.total, units),
+            difference(cause.metric, cause.largest.amount, units),
+            METRICS[cause.metric].title,
+            cause.module if cause.lines else "",
+            cause.operator,
+            cause.tensors if cause.has_tensors else "",
+            cause.tests[0],
+        )
+        for number, cause in enumerate(session_causes.causes.causes[:most], start=1)
+    ]
+
+
+def cause_notes(
+    session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
+) -> list[str]:
+    """Return notes on the causes, on causes without a row, and on growth without an explanation.
+
+    Args:
+        session_causes: The causes.
+        units: The unit system for bytes.
+        most: The number of causes to show; ``None`` for all.
+        hint: How the user can see the other causes, for example by an option; empty if there is no way.
+    """
+    lines = []
+    causes = session_causes.causes.causes
+    for cause in causes[:most]:
+        made_at = cause.lines[:1] if cause.holder else ()
+        also = cause.lines[1:]
+        more = [
+            *(f"made at {place}" for place in made_at),
+            *([f"also {', '.join(also)}"] if also else []),
+            *([cause.reason] if cause.reason not in ("", FIRST_USE) else []),
+            *_ranks(cause),
+            *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.has_tensors else []),
+        ]
+        lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
+    if most is not None and len(causes) > most:
+        lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
+    unproven = session_causes.causes.unproven
+    unproven_amounts = Counter[Any]()
+    for alternatives in unproven:
+        unproven_amounts.update({share.growth: share.amount for share in alternatives.shares})
+    unexplained = [
+        replace(share, amount=share.amount - unproven_amounts[share.growth])
+        for share in session_causes.causes.unexplained
+        if share.amount - unproven_amounts[share.growth] > (1 - ENOUGH) * share.growth.amount
+    ]
+    notes: list[tuple[str, Sequence[Any]]] = [("not explained", unexplained)] if unexplained else []
+    notes += [
+        (f"not certain: {' or '.join(alternatives.lines[:MOST_ROWS])}", alternatives.shares)
+        for alternatives in unproven[:most]
+    ]
+    for title, shares in notes:
+        tests = sorted({share.growth.test for share in shares})
+        other_tests = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
+        lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{other_tests}")
+    return lines
+
+
+def _ranks(cause: Cause) -> Iterator[str]:
+    """Yield a distributed job's ranks with the cause, unless all ranks have it."""
+    ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
+    for world in sorted({rank.world for rank in ranks}):
+        numbers = sorted(rank.number for rank in ranks if rank.world == world)
+        if len(numbers) < world:
+            yield f"only on {in_words(numbers)} of {world}"
+
+
+def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
+    metrics = dict.fromkeys(share.growth.metric for share in shares)
+    return ", ".join(
+        f"{METRICS[name].title} {difference(name, sum(share.amount for share in shares if share.growth.metric == name), units)}"
+        for name in sorted(metrics, key=lambda name: METRICS[name].precedence)
+    )
+
+
+def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+    """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
+    # A wide table prints its first column on a separate line, so this column includes the number.
+    columns = (
+        Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
+        Column(HEADER.tests),
+        Column(HEADER.total),
+        Column(HEADER.largest, weight=3),
+        Column(HEADER.metric, left=True, weight=5),
+        Column(HEADER.module, left=True, weight=4),
+        Column(HEADER.operator, left=True, weight=2),
+        Column(HEADER.tensors, left=True, weight=0),
+        Column(HEADER.first, left=True, weight=1),
+    )
+    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(session_causes, units, most)]
+    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
+
+
+def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
+    """Return the causes as a table in GitHub's Markdown, with notes as a list."""
+    rows = [
+        [
+            cells.number,
+            escaping.code_in_table(cells.name),
+            *map(escaping.plain, cells[2:6]),
+            *(escaping.code_in_table(cell) if cell else "" for cell in cells[6:]),
+        ]
+        for cells in cause_cells(session_causes, units)
+    ]
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(session_causes, units)]
+    if not rows:
+        return "\n".join(notes)
+    header, rows = without_empty(HEADER, rows, range(_ALWAYS))
+    text = escaping.table(list(header), rows, (1, *range(5, len(header))))
+    return "\n".join([text, "", *notes]) if notes else text
+
+
+def plain_causes(session_causes: SessionCauses) -> dict[str, Any]:
+    """Return the causes for JSON. Amounts are in the metric's unit: bytes or counts."""
+
+    def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "test": share.growth.test,
+                "name": share.growth.name,
+                "metric": share.growth.metric,
+                "device": share.growth.device,
+                "amount": share.amount,
+            }
+            for share in shares
+        ]
+
+    return {
+        "causes": [
+            {
+                "kind": cause.kind,
+                "lines": list(cause.lines),
+                "module": cause.module,
+                "category": cause.category,
+                "operator": cause.operator,
+                "tensors": cause.tensors,
+                "reason": cause.reason,
+                "kept_in": cause.holder,
+                "packages": list(cause.packages),
+                "metric": cause.metric,
+                "total": cause.total,
+                "largest": cause.largest.amount,
+                "tests": list(cause.tests),
+                "shares": plain_shares(cause.shares),
+            }
+            for cause in session_causes.causes.causes
+        ],
+        "not_explained": plain_shares(session_causes.causes.not_explained),
+    }

@@ -1,0 +1,369 @@
+"""Compare two sides (revisions, reports, or store states), test by test and metric by metric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.facts.measurement import Measurement
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
+from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
+from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, baseline_of
+from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
+from pytest_gpumem.judging.gate.speed import OUTCOMES
+from pytest_gpumem.judging.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict, worst
+from pytest_gpumem.reporting.reports.view import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from pytest_gpumem.base.git import Revision
+    from pytest_gpumem.facts.metrics import Metric, Tolerance
+    from pytest_gpumem.measuring.timing.intervals import Interval
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+
+
+WORSE = 1
+NOTHING_COMPARED = 2
+StoredKey = tuple[Key, str]
+"""A measurement's key, and the slug of its device."""
+Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
+"""The word for the reason why a test or measurement is not compared."""
+_SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedChange:
+    """A metric on both sides, in its unit; ``None`` if a side lacks the metric. ``allowed`` is the tolerated change."""
+
+    metric: str
+    old: float | None
+    new: float | None
+    outcome: Outcome = Outcome.RECORDED
+    allowed: float | None = None
+    reason: str | None = None
+    interval: Interval | None = None
+    """The ratio of new to old with its confidence interval, for a time measured in turns."""
+
+    @property
+    def word(self) -> str:
+        """The verdict in words; empty without a verdict."""
+        if self.interval is not None:
+            return _SPEEDS[self.outcome]
+        return "" if self.outcome is Outcome.RECORDED else self.outcome.words
+
+    @property
+    def ratio(self) -> float | None:
+        """The new value divided by the old; ``None`` if a value is missing or the old value is 0."""
+        if self.interval is not None:
+            return self.interval.ratio
+        return self.new / self.old if self.old and self.new is not None else None
+
+    @property
+    def is_shown(self) -> bool:
+        """True if reports show the change, because bytes or counts differ, or a time changed by more than the tolerance."""
+        if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
+            return True
+        if METRICS[self.metric].unit in WHOLE:
+            return self.old != self.new
+        tolerance = METRICS[self.metric].tolerance
+        if tolerance is None or self.old is None or self.new is None or self.outcome is Outcome.OK:
+            return False
+        return abs(self.new - self.old) > tolerance.allowed(self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """A measurement on both sides.
+
+    ``reason`` says in a sentence why the sides cannot be compared. ``notes`` are clauses. ``slug`` is the new side's device.
+    ``old_slug`` is the old side's device if only one of the two devices is emulated.
+    """
+
+    key: Key
+    slug: str
+    title: str
+    changes: tuple[ComparedChange, ...]
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    old_slug: str | None = None
+    verdict: Verdict | None = None
+    """The gate's verdict, with the changes in the peak's composition if both sides have a composition."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return worst(change.outcome for change in self.changes)
+
+    @property
+    def compared(self) -> bool:
+        return any(change.outcome in COMPARED for change in self.changes)
+
+    @property
+    def shown_changes(self) -> tuple[ComparedChange, ...]:
+        return tuple(change for change in self.changes if change.is_shown)
+
+
+@dataclass(frozen=True, slots=True)
+class OmittedTest:
+    """A test or measurement without a comparison.
+
+    ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
+
+    The word ``new`` or ``gone`` means that the test exists on a single side. ``unmeasured`` means no figures on the new side.
+    ``failed`` and ``broken`` mean a failure only on the new side.
+    """
+
+    title: str
+    word: Word
+    reason: str | None = None
+    stored_key: StoredKey | None = None
+    peak: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed or unfinished test. ``why`` is a clause. ``slugs`` are the devices for which the test has figures."""
+
+    file: str
+    test: str
+    why: str
+    slugs: frozenset[str] = frozenset()
+
+    def is_that_of(self, other: Failure) -> bool:
+        """Return whether ``other`` is the same test. If both have devices, they must share a device."""
+        if (self.file, self.test) != (other.file, other.test):
+            return False
+        return not self.slugs or not other.slugs or not self.slugs.isdisjoint(other.slugs)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedPackage:
+    """A package with different releases in two sets of requirements; ``None`` if a side does not contain the package."""
+
+    name: str
+    old: str | None
+    new: str | None
+    requested: bool = False
+    """True if the new side's requirements name the package; False for a dependency."""
+    url: str | None = None
+    """The new release's source address; ``None`` for a release from an index."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonReport:
+    """A comparison between two sides, sorted by test.
+
+    ``failed`` contains all tests that failed only on the new side, even tests with a row.
+    """
+
+    old: str | Revision
+    new: str | Revision
+    rows: tuple[ComparedRow, ...] = ()
+    omitted_tests: tuple[OmittedTest, ...] = ()
+    failed: tuple[Failure, ...] = ()
+    pairs: int | None = None
+    """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
+    tolerance: float = 0.0
+    """The tolerated slowdown for revisions that ran in turns, as a share: 0.05 is 5 %."""
+    packages: tuple[ChangedPackage, ...] = ()
+    """The packages with different releases on the two sides."""
+
+    @property
+    def speeds(self) -> dict[Key, ComparedChange]:
+        """The step time changes, measured in turns."""
+        return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
+
+    @property
+    def exit_status(self) -> int:
+        """The command's exit status: 0 if nothing is worse, else `WORSE`; `NOTHING_COMPARED` without a comparison."""
+        is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
+        is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
+        is_anything_compared = any(row.compared for row in self.rows)
+        # A test counts as compared if it breaks while running in turns. A failed test in a report has no figures.
+        if not is_anything_compared and (self.pairs is None or not is_worse):
+            return NOTHING_COMPARED
+        return WORSE if is_worse else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A side in a comparison.
+
+    ``unmeasured`` gives the reason for each (file, test) without figures. ``failures`` include tests with figures.
+    ``not_collected`` are files that pytest could not collect.
+    """
+
+    name: str
+    figures: Mapping[StoredKey, Measurement | Baseline]
+    unmeasured: Mapping[tuple[str, str], tuple[Word, str]] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
+    not_collected: frozenset[str] = frozenset()
+
+    def peak(self, stored_key: StoredKey) -> float | None:
+        """Return a measurement's peak in bytes."""
+        return self.figures[stored_key].metrics.get("peak_allocated")
+
+    def reason_missing(self, key: Key) -> tuple[Word, str | None]:
+        """Return the reason why the side lacks a measurement: a word, and a clause with details if they are known."""
+        if key.file in self.not_collected:
+            return "failed", "its file could not be collected"
+        return self.unmeasured.get((key.file, key.test), ("gone", None))
+
+
+def compare_sides(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> ComparisonReport:
+    """Judge ``new`` as the gate judges a session, with ``old`` as the baselines.
+
+    A measurement on an emulated GPU can be paired with the same measurement on a real GPU.
+
+    Args:
+        old: The side with the baselines.
+        new: The judged side.
+        tolerances: The tolerances by metric.
+    """
+    pairs = _pairs(old.figures.keys(), new.figures.keys())
+    added = sorted(new.figures.keys() - {stored_key for _, stored_key in pairs})
+    removed = sorted(old.figures.keys() - {stored_key for stored_key, _ in pairs})
+    has_several_devices = len({slug for _, slug in (*(stored_key for _, stored_key in pairs), *added, *removed)}) > 1
+
+    def title(stored_key: StoredKey) -> str:
+        return f"{stored_key[0]} on {stored_key[1]}" if has_several_devices else str(stored_key[0])
+
+    rows = []
+    for earlier, stored_key in pairs:
+        old_slug = earlier[1] if earlier != stored_key else None
+        allowed = tolerances if old_slug is None else emulated_tolerances(tolerances)
+        changes, verdict = changes_of(old.figures[earlier], new.figures[stored_key], allowed)
+        rows.append(
+            ComparedRow(*stored_key, title(stored_key), changes, verdict.reason, old_slug=old_slug, verdict=verdict)
+        )
+    failed = tuple(
+        failure for failure in new.failures if not any(failure.is_that_of(earlier) for earlier in old.failures)
+    )
+    omitted_tests = [
+        OmittedTest(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added
+    ]
+    omitted_tests += [
+        OmittedTest(title(stored_key), *new.reason_missing(stored_key[0]), stored_key, old.peak(stored_key))
+        for stored_key in removed
+    ]
+    listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}
+    listed |= {
+        (row.stored_key[0].file, row.stored_key[0].test)
+        for row in omitted_tests
+        if row.stored_key and row.word == "failed"
+    }
+    omitted_tests += [
+        OmittedTest(f"{failure.file}::{failure.test}", "failed", failure.why)
+        for failure in failed
+        if (failure.file, failure.test) not in listed
+    ]
+    return ComparisonReport(old.name, new.name, tuple(rows), tuple(omitted_tests), failed)
+
+
+def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
+    """Return the sorted pairs to compare: equal keys and devices, or the only remaining pair if one device is emulated."""
+    pairs = [(stored_key, stored_key) for stored_key in old if stored_key in new]
+    unpaired = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
+    for key in {key for key, _ in unpaired[0]}:
+        earlier, later = ([stored_key for stored_key in side if stored_key[0] == key] for side in unpaired)
+        if len(earlier) == len(later) == 1 and _is_emulated(earlier[0]) != _is_emulated(later[0]):
+            pairs.append((earlier[0], later[0]))
+    return sorted(pairs)
+
+
+def _is_emulated(stored_key: StoredKey) -> bool:
+    return stored_key[1].startswith(EMULATED_SLUG)
+
+
+def side_of_report(name: str, report: SessionReport) -> Side:
+    """Return a session's report as a side in a comparison."""
+    figures: dict[StoredKey, Measurement | Baseline] = {}
+    unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
+    failures: list[Failure] = []
+    for row in rows_of(report):
+        measurements = [measured.verdict.measurement for measured in row.measured]
+        if row.status.fails:
+            slugs = frozenset(measurement.environment.slug for measurement in measurements)
+            failures.append(Failure(row.file, row.test, row.headline, slugs))
+        why_unmeasured = None if row.result is None else row.result.verdict.unmeasured
+        if row.result is None or why_unmeasured:
+            unmeasured[row.file, row.test] = (
+                ("failed" if row.status.fails else "unmeasured"),
+                row.headline or why_unmeasured or "",
+            )
+        for measurement in measurements:
+            figures[Key(row.file, row.test, measurement.name), measurement.environment.slug] = measurement
+    failures.sort(key=lambda failure: (failure.file, failure.test))
+    return Side(name, figures, unmeasured, tuple(failures), frozenset(report.not_collected))
+
+
+def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
+    """Return a store's baselines, given as (slug, key, entry), as a side of a comparison."""
+    return Side(name, {(key, slug): entry for slug, key, entry in entries})
+
+
+def changes_of(
+    old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
+) -> tuple[tuple[ComparedChange, ...], Verdict]:
+    """Judge each metric of ``new`` with ``old`` as the baseline, and return the changes and the verdict."""
+    # A baseline stores medians and no rounds, so its times are shown but not judged.
+    measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
+    if isinstance(old, Baseline):
+        verdict = judge(measurement, Budget(), old, tolerances)
+    else:
+        verdict = judged_by(old, "the old side", measurement, tolerances)
+    verdict_by_metric = {metric.metric: metric for metric in verdict.metrics}
+    changes = []
+    for name, metric in METRICS.items():
+        if name in old.metrics or name in new.metrics:
+            old_value, new_value = (side.metrics.get(name, metric.value_if_absent) for side in (old, new))
+            metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
+            lacking = _lacking(metric, old_value, new_value)
+            # The gate's reason asks the user to record times, which is impossible for a report.
+            reason = (
+                "not compared: the old side has no times"
+                if metric_verdict.lacks_time
+                else lacking or metric_verdict.reason
+            )
+            changes.append(
+                ComparedChange(name, old_value, new_value, metric_verdict.outcome, metric_verdict.allowed, reason)
+            )
+    return tuple(changes), verdict
+
+
+def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping[str, Tolerance]) -> Verdict:
+    """Return the verdict on ``new`` with ``old`` as the baseline.
+
+    If ``old`` lacks a composition, a note in the explanation for ``new`` gives the reason. Example: ``base has no
+    composition to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
+
+    Args:
+        old: The earlier measurement.
+        side: The name for ``old`` in the note: ``base``.
+        new: The judged measurement.
+        tolerances: The tolerances by metric.
+    """
+    baseline = baseline_of(old, "", None)
+    verdict = judge(new, Budget(), baseline, tolerances)
+    explanation = verdict.measurement.explanation
+    if explanation is None or baseline.composition is not None:
+        return verdict
+    recorded = [] if old.explanation is None else old.explanation.peak.notes
+    reasons = [*recorded, *(note for note in old.notes if note.startswith(NOT_EXPLAINED))] or ["it was not recorded"]
+    note = f"{side} has no composition to compare with: {'; '.join(reasons)}"
+    peak = replace(explanation.peak, notes=(*explanation.peak.notes, note))
+    return replace(verdict, measurement=replace(verdict.measurement, explanation=replace(explanation, peak=peak)))
+
+
+def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
+    """Return a clause on the side that lacks a judged metric; ``None`` if both sides have the metric, or neither.
+
+    Times are skipped, because they have their own reasons.
+    """
+    if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
+        return None
+    return f"not compared: the {'old' if old_value is None else 'new'} side has none"

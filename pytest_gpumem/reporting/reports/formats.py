@@ -1,0 +1,62 @@
+"""The formats for ``--gpumem-report``. Every pytest run imports this table, so it imports a renderer only when needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import PurePath
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+
+
+class Format(NamedTuple):
+    """A report format, chosen by the file's suffix."""
+
+    suffix: str
+    title: str
+    """Its purpose, for the option's help."""
+    renderer: str
+    """``"module:function"``, which turns a `SessionReport` into the file's text."""
+    needs: tuple[str, ...] = ()
+    """Packages that may be missing, because only the extra ``report`` installs them."""
+
+    def render(self, report: SessionReport) -> str:
+        module, _, function = self.renderer.partition(":")
+        text: str = getattr(importlib.import_module(module), function)(report)
+        return text
+
+    def lacking(self) -> str | None:
+        """Return a sentence that names the missing packages and how to install them; ``None`` if none is missing."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if not missing:
+            return None
+        name = self.suffix[1:].upper()
+        return f"the {name} report needs {' and '.join(missing)}: pip install 'pytest-gpumem[report]'"
+
+
+FORMATS = (
+    Format(".html", "to look at", "pytest_gpumem.reporting.reports.html.page:html", needs=("jinja2", "plotly")),
+    Format(".md", "for a comment", "pytest_gpumem.reporting.reports.markdown:markdown"),
+    Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reporting.reports.json_report:to_json"),
+    Format(".sarif", "for code scanning", "pytest_gpumem.reporting.reports.sarif:sarif"),
+)
+"""All formats, in the help text's order."""
+
+
+def format_of(file: str | PurePath) -> Format | None:
+    """Return the format for the suffix of ``file``."""
+    return next((format_ for format_ in FORMATS if format_.suffix == PurePath(file).suffix), None)
+
+
+def suffixes(formats: Sequence[Format]) -> str:
+    """Return the suffixes as a text: ``".html, .md or .json"``."""
+    *first, last = [format_.suffix for format_ in formats]
+    return f"{', '.join(first)} or {last}"
+
+
+ENDINGS = suffixes(FORMATS[::-1])
+"""The suffixes as a text for errors."""

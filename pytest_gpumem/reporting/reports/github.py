@@ -1,0 +1,290 @@
+"""Output for GitHub Actions: annotations on tests, and the step's summary. It needs no token and no action.
+
+A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
+
+- ``::error`` at a test's function: the test failed, with the complete text of the failure, or it did not finish.
+- ``::error`` at a line in the project: the line from the first row of the explanation. The file must be in the checkout, and
+  for a pull request in the diff. No line is annotated if one of several rows may have grown, or if the first row belongs
+  to a package.
+- ``::error`` at the line of a cause: it replaces the annotations on tests that fail only by causes.
+- ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
+- ``::warning``: a test that is ``uncertain``, or a budget without an effect.
+- The step's summary: the report in Markdown, appended to the file in ``GITHUB_STEP_SUMMARY`` and cut to GitHub's limit. If the
+  file cannot be written, a message says so and nothing fails.
+
+Paths are relative to the repository's root (``GITHUB_WORKSPACE``). The diff starts at ``origin/$GITHUB_BASE_REF`` or the
+merge's first parent. A clone of depth 1 has neither, so any file in the checkout may be annotated; ``fetch-depth: 2`` is
+enough. GitHub shows ten annotations of a kind for a step: the most serious come first, and the tenth counts the others.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.git import changed_files
+from pytest_gpumem.base.variables import GITHUB_ACTIONS
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
+from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.reporting.reports.causes import causes_in, name_of
+from pytest_gpumem.reporting.reports.escaping import visible
+from pytest_gpumem.reporting.reports.markdown import LEAST_BYTES, SUMMARY_LIMIT, markdown
+from pytest_gpumem.reporting.reports.places import first_row
+from pytest_gpumem.reporting.reports.short_failures import explained_by_causes
+from pytest_gpumem.reporting.reports.values import difference
+from pytest_gpumem.reporting.reports.view import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.judging.gate.causes import Cause
+    from pytest_gpumem.reporting.reports.causes import SessionCauses
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+    from pytest_gpumem.reporting.reports.view import ReportRow
+
+MOST_ANNOTATIONS = 10
+"""GitHub's limit for annotations of a kind in a step:
+https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
+MESSAGE_LIMIT = 4_096
+"""The longest message in characters; the runner cuts longer ones (``_maxIssueMessageLength``)."""
+TITLE_LIMIT = 255
+"""The longest title in characters: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
+
+
+def is_github(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment belongs to a job on GitHub Actions."""
+    return environment.get(GITHUB_ACTIONS) == "true"
+
+
+def annotation_lines(
+    report: SessionReport, folder: str = "", can_show: Callable[[str], bool] = lambda _file: False
+) -> list[str]:
+    """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
+
+    Errors are the reasons for a red session. Warnings are uncertain tests and budgets without an effect. Tests that fail by the
+    same causes have an annotation for each cause, at its line. Any other failed test has an annotation at its function. A pull
+    request rarely changes that file, so the test has a second annotation at the line in the first row of its explanation.
+
+    Args:
+        report: The session.
+        folder: The root directory as seen from the repository's root: ``"libs/model/"``.
+        can_show: Returns whether GitHub can show an annotation on a file, given relative to the root directory.
+
+    Returns:
+        At most `MOST_ANNOTATIONS` lines of each kind. If there are more, the last line counts the others.
+    """
+    failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
+    session_causes = causes_in(report)
+    causes_by_test = (
+        explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
+        if session_causes.concern_several_tests
+        else {}
+    )
+    shown_causes = {cause: None for row in failed for cause in causes_by_test.get(row.title, ())}
+    at_first_line = partial(_at_first_line, units=report.terms.units, folder=folder, can_show=can_show)
+    errors = [
+        *(_line("error", "gpumem", problem) for problem in report.problems),
+        *(
+            line
+            for cause in session_causes.causes.causes
+            if cause in shown_causes
+            for line in _of_a_cause(cause, session_causes, report, folder, at_first_line)
+        ),
+        *(
+            line
+            for row in failed
+            if row.title not in causes_by_test
+            for line in (_of_a_test("error", row, row.why, folder), *at_first_line(row))
+        ),
+    ]
+    warnings = [
+        *(_line("warning", "gpumem", idle) for idle in report.warnings),
+        *(
+            _of_a_test("warning", row, why, folder)
+            for row in rows_of(report)
+            if not row.status.fails and (why := _why_uncertain(row))
+        ),
+    ]
+    return [*_limited("error", errors), *_limited("warning", warnings)]
+
+
+def notice_line(message: str) -> str:
+    """Return a notice about the run, without a file."""
+    return _line("notice", "gpumem", message)
+
+
+def _seriousness(row: ReportRow) -> tuple[bool, bool, int]:
+    verdict = row.result.verdict if row.result is not None else None
+    return (False, False, 0) if verdict is None else (True, not verdict.failed_by_itself, verdict.outcome.importance)
+
+
+def _limited(kind: str, lines: list[str]) -> list[str]:
+    if len(lines) <= MOST_ANNOTATIONS:
+        return lines
+    more = len(lines) - MOST_ANNOTATIONS + 1
+    return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"{more} more, for which GitHub has no room here")]
+
+
+def _why_uncertain(row: ReportRow) -> str:
+    return "\n".join(
+        f"{metric.metric} is uncertain: {metric.reason or 'its interval exceeds the allowed change'}"
+        for measured in row.measured
+        for metric in measured.verdict.metrics
+        if metric.outcome is Outcome.UNCERTAIN
+    )
+
+
+def _of_a_cause(
+    cause: Cause,
+    session_causes: SessionCauses,
+    report: SessionReport,
+    folder: str,
+    at_first_line: Callable[[ReportRow], Iterable[str]],
+) -> Iterator[str]:
+    """Yield a cause's annotation at its line. If the cause has no line in the project, yield the first test's annotations."""
+    units = report.terms.units
+    grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
+    title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {session_causes.measured} tests"
+    details = " ".join(
+        filter(None, [cause.module, cause.operator, cause.tensors if cause.has_tensors else "", cause.reason])
+    )
+    message = "\n".join([*([details] if details else []), *cause.tests])
+    file, number = file_and_line(cause.lines[0]) if cause.lines else ("", 0)
+    if number and not package_of(cause.lines[0]):
+        yield _line("error", title, message, {"file": f"{folder}{file}", "line": str(number)})
+        return
+    first = next(row for row in rows_of(report) if row.title == cause.tests[0])
+    yield _line("error", title, message, _position(first, folder))
+    yield from at_first_line(first)
+
+
+def _at_first_line(row: ReportRow, units: UnitSystem, folder: str, can_show: Callable[[str], bool]) -> Iterator[str]:
+    """Yield an annotation at the line in the first row of the explanation, if GitHub can show the file."""
+    first = first_row(row, units)
+    if first is not None and first.place is not None and can_show(first.place[0]):
+        file, line = first.place
+        position = {"file": f"{folder}{file}", "line": str(line)}
+        yield _of_a_test("error", row, f"{first.text}\n{row.title}: {row.headline}", folder, position)
+
+
+def _of_a_test(kind: str, row: ReportRow, message: str, folder: str, position: Mapping[str, str] | None = None) -> str:
+    title = f"gpumem: {row.test}"
+    if len(visible(title)) > TITLE_LIMIT and row.title not in message:
+        message = f"{row.title}\n{message}"
+    return _line(kind, title, message, position or _position(row, folder))
+
+
+def _position(row: ReportRow, folder: str) -> dict[str, str]:
+    location = row.result.verdict.location if row.result is not None else None
+    position = {"file": row.file} if location is None else {"file": location.file, "line": str(location.line)}
+    return position | {"file": f"{folder}{position['file']}"}
+
+
+def _line(kind: str, title: str, message: str, position: Mapping[str, str] | None = None) -> str:
+    """Return a command for the runner, escaped for its ``ActionCommand`` parser."""
+    properties = {**(position or {}), "title": _cut(visible(title), TITLE_LIMIT)}
+    written = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
+    lines = [visible(line) for line in message.split("\n")]
+    return f"::{kind} {written}::{_data(_cut(chr(10).join(lines), MESSAGE_LIMIT))}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def folder_within(root: Path, workspace: str | None) -> str:
+    """Return the root directory relative to the repository, with a slash; empty if they are equal or apart.
+
+    For example, ``"libs/model/"``.
+    """
+    if not workspace:
+        return ""
+    try:
+        within = os.path.relpath(os.path.realpath(root), os.path.realpath(workspace))
+    except ValueError:
+        # On Windows, the folders may be on different drives.
+        return ""
+    within = within.replace(os.sep, "/")
+    return "" if within in (".", "..") or within.startswith("../") else f"{within}/"
+
+
+def shown_files(root: Path, environment: Mapping[str, str]) -> Callable[[str], bool]:
+    """Return a function that says whether GitHub can show an annotation on a file, given relative to ``root``.
+
+    A pull request shows annotations on files in its diff. If git cannot compute the diff, for example in a clone of depth 1,
+    every file in the checkout is accepted.
+
+    Args:
+        root: The root directory.
+        environment: The environment variables; ``GITHUB_BASE_REF`` is set for a pull request.
+    """
+    base = environment.get("GITHUB_BASE_REF")
+    diff = changed_files(root, base) if base else None
+
+    def can_show(file: str) -> bool:
+        path = root / file
+        is_inside = path.is_file() and path.resolve().is_relative_to(root.resolve())
+        return is_inside and (diff is None or file in diff)
+
+    return can_show
+
+
+def add_to_summary(file: str, report: SessionReport) -> None:
+    """Append the report to the step's summary, cut to the remaining room. Several runs in a step share the file.
+
+    Raises:
+        OSError: The file cannot be written, or is full.
+    """
+    path = Path(file)
+    taken = path.stat().st_size if path.exists() else 0
+    room = SUMMARY_LIMIT - taken - 1
+    if room < LEAST_BYTES:
+        raise OSError(f"the summary has {taken:,} bytes already, and GitHub shows at most {SUMMARY_LIMIT:,}")
+        # Another program may have written the last line without its end.
+    text = ("\n" if taken else "") + markdown(report, most=room)
+    with path.open("a", encoding="utf-8", newline="\n") as summary:
+        summary.write(text)
+
+
+def report_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
+    """Add the report to the step's summary, and return the annotations.
+
+    Args:
+        report: The session.
+        root: The root directory.
+        environment: The job's environment variables.
+
+    Returns:
+        Lines to print last, each at the start of a line. Empty outside GitHub Actions, or if the session measured nothing.
+    """
+    if not is_github(environment) or not (report.results or report.not_run or report.problems):
+        return []
+    errors = []
+    summary = environment.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        try:
+            add_to_summary(summary, report)
+        except (OSError, ValueError) as error:
+            errors.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
+    folder = folder_within(root, environment.get("GITHUB_WORKSPACE"))
+    # `gpumem merge` may run in a job without a checkout, so files cannot be inspected.
+    is_checkout = any((root / result.verdict.file).is_file() for result in report.results)
+    can_show = shown_files(root, environment) if is_checkout else _is_within
+    return [*errors, *annotation_lines(report, folder, can_show)]
+
+
+def _is_within(file: str) -> bool:
+    """Return whether a relative path stays within its folder."""
+    return ".." not in PurePosixPath(file).parts

@@ -1,0 +1,73 @@
+"""Self-contained HTML documents with styles, scripts and data."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from typing import Any
+
+from pytest_gpumem.reporting.reports.escaping import visible
+
+_POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Forbid all fetches, and all scripts except this package's, by their hashes. Plotly needs inline styles."""
+
+
+def document(template: str, **values: Any) -> str:
+    """Render a template in this folder.
+
+    Args:
+        template: The template's file name.
+        values: The template's variables.
+
+    Raises:
+        ImportError: plotly or jinja2 is not installed (extra ``report``).
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=PackageLoader("pytest_gpumem.reporting.reports.html", "."),
+        autoescape=True,
+        # Texts are printed on a single line, unless the filter ``lines`` keeps their lines.
+        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["lines"] = lambda text: escape(in_lines(text))
+    scripts = tuple(map(_source, ("charts.js", "page.js")))
+    plotly = _within_a_script(get_plotlyjs())
+    text = environment.get_template(template).render(
+        **values,
+        policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
+        style=_source("page.css"),
+        scripts=scripts,
+        plotly=plotly,
+    )
+    return text + "\n"
+
+
+def in_lines(text: str) -> str:
+    """Return ``text`` with its lines and tabs, and with other invisible characters escaped."""
+    return visible(text.replace("\r\n", "\n"), keep="\n\t")
+
+
+def _source(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+def _within_a_script(source: str) -> str:
+    """Return JavaScript that cannot close the ``<script>`` element around it.
+
+    The added backslashes do not change JavaScript's strings and patterns.
+    """
+    return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _hash(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,0 +1,297 @@
+"""A session's report as an HTML page."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.judging.gate.verdict import FAILING, Outcome
+from pytest_gpumem.reporting.reports.causes import cause_cells, cause_notes, causes_in
+from pytest_gpumem.reporting.reports.html.charts import matrix_chart
+from pytest_gpumem.reporting.reports.html.document import document
+from pytest_gpumem.reporting.reports.html.panels import Panel, panel_of
+from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_cells
+from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
+from pytest_gpumem.reporting.reports.results import recording_notes
+from pytest_gpumem.reporting.reports.values import change, change_or_value, shown
+from pytest_gpumem.reporting.reports.view import rows_of, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.judging.gate.verdict import MetricVerdict, Verdict
+    from pytest_gpumem.reporting.reports.causes import CauseCells, SessionCauses
+    from pytest_gpumem.reporting.reports.matrix import MatrixRow
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+    from pytest_gpumem.reporting.reports.view import ReportRow, Status
+
+_HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
+_METRICS = ("peak_allocated", "step_time")
+"""Metrics with columns of their own."""
+_LONGEST = 60
+"""The longest part from a test's name in its anchor, in characters."""
+
+
+def anchor_of(nodeid: str) -> str:
+    """Return ``"test_train_step-amp-bf16-1f0c9a3b"``: letters and digits of the test's name, and a digest of its whole id."""
+    digest = hashlib.sha256(nodeid.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    words = re.sub(r"[^A-Za-z0-9_]+", "-", nodeid.rpartition("::")[2]).strip("-")[:_LONGEST]
+    return f"{words or 'test'}-{digest}"
+
+
+def unique(anchors: Iterable[str]) -> list[str]:
+    """Return ``anchors`` with a number after each repeated one, because several shards may have run the same test."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for anchor in anchors:
+        seen[anchor] += 1
+        numbered.append(anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}")
+    return numbered
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlCell:
+    """A figure in the table. Cells with ``sort=None`` come last. ``bad`` marks a figure beyond its limit."""
+
+    text: str = ""
+    sort: float | None = None
+    bad: bool = False
+    metric: str = ""
+    """The title of the cell's metric, if it differs from the column's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestRow:
+    """A test's line in the table, and the panels below it."""
+
+    __test__ = False
+
+    report_row: ReportRow
+    anchor: str
+    device: str
+    part: str
+    """The name of the measurement with these figures, if the test has several."""
+    cells: tuple[HtmlCell, ...]
+    """The peak, its change (or the deciding metric's), the step time, and its change."""
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CauseView:
+    """A cause with its figures, and its tests with their anchors."""
+
+    cells: CauseCells
+    anchor: str
+    tests: tuple[tuple[str, str], ...]
+    most: str
+    """The test that grew most by this cause. The page shows its chart."""
+    chart: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """A matrix of step configs: its table, and its chart if saving and cost are known."""
+
+    title: str
+    anchor: str
+    header: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    note: str
+    chart: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The page's content in addition to the report."""
+
+    verdict: Literal["passed", "failed", "idle"]
+    """``idle`` if nothing failed because nothing was compared."""
+    problems: tuple[str, ...]
+    """The reasons why it failed, in a few sentences."""
+    facts: tuple[tuple[str, str], ...]
+    causes: tuple[CauseView, ...]
+    """Empty if only a single test grew, because its own panel explains the growth."""
+    cause_notes: tuple[str, ...]
+    statuses: tuple[tuple[Status, int], ...]
+    tests: tuple[TestRow, ...]
+    timed: bool
+    """True if any test has a step time. Otherwise the columns for it are omitted."""
+    several_devices: bool
+    ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
+    """The titles and rows of the table with peaks by rank; no rows in a session without ranks."""
+    opened: str
+    """The anchor of the only failed test, which is open at first; empty if no test or several tests failed."""
+    matrices: tuple[MatrixView, ...]
+    environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
+    """The device, the details and the test count for each environment."""
+    notes: tuple[str, ...]
+
+    @property
+    def headline(self) -> str:
+        return _HEADLINES[self.verdict]
+
+
+def html(report: SessionReport) -> str:
+    """Return an HTML page in a single file of about 5 MB, mostly plotly.js, that fetches nothing.
+
+    The page needs the extra ``report`` (plotly and jinja2). Without the extra, asking for the file is a usage error before any
+    test runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without JavaScript the
+    page has everything but the charts.
+
+    - The headline is the gate's: it passed, it failed, or nothing was gated. The accounting line and the reasons follow.
+    - The table has a line for each test, failing tests first. If a test has several measurements, the figures come from the
+      measurement with the worst verdict. If a metric without a column decided the verdict, its change replaces the peak's
+      change, with the metric's name. If a single test failed, it is open at first.
+    - An open test shows for each measurement the explanation of the changed metrics; memory over the step by category; each
+      metric as a bar from 0 to twice the baseline (or the budget), beside baseline, tolerance and budget; the composition of
+      the peak; and the rounds of the step's time, with disturbed rounds marked, the median, its 95 % interval and the
+      baseline's median. Tables have up to 30 rows. The failure follows as pytest printed it.
+    - A matrix of configs has its table and, with times, a chart of saving against cost.
+    - A test's anchor consists of its name and a digest of its id, so it is the same in every report.
+
+    Raises:
+        ImportError: plotly or jinja2 is not installed.
+    """
+    return document("page.html.jinja", page=page_of(report), report=report)
+
+
+def page_of(report: SessionReport) -> Page:
+    """Return the page's content for ``report``. Failed tests come first."""
+    units = report.terms.units
+    tests = [_row(row, units) for row in rows_of(report)]
+    tests.sort(
+        key=lambda row: (
+            not row.report_row.status.fails,
+            -row.report_row.status.severity,
+            row.report_row.file,
+            row.report_row.test,
+        )
+    )
+    tests = [
+        replace(row, anchor=anchor) for row, anchor in zip(tests, unique(row.anchor for row in tests), strict=True)
+    ]
+    failing = [row for row in tests if row.report_row.status.fails]
+    counts = Counter(row.report_row.status.words for row in tests)
+    status_by_words = {row.report_row.status.words: row.report_row.status for row in tests}
+    statuses = sorted(
+        ((status_by_words[words], count) for words, count in counts.items()),
+        key=lambda status_count: -status_count[0].severity,
+    )
+    failed = sum(result.failed for result in report.results)
+    session_causes = causes_in(report)
+    unsuccessful = ((failed, "failed"), (len(report.not_run), "did not finish"))
+    return Page(
+        verdict=state_of(report),
+        problems=(
+            *report.problems,
+            *(f"{counted(count, 'test')} {outcome}" for count, outcome in unsuccessful if count),
+        ),
+        facts=_facts(report),
+        causes=tuple(_causes(session_causes, tests, units)) if session_causes.concern_several_tests else (),
+        cause_notes=tuple(cause_notes(session_causes, units, None)) if session_causes.concern_several_tests else (),
+        statuses=tuple(statuses),
+        tests=tuple(tests),
+        timed=any(row.cells[2].text for row in tests),
+        several_devices=len({row.device for row in tests if row.device}) > 1,
+        ranks=rank_cells(peaks_by_rank(report.results), units),
+        opened=failing[0].anchor if len(failing) == 1 else "",
+        matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
+        environments=_environments(report),
+        notes=(*report.warnings, *report.of_measuring, *recording_notes(report.results)),
+    )
+
+
+def _causes(session_causes: SessionCauses, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
+    anchors: dict[str, str] = {}
+    charts = {}
+    for row in tests:
+        for measured, panel in zip(row.report_row.measured, row.panels, strict=True):
+            measurement = measured.verdict.measurement
+            anchors.setdefault(measured.test.nodeid, row.anchor)
+            charts[measured.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
+    for cause, cells in zip(session_causes.causes.causes, cause_cells(session_causes, units, None), strict=True):
+        most = cause.largest.growth
+        named = tuple((test, anchors.get(test, "")) for test in cause.tests)
+        chart = charts.get((most.test, most.name, most.device))
+        yield CauseView(cells, anchor_of(f"cause {cells.name} {cells.module}"), named, most.test, chart)
+
+
+def _row(row: ReportRow, units: UnitSystem) -> TestRow:
+    # The table shows the first measurement with the worst outcome.
+    shown_first = max(row.measured, key=lambda measured: measured.outcome.importance, default=None)
+    worst = None if shown_first is None else shown_first.verdict
+    return TestRow(
+        row,
+        anchor_of(row.title),
+        device="" if worst is None else worst.measurement.environment.device,
+        part=worst.measurement.name if worst is not None and len(row.measured) > 1 else "",
+        cells=_cells(worst, units),
+        panels=tuple(panel_of(measured.verdict, units, measured.accepted) for measured in row.measured),
+    )
+
+
+def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[HtmlCell, ...]:
+    cells: list[HtmlCell] = []
+    for name in _METRICS:
+        metric = None if verdict is None else verdict.of(name)
+        if metric is None:
+            cells += [HtmlCell(), HtmlCell()]
+            continue
+        cells += [
+            HtmlCell(
+                shown(name, metric.value, units, metric.of), metric.value, bad=metric.outcome is Outcome.OVER_BUDGET
+            ),
+            _change_cell(metric, change(metric, units)),
+        ]
+    deciding = None if verdict is None else verdict.deciding
+    if deciding is not None and deciding.metric not in _METRICS:
+        named = METRICS[deciding.metric].title
+        cells[1] = replace(_change_cell(deciding, change_or_value(deciding, units)), metric=named)
+    return tuple(cells)
+
+
+def _change_cell(metric: MetricVerdict, text: str) -> HtmlCell:
+    ratio = metric.value / metric.baseline - 1 if metric.baseline else None
+    return HtmlCell(text, ratio, bad=metric.outcome in FAILING)
+
+
+def _matrix(title: str, rows: list[MatrixRow], units: UnitSystem) -> MatrixView:
+    header, cells = matrix_cells(rows, units)
+    return MatrixView(
+        title,
+        anchor_of(f"matrix of {title}"),
+        ("config", *header),
+        cells,
+        legend_of(rows) or "",
+        matrix_chart(title, rows, units),
+    )
+
+
+def _facts(report: SessionReport) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("ended", report.ended.replace("T", " ").replace("Z", " UTC")),
+        ("commit", report.commit or ""),
+        ("asked for", report.terms.asked_for),
+        ("shards", str(report.shards) if report.shards > 1 else ""),
+        ("pytest-gpumem", report.version),
+    ]
+    return tuple((name, value) for name, value in facts if value)
+
+
+def _environments(report: SessionReport) -> tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]:
+    tests_by_environment: dict[tuple[str, tuple[tuple[str, str], ...]], set[str]] = {}
+    for result in report.results:
+        for verdict in result.verdict.verdicts:
+            environment = verdict.measurement.environment
+            details = (
+                ("folder of baselines", environment.slug),
+                *((name, str(value)) for name, value in environment.details.items()),
+            )
+            tests_by_environment.setdefault((environment.device, details), set()).add(result.verdict.nodeid)
+    return tuple((device, details, len(tests)) for (device, details), tests in sorted(tests_by_environment.items()))

@@ -1,0 +1,288 @@
+"""A session's report as JSON, and back. Errors name the position of a mistake and the expected value. Pure."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem import __version__
+from pytest_gpumem.base.units import counted, nearest
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.reporting.reports.causes import causes_in, plain_causes
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.file_kinds import SESSION, STORED, kind_of, kind_of_json
+from pytest_gpumem.reporting.reports.ranks import peaks_by_rank
+from pytest_gpumem.reporting.reports.session_report import SessionReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from fastjsonschema import JsonSchemaValueException
+
+    from pytest_gpumem.reporting.reports.ranks import RankPeaks
+
+FORMAT = 1
+"""The number of the JSON's format; ``report.schema.json`` is its schema."""
+_OURS = ("accounting", "terms")
+_RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
+
+
+_FEW = 10
+"""The number of items that the schema checks in an array whose items all have the same form."""
+_LONGEST = 200
+
+
+def to_json(report: SessionReport) -> str:
+    r"""Return a session's report as JSON in format 1. Equal reports give the same bytes.
+
+    The text is ASCII, with a line for each key and each test. Bytes and counts are whole numbers, times are seconds. A number
+    that JSON does not have is written as ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
+    can contain, is written as ``\udcff``.
+
+    The rows of a composition are texts, as `Row.text` returns them. With ``--gpumem-explain=always``, ``| callers | named
+    caller`` follows if there are callers: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two ways to ``a.py:3``. The parts of counts
+    are texts as in the [store](store-format.md#keys-of-a-measurement). Their callers, named caller and reason follow if there
+    are any.
+
+    No key is missing, and every key has a row in these tables: a new key gets a new format number. The schema
+    ``pytest_gpumem/reporting/reports/report.schema.json`` (JSON Schema 2020-12) allows any metric name, because a newer version
+    may have more metrics. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the
+    other keys.
+    """
+    plain = {
+        "format": FORMAT,
+        "accounting": report.accounting,
+        "passed": report.passed,
+        "problems": list(report.problems),
+        "ranks": [_plain_ranks(row) for row in peaks_by_rank(report.results)],
+        **plain_causes(causes_in(report)),
+        **to_plain(report),
+    }
+    lines = [
+        f"{json.dumps(key)}: {_results(value) if key == 'results' else _dumped(value)}" for key, value in plain.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def from_json(text: str, name: str) -> SessionReport:
+    """Return the report that `to_json` wrote.
+
+    Args:
+        text: The JSON.
+        name: The file's name, for errors.
+
+    Raises:
+        ReportError: The text is not a report. No other exception is raised.
+    """
+    try:
+        return _read(text, name)
+    except RecursionError:
+        raise ReportError(f"{name}: it is nested too deeply for a report; {_RIGHT}") from None
+
+
+def _read(text: str, name: str) -> SessionReport:
+    try:
+        plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
+    except ValueError as error:
+        kind = kind_of(text)
+        wrong = f"it is {kind}" if kind == STORED else _not_json(text, error)
+        raise ReportError(f"{name}: {wrong}; {_RIGHT}") from None
+    kind = kind_of_json(plain)
+    if kind not in (None, SESSION):
+        raise ReportError(f"{name}: it is {kind}; {_RIGHT}")
+    if not isinstance(plain, dict) or "format" not in plain or plain.keys().isdisjoint(_OURS):
+        raise ReportError(f"{name}: it is JSON, but not a report of pytest-gpumem; {_RIGHT}")
+    if plain["format"] != FORMAT or isinstance(plain["format"], bool):
+        raise ReportError(
+            f"{name}: its format is {json.dumps(plain['format'])[:40]}, this version of pytest-gpumem reads {FORMAT}; "
+            "read it with the version that wrote it"
+        )
+    right = _other_version(plain) or _RIGHT
+    mistake = mistake_in(plain)
+    if mistake is not None:
+        raise ReportError(f"{name}: {mistake}; {right}")
+    try:
+        return from_plain(SessionReport, _with_ints(plain))
+    except (ArithmeticError, TypeError, ValueError) as error:
+        # The schema cannot check a composition's rows, or compare the numbers of rounds and paces.
+        raise ReportError(f"{name}: {error}; {right}") from None
+
+
+def _with_ints(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return a valid report with bytes and counts as ints, because other programs write 12.0."""
+    for verdict in (verdict for result in plain["results"] for verdict in result["verdict"]["verdicts"]):
+        by_device = verdict["measurement"].get("by_device", {})
+        for values in (verdict["measurement"]["metrics"], *by_device.values()):
+            values |= {name: int(value) for name, value in values.items() if METRICS[name].unit in WHOLE}
+        for metric in verdict["metrics"]:
+            if METRICS[metric["metric"]].unit in WHOLE:
+                metric |= {key: int(metric[key]) for key in ("value", "baseline", "budget") if metric[key] is not None}
+    return plain
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the schema for reports from this version: ``report.schema.json`` with the names of this version's metrics."""
+    schema: dict[str, Any] = json.loads(
+        files("pytest_gpumem.reporting.reports").joinpath("report.schema.json").read_text("utf-8")
+    )
+    schema["$defs"] |= {
+        "metric_name": {"enum": list(METRICS)},
+        "whole_metric": {"enum": [name for name, metric in METRICS.items() if metric.unit in WHOLE]},
+        "counted_metric": {"enum": list(MADE_OF_OPERATORS)},
+    }
+    return schema
+
+
+def mistake_in(plain: Any) -> str | None:
+    """Return the first violation of the report schema, with its path and the expected value; ``None`` if ``plain`` is valid."""
+    from fastjsonschema import JsonSchemaValueException
+
+    try:
+        _validator()(_outlined(plain))
+    except JsonSchemaValueException as error:
+        return _mistake(error)
+    return None
+
+
+@functools.cache
+def _validator() -> Callable[[Any], Any]:
+    import fastjsonschema
+
+    validator: Callable[[Any], Any] = fastjsonschema.compile(_draft_7(report_schema()), use_default=False)
+    return validator
+
+
+def _draft_7(schema: Any) -> Any:
+    """Return the same schema in draft 7, which fastjsonschema can read.
+
+    A nullable value becomes ``if``/``else``, because an error in ``anyOf`` would not name the mistake within the value.
+    """
+    if isinstance(schema, list):
+        return [_draft_7(subschema) for subschema in schema]
+    if not isinstance(schema, dict):
+        return schema
+    converted = {"items" if word == "prefixItems" else word: _draft_7(subschema) for word, subschema in schema.items()}
+    null = {"type": "null"}
+    if null in converted.get("anyOf", ()):
+        (not_null,) = (subschema for subschema in converted.pop("anyOf") if subschema != null)
+        converted |= {"if": null, "else": not_null}
+    return converted
+
+
+def _outlined(plain: Any) -> Any:
+    """Return a plain value that is as valid as ``plain``, but shorter: long lists of numbers keep their first items."""
+    if isinstance(plain, dict):
+        return {key: _outlined(value) for key, value in plain.items()}
+    if not isinstance(plain, list):
+        return plain
+    kinds = set(map(type, plain))
+    are_equal_kinds = kinds == {int} or (kinds == {float} and len(set(map(float.is_integer, plain))) == 1)
+    if are_equal_kinds and min(plain) >= -(2**63) and max(plain) < 2**63:
+        return plain[:_FEW]
+    return [_outlined(value) for value in plain]
+
+
+def _mistake(error: JsonSchemaValueException) -> str:
+    path = str(error.name)
+    if error.rule in ("additionalProperties", "propertyNames"):
+        valid = error.definition["properties"] if error.rule_definition is False else error.rule_definition["enum"]
+        unknown = next(name for name in error.value if name not in valid)
+        return f"{_shown(f'{path}.{unknown}')} is no key of it; {nearest(unknown[:_LONGEST], sorted(valid))}"
+    if error.rule == "required":
+        return (
+            f"{_shown(f'{path}.' + next(name for name in error.rule_definition if name not in error.value))} is missing"
+        )
+    expected = error.message.removeprefix(f"{path} ")
+    if error.rule in ("anyOf", "enum"):
+        expected = f"must be {_kind(error.definition)}"
+    but = f"has {len(error.value)}" if error.rule in ("minItems", "maxItems") else f"is {_value(error.value)}"
+    return f"{_shown(path)} {expected}, but {but}"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(map(json.dumps, schema['enum']))}"
+    return str(schema.get("type") or schema["$ref"].rpartition("/")[2])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and abs(value) >= 10**_LONGEST:
+        # Python refuses to print the longest integers.
+        return "a number of very many digits"
+    return _cut(json.dumps(value))
+
+
+def _shown(path: str) -> str:
+    return _cut(json.dumps(path.removeprefix("data").removeprefix("."))[1:-1]) or "it"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _other_version(plain: dict[str, Any]) -> str | None:
+    version = plain.get("version")
+    if not isinstance(version, str) or version == __version__:
+        return None
+    return f"it comes from pytest-gpumem {ascii(version[:40])[1:-1]}, this is {__version__}"
+
+
+def _plain_ranks(row: RankPeaks) -> dict[str, Any]:
+    plain = asdict(row)
+    del plain["several"]
+    return {**plain, "smallest": row.smallest[0], "largest": row.largest[0], "imbalance": row.imbalance}
+
+
+def _results(results: list[Any]) -> str:
+    return "[\n" + ",\n".join(map(_dumped, results)) + "\n]" if results else "[]"
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except ValueError:
+        return json.dumps(without_infinity(value), sort_keys=True, allow_nan=False)
+
+
+def without_infinity(value: Any) -> Any:
+    """Return a plain value with infinite numbers and NaN as texts, because JSON does not have them."""
+    if isinstance(value, dict):
+        return {key: without_infinity(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_infinity(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
+def _not_json(text: str, error: ValueError) -> str:
+    if not text.strip():
+        return "it is empty"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error}"
+    read = text.strip()
+    if read.startswith("{") and (not read.endswith("}") or error.pos >= len(text.rstrip())):
+        return f"it is cut off after {counted(len(read.splitlines()), 'line')}"
+    return f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"

@@ -1,0 +1,119 @@
+"""Make the table for a matrix of step configs, with each config's saving and cost against the first config. Pure.
+
+For example, ``checkpoint=blocks`` saves 40 % memory and costs 25 % time, so its ROI is 1.6.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import format_bytes, format_ratio, format_seconds
+from pytest_gpumem.facts.values.rates import WORTH_IT, return_on
+from pytest_gpumem.reporting.reports.layout import columns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.reporting.reports.results import TestResult
+
+EFFICIENT = "*"
+"""Marks a row if no other row is better in both memory and time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRow:
+    """A config with its peak in bytes and its step time in seconds, or a clause that says why these are missing."""
+
+    config: str
+    peak: int | None = None
+    time: float | None = None
+    why_not: str = ""
+
+
+def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
+    """Return each matrix's rows, by the tests' common id, in the marker's order.
+
+    If a test measures several steps, each step's name has a table. If shards used several devices, each device has a table.
+    """
+    cells = [(result.verdict, cell) for result in results if (cell := result.verdict.cell) is not None]
+    devices = {
+        (cell.matrix, verdict.measurement.environment.device) for test, cell in cells for verdict in test.verdicts
+    }
+    device_counts = Counter(matrix for matrix, _ in devices)
+    rows_by_title: dict[str, list[MatrixRow]] = {}
+    for test, cell in sorted(cells, key=lambda entry: (entry[1].matrix, entry[1].index)):
+        if test.unmeasured:
+            rows_by_title.setdefault(cell.matrix, []).append(MatrixRow(cell.config, why_not=test.unmeasured))
+        for verdict in test.verdicts if not test.unmeasured else ():
+            measurement = verdict.measurement
+            title = f"{cell.matrix} ({measurement.name})" if len(test.verdicts) > 1 else cell.matrix
+            title += f" on {measurement.environment.device}" if device_counts[cell.matrix] > 1 else ""
+            row = MatrixRow(cell.config, measurement.peak_allocated, measurement.metrics.get("step_time"))
+            rows_by_title.setdefault(title, []).append(row)
+    return rows_by_title
+
+
+def efficient(rows: Sequence[MatrixRow]) -> set[int]:
+    """Return the Pareto-efficient rows' numbers; without times, the numbers of the rows with the smallest peak."""
+    measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
+    return {
+        number
+        for number, peak, time in measured
+        if not any(p <= peak and t <= time and (p, t) != (peak, time) for _, p, t in measured)
+    }
+
+
+def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[str]:
+    """Return the table as lines, with each config's peak and step time against the first measured row."""
+    header, cells = matrix_cells(rows, units)
+    lines = columns([title, *header], cells, left=(0, len(header)))
+    legend = legend_of(rows)
+    return [*lines, f"  {legend}"] if legend else lines
+
+
+def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
+    """Return the column titles after the config, and each row's cells, which begin with the config."""
+    first = next((row for row in rows if row.peak is not None), None)
+    best = efficient(rows)
+    timed = any(row.time is not None for row in rows)
+    return ["peak", "saving", *(("step time", "cost", "ROI") if timed else ()), ""], [
+        [*_cells(row, first, units, timed=timed), EFFICIENT if number in best else row.why_not]
+        for number, row in enumerate(rows)
+    ]
+
+
+def legend_of(rows: Sequence[MatrixRow]) -> str | None:
+    """Return the line below a table that explains its columns; ``None`` if nothing is compared."""
+    first = next((row for row in rows if row.peak is not None), None)
+    if first is None or len(rows) < 2:
+        return None
+    return (
+        f"saving and cost against {first.config}; ROI is saving over cost, above {WORTH_IT} is recommended; "
+        f"{EFFICIENT} is Pareto-efficient"
+    )
+
+
+def _cells(row: MatrixRow, first: MatrixRow | None, units: UnitSystem, *, timed: bool) -> list[str]:
+    if row.peak is None or first is None or first.peak is None:
+        return [row.config, *["-"] * (5 if timed else 2)]
+    # A report from another program may contain a value of 0, which cannot be a divisor.
+    saving = (first.peak - row.peak) / first.peak if first.peak else None
+    is_first = row is first
+    cells = [row.config, format_bytes(row.peak, units), "" if is_first else _ratio(saving)]
+    if not timed:
+        return cells
+    if row.time is None or first.time is None:
+        return [*cells, "-", "-", "-"]
+    if is_first:
+        return [*cells, format_seconds(row.time), "", ""]
+    cost = (row.time - first.time) / first.time if first.time else None
+    roi = None if saving is None or cost is None else return_on(saving, cost)
+    shown = "-" if roi is None else "free" if roi == float("inf") else f"{roi:.1f}"
+    return [*cells, format_seconds(row.time), _ratio(cost), shown]
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else format_ratio(ratio)

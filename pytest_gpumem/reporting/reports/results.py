@@ -1,0 +1,418 @@
+"""Collect the results of a session's measured tests from pytest's reports, and count them in a line. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.values.plain import from_plain, to_plain
+from pytest_gpumem.judging.baselines.update import ACCEPTS
+from pytest_gpumem.judging.gate.speed import NO_TIME
+from pytest_gpumem.judging.gate.verdict import SKIPPED, WHY_FAILED, FailedIn, MetricVerdict, Outcome, TestVerdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    import pytest
+
+    from pytest_gpumem.facts.values.option_words import UpdateMode
+
+PROPERTY = "gpumem"
+"""The ``user_properties`` entry that stores a test's verdict as JSON."""
+
+
+_COUNTED = (
+    *(Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN),
+    *(Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED),
+)
+"""The outcomes in the accounting line, in its order."""
+_FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
+"""Outcomes without a baseline for this device."""
+_WITHOUT_BASELINE = _FIRST | {Outcome.STALE}
+"""Outcomes without a comparable baseline. A budget or a relation may still gate them."""
+ACCEPTED = "accepted"
+"""The word for a test whose change became the baseline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """A new test's likely former name. Its unused baseline has the same step, batch and device."""
+
+    file: str
+    """The former test's file, relative to the root directory."""
+    test: str
+    """The former test's id without its file."""
+    grown: MetricVerdict | None = None
+    """The metric beyond its tolerance; ``None`` if all metrics are within their tolerances."""
+    accept: str = ""
+    """The command to accept the new test's figures."""
+    prune: str = ""
+    """The command to remove the baseline if it belongs to a different test."""
+
+    @property
+    def nodeid(self) -> str:
+        return f"{self.file}::{self.test}"
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """A measured test after it has run."""
+
+    __test__ = False
+
+    verdict: TestVerdict
+    """The verdict on the test."""
+    passed: bool
+    """True if all its phases passed. A skipped test, or an expected failure, is neither ``passed`` nor ``failed``."""
+    failed: bool = False
+    """True if any of its phases failed."""
+    failed_in: FailedIn | None = None
+    """The phase in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
+    process that ran it crashed. ``None`` if it did not fail.
+    """
+    failed_by_gate: bool = False
+    """True if only the gate failed the test."""
+    unwritten: bool = False
+    """True if the store could not be written, for example on a full disk, and lacks the accepted figures of this test."""
+
+    renamed: Renaming | None = None
+    """The test's likely former name; ``None`` if the test has a baseline, or no unused baseline resembles it."""
+
+    @property
+    def has_grown_renamed(self) -> bool:
+        """True if the test is worse than the baseline under its former name."""
+        return self.renamed is not None and self.renamed.grown is not None
+
+    def is_held_back_by(self, update: UpdateMode | None) -> bool:
+        """Return whether this update skips a test that has grown since its renaming."""
+        return update == "new" and self.has_grown_renamed
+
+    def is_recorded_by(self, update: UpdateMode | None) -> bool:
+        """Return whether a session with this update stores the figures as the test's first baselines."""
+        is_written = self.passed and not self.unwritten and not self.is_held_back_by(update)
+        return is_written and self.verdict.outcome in ACCEPTS[update] & _FIRST
+
+    def is_accepted_by(self, update: UpdateMode | None) -> bool:
+        """Return whether a session with this update replaces the test's baseline."""
+        # A test without measurements neither writes nor removes a baseline.
+        is_measured = bool(self.verdict.verdicts)
+        return self.passed and not self.unwritten and is_measured and self.verdict.outcome in ACCEPTS[update] - _FIRST
+
+
+@dataclass
+class _Run:
+    """A test run, collected from its reports."""
+
+    verdict: TestVerdict | None = None
+    """The verdict; ``None`` until a report contains one. A test that is not measured never has a verdict."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """The outcome of each phase whose report has a verdict."""
+    failed_in: FailedIn | None = None
+    failed_beside_the_gate: bool = False
+    """True if the test failed outside its call. The gate only fails calls."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if a plugin for reruns repeats the test, so pytest does not count this run's failure."""
+        return self.failed_in is None and not {"passed", "failed", "skipped", "xfail"}.issuperset(
+            self.outcomes.values()
+        )
+
+    @property
+    def is_rewritten(self) -> bool:
+        """True if the test failed and pytest's reports hide the failure."""
+        return (
+            self.verdict is not None
+            and self.failed_in is None
+            and _is_rewritten(self.verdict, set(self.outcomes.values()))
+        )
+
+    def result(self) -> TestResult | None:
+        """Return the test's result in this run, or ``None`` without a verdict."""
+        verdict, outcomes = self.verdict, self.outcomes
+        if verdict is None or not outcomes:
+            return None
+        failed_in = "call" if self.is_rewritten else self.failed_in
+        if failed_in == "subtest" and verdict.failed_by_itself and verdict.unmeasured != WHY_FAILED["subtest"]:
+            failed_in = "call"
+        ended = outcomes.keys() >= {"call", "teardown"}
+        return TestResult(
+            verdict,
+            passed=failed_in is None and ended and set(outcomes.values()) == {"passed"},
+            failed=failed_in is not None,
+            failed_in=failed_in,
+            failed_by_gate=failed_in is not None
+            and not self.failed_beside_the_gate
+            and verdict.failure is not None
+            and not verdict.failed_by_itself
+            and ended
+            and set(outcomes.values()) <= {"passed", "failed"},
+        )
+
+
+@dataclass
+class Results:
+    """The results so far, by test.
+
+    If a plugin for reruns repeats a test, its last run counts. If a test runs several times otherwise
+    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails for any of them.
+    """
+
+    _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    """Each test's runs, by node id and by pytest-xdist's worker. The last run may not be finished."""
+
+    def add(self, report: pytest.TestReport) -> bool:
+        """Add pytest's report on a test phase.
+
+        For a test that is not measured, only a failure is stored.
+
+        Returns:
+            True if the report has a verdict, so the test is measured.
+        """
+        runs = self._runs.setdefault(report.nodeid, {}).setdefault(getattr(report, "worker_id", ""), [])
+        if report.when == "setup" or not runs:
+            if runs and (runs[-1].is_repeated or (runs[-1].verdict is None and runs[-1].failed_in is None)):
+                runs.pop()
+            runs.append(_Run())
+        run = runs[-1]
+        if report.outcome == "failed" and not hasattr(report, "wasxfail"):
+            failed_in = _where(report)
+            run.failed_in = run.failed_in or failed_in
+            run.failed_beside_the_gate |= failed_in != "call"
+        payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
+        if payload is None:
+            return False
+        if report.when != "teardown":
+            # The report on a successful set-up has no outcome yet. The call decides.
+            run.outcomes.clear()
+            verdict = from_plain(TestVerdict, json.loads(str(payload)))
+            if verdict.failed_by_itself and (hasattr(report, "wasxfail") or report.outcome == "skipped"):
+                why = "it failed as expected" if hasattr(report, "wasxfail") else SKIPPED
+                verdict = replace(verdict, failed_by_itself=False, unmeasured=why)
+            run.verdict = verdict
+        run.outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
+        return True
+
+    def _runs_by_test(self) -> Iterable[tuple[str, list[_Run]]]:
+        for nodeid, workers in self._runs.items():
+            yield nodeid, [run for runs in workers.values() for run in runs]
+
+    def rewritten(self) -> list[TestResult]:
+        """Return the results of failed tests that a plugin hid by rewriting pytest's reports."""
+        runs = (run for _, test_runs in self._runs_by_test() for run in test_runs if run.is_rewritten)
+        return [result for run in runs if (result := run.result()) is not None]
+
+    def all(self) -> list[TestResult]:
+        """Return the results, sorted by file and test."""
+        results = (_worst_run(runs) for _, runs in self._runs_by_test())
+        return sorted(
+            (result for result in results if result is not None),
+            key=lambda result: (result.verdict.file, result.verdict.test),
+        )
+
+    def tests_without_result(self) -> set[tuple[str, str]]:
+        """Return the tests, as (file, test), without a result, whether they ran or were skipped."""
+        nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
+        # `--dist loadgroup` appends a group to ids.
+        ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
+        return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
+
+    def unmeasured_failures(self, measured: Collection[tuple[str, str]]) -> int:
+        """Count the failed tests without a result, except those in ``measured``, the selected (file, test)."""
+        failed = [
+            nodeid
+            for nodeid, runs in self._runs_by_test()
+            if all(run.verdict is None for run in runs) and any(run.failed_in is not None for run in runs)
+        ]
+        measured_ids = {f"{file}::{test}" for file, test in measured}
+        # `--dist loadgroup` appends a group to ids.
+        return sum(measured_ids.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
+
+
+def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
+    """Return the result of a test from its runs, or ``None`` if no run measured the test."""
+    runs = list(runs)
+    results = [result for run in runs if (result := run.result()) is not None]
+    if not results:
+        return None
+    worst = max(results, key=badness)
+    # After a worker's crash in a tear-down, the report has no verdict.
+    failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
+    return replace(
+        worst,
+        passed=failed_in is None and all(result.passed for result in results),
+        failed=failed_in is not None,
+        failed_in=failed_in,
+        failed_by_gate=worst.failed_by_gate
+        and all(result.failed_by_gate or not result.failed for result in results)
+        and all(run.verdict is not None for run in runs if run.failed_in is not None),
+    )
+
+
+def badness(result: TestResult) -> tuple[object, ...]:
+    """Return a key that sorts several results of a test from the best to the worst.
+
+    A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
+    outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
+    it would fail against a baseline with the smaller peak. The text decides between otherwise equal results, so the result
+    never depends on their order.
+    """
+    verdict = result.verdict
+    outcome = verdict.outcome
+    importance = Outcome.RECORDED.importance if outcome is Outcome.IMPROVED else outcome.importance
+    peaks = [part.measurement.peak_allocated for part in verdict.verdicts]
+    text = json.dumps(to_plain(result), sort_keys=True)
+    return result.failed, not verdict.unmeasured, importance, not result.passed, peaks, text
+
+
+def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
+    """Return whether the verdict failed a test although no phase failed in pytest's reports (``outcomes``)."""
+    if not outcomes or "xfail" in outcomes:
+        return False
+    # Some suites turn an out-of-memory failure into a skip. The skip hides no measurement.
+    return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
+
+
+def _where(report: pytest.TestReport) -> FailedIn:
+    if hasattr(report, "context"):
+        return "subtest"
+    # pytest-xdist does not know in which phase a worker crashed.
+    return report.when if report.when in ("setup", "call", "teardown") else "worker"
+
+
+def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
+    """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
+
+    - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
+      ``uncertain`` tests, and tests ``with no baseline of time yet``, which compared memory and counts.
+    - Other tests were not compared with a baseline, and a word says why. For example, ``"2 gated, 3 new (2 also gated)"`` means
+      three new tests, of which a budget gated two.
+    - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
+      baselines of ``accepted`` tests are replaced.
+
+    If a part contains a comma, semicolons separate the parts.
+
+    Args:
+        results: The results of the session's measured tests.
+        not_run: The number of selected tests without a report (Ctrl-C, a crash, ``--maxfail``).
+        update: The session's ``--gpumem-update``.
+    """
+    measured = list(results)
+    recorded = sum(result.is_recorded_by(update) for result in measured)
+    not_recorded = [result for result in measured if not result.is_recorded_by(update)]
+    gated = sum(result.verdict.gated for result in not_recorded)
+    counts = Counter(
+        "failed"
+        if result.verdict.failed_by_itself
+        else ACCEPTED
+        if result.is_accepted_by(update)
+        else result.verdict.outcome.words
+        for result in not_recorded
+    )
+    parts = [f"{gated} gated"] if gated or not recorded else []
+    if counts[ACCEPTED]:
+        parts.append(f"{counts[ACCEPTED]} {ACCEPTED}")
+    if recorded:
+        parts.append(f"{recorded} recorded, new")
+    for outcome in _COUNTED:
+        if counts[outcome.words]:
+            left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
+            parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, not_recorded)}")
+    if counts["failed"]:
+        parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
+    if not_run:
+        parts.append(f"{not_run} did not finish")
+    without_time = sum(result.verdict.lacks_time for result in not_recorded if not result.verdict.failed_by_itself)
+    if without_time and Outcome.NEW not in ACCEPTS[update]:
+        parts.append(f"{without_time} with {NO_TIME}")
+    return "gpumem: " + ("; " if any("recorded, " in part for part in parts) else ", ").join(parts)
+
+
+def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = frozenset()) -> str | None:
+    """Return a sentence if a session should have compared baselines but compared none; ``None`` otherwise.
+
+    Budgets do not count: a session without its store must fail even if budgets hold.
+
+    Args:
+        results: The results of the session's measured tests.
+        accepts: The outcomes whose figures the session records. Tests with these outcomes are ignored.
+    """
+    remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
+    if not remaining or any(result.verdict.compared for result in remaining):
+        return None
+    is_new = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in remaining)
+    hint = " (record one with --gpumem-update=new)" if is_new else ""
+    problem = "no baseline was compared" if any(result.verdict.gated for result in remaining) else "nothing was gated"
+    return f"{problem}: {_reasons_of(remaining)}{hint}"
+
+
+def nothing_recorded(results: Iterable[TestResult]) -> str | None:
+    """Return a sentence if a session should have recorded baselines but measured nothing; ``None`` otherwise.
+
+    Tests with their own skip do not count, because they would skip on every machine.
+    """
+    remaining = [result for result in results if not result.verdict.failed_by_itself]
+    if any(not result.verdict.unmeasured for result in remaining):
+        return None
+    unmeasured = [result for result in remaining if result.verdict.unmeasured != SKIPPED]
+    return f"nothing was recorded: {_reasons_of(unmeasured)}" if unmeasured else None
+
+
+def _reasons_of(results: Iterable[TestResult]) -> str:
+    """Return why tests were not compared: ``"2 tests unmeasured, no CUDA device; 1 test new, there is no baseline"``."""
+    counts: Counter[str] = Counter()
+    for result in results:
+        if result.verdict.unmeasured:
+            counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
+        else:
+            default = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
+            reason = next((part.reason for part in result.verdict.verdicts if part.reason), default)
+            counts[f"{result.verdict.outcome.words}, {reason}"] += 1
+    return "; ".join(f"{counted(count, 'test')} {reason}" for reason, count in counts.most_common())
+
+
+_MOST_NOTES = 3
+
+
+def recording_notes(results: Iterable[TestResult]) -> list[str]:
+    """Return each note on recordings once, with its first test.
+
+    Notes in their test's failure text are omitted.
+    """
+    notes: dict[str, str] = {}
+    for result in results:
+        for part in result.verdict.verdicts:
+            explanation = part.measurement.explanation
+            for note in explanation.peak.notes if explanation is not None else ():
+                if result.verdict.failure is not None and note in result.verdict.failure:
+                    continue
+                notes.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
+    distinct = list(notes.values())
+    more = len(distinct) - _MOST_NOTES
+    return [*distinct[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
+
+
+def _why(outcome: Outcome, results: list[TestResult]) -> str:
+    verdicts = [
+        result.verdict
+        for result in results
+        if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
+    ]
+    if outcome is Outcome.UNMEASURED:
+        reasons = sorted({verdict.unmeasured for verdict in verdicts if verdict.unmeasured})
+        return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
+    if outcome is Outcome.RECORDED:
+        return " (no budget, and no --gpumem-baseline)"
+    reasons = []
+    if outcome is Outcome.FOREIGN:
+        # If the device has a baseline with times from another machine, the reason appears below the table.
+        devices = sorted({device for verdict in verdicts for part in verdict.verdicts for device in part.elsewhere})
+        reasons += [", ".join(devices)] if devices else []
+    if outcome is Outcome.STALE:
+        reasons.append("the baseline has another workload: --gpumem-update=all replaces it")
+    gated = sum(verdict.gated for verdict in verdicts) if outcome in _WITHOUT_BASELINE else 0
+    reasons += ["also gated" if gated == len(verdicts) else f"{gated} also gated"] if gated else []
+    return f" ({'; '.join(reasons)})" if reasons else ""

@@ -1,0 +1,129 @@
+"""Metric values as texts with units. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import (
+    UnitSystem,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    is_percentage,
+)
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.judging.gate.verdict import Outcome
+
+if TYPE_CHECKING:
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.judging.gate.verdict import MetricVerdict, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTexts:
+    """A metric, its baseline and its budget as texts; an absent value is an empty text."""
+
+    title: str
+    baseline: str
+    value: str
+    change: str
+    allowed: str
+    budget: str
+    words: str
+    """The outcome in words."""
+
+
+def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
+    """Return a metric's row for a table."""
+    return MetricTexts(
+        METRICS[verdict.metric].title + on_device(verdict),
+        shown(verdict.metric, verdict.baseline, units, verdict.of),
+        shown(verdict.metric, verdict.value, units, verdict.of),
+        change(verdict, units),
+        tolerated(verdict.metric, verdict.allowed, verdict.baseline, units),
+        shown(verdict.metric, verdict.budget, units, verdict.of),
+        "" if verdict.outcome is Outcome.RECORDED else verdict.outcome.words,
+    )
+
+
+def on_device(verdict: MetricVerdict) -> str:
+    """Return ``" on cuda:1"`` for a metric from one of several GPUs, else an empty text."""
+    return "" if verdict.gpu is None else f" on {verdict.gpu}"
+
+
+def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
+    """Return ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``, the largest first; ``None`` if the step used a single GPU."""
+    peaks = {device: metrics["peak_allocated"] for device, metrics in measurement.by_device.items()}
+    if len(peaks) < 2:
+        return None
+    largest, *smaller = sorted(peaks, key=lambda device: -peaks[device])
+    rest = ", ".join(f"{device} {format_bytes(peaks[device], units)}" for device in smaller)
+    return f"peak {format_bytes(peaks[largest], units)} on {largest} ({rest})"
+
+
+def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:
+    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for ``None``."""
+    if value is None:
+        return ""
+    unit = METRICS[metric].unit
+    if unit not in WHOLE:
+        return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
+    # A tolerance can be infinite.
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "bytes":
+        return format_bytes(int(value), units)
+    return format_flops(int(value)) if metric == "flops" else format_count(int(value))
+
+
+def difference(metric: str, change: float, units: UnitSystem) -> str:
+    """Return a signed difference in bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
+    return ("+" if change >= 0 else "") + shown(metric, change, units)
+
+
+def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
+    """Return the change from ``old`` to ``new`` in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+14.7 %"``."""
+    return _relative(metric, new - old, old, units)
+
+
+def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
+    is_ratio = bool(old) and is_percentage(change / old)
+    return format_ratio(change / old) if is_ratio else difference(metric, change, units)
+
+
+def change(verdict: MetricVerdict, units: UnitSystem) -> str:
+    """Return the change against the baseline: ``"+14.7 %"``, or ``"+4.00 MB"`` if the baseline is 0; else empty."""
+    if verdict.baseline is None:
+        return ""
+    if not verdict.baseline and not verdict.value:
+        return format_ratio(0)
+    return moved(verdict.metric, verdict.baseline, verdict.value, units)
+
+
+def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
+    """Return the change in the deciding metric for a measurement's row, with the metric's name unless it is the peak.
+
+    Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` if the metric has a budget and no baseline.
+    """
+    metric = verdict.deciding or verdict.of("peak_allocated")
+    if metric is None or metric.metric == "peak_allocated":
+        return "" if metric is None else change(metric, units)
+    return f"{METRICS[metric.metric].title} {change_or_value(metric, units)}"
+
+
+def change_or_value(verdict: MetricVerdict, units: UnitSystem) -> str:
+    """Return the change against the baseline, or the value if there is no baseline."""
+    return change(verdict, units) or shown(verdict.metric, verdict.value, units, verdict.of)
+
+
+def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
+    """Return the tolerated change in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+0.5 %"``.
+
+    The text is empty without an old value or a tolerance.
+    """
+    return "" if allowed is None or old is None else _relative(metric, allowed, old, units)

@@ -1,0 +1,60 @@
+"""Find the test in a command's argument."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.judging.baselines.selecting import nearest_tests, selected_keys
+from pytest_gpumem.reporting.reports.file_kinds import kind_of_file
+from pytest_gpumem.tools.console.streams import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.judging.gate.baseline import Key
+
+_MOST_LISTED = 20
+
+
+def check_is_no_file(name: str) -> None:
+    """Raise `InputError` if the argument is a file from pytest-gpumem, for example a report, and not a test."""
+    kind = kind_of_file(Path(name))
+    if kind is not None:
+        raise InputError(f"{name} is {kind}, expected a test")
+
+
+def no_such_test(name: str, sentence: str, keys: Iterable[Key], otherwise: str = "") -> InputError:
+    """Return the error for an unknown test. The error names similar tests, or lists all tests.
+
+    Args:
+        name: The test as the user typed it.
+        sentence: The error, for example ``"there is no baseline of 'test_gpt'"``.
+        keys: The measurements of all tests.
+        otherwise: A clause to use if no test is similar. By default, all tests are listed.
+    """
+    all_keys = list(keys)
+    near = nearest_tests(all_keys, name)
+    if near:
+        return InputError(f"{sentence}; there is {' and '.join(near)}")
+    if otherwise or not all_keys:
+        return InputError(f"{sentence}; {otherwise}" if otherwise else sentence)
+    return InputError(f"{sentence}; there is:", *_listed(sorted({f"{key.file}::{key.test}" for key in all_keys})))
+
+
+def _listed(tests: Sequence[str]) -> list[str]:
+    more = [f"... and {len(tests) - _MOST_LISTED} more"] if len(tests) > _MOST_LISTED else []
+    return [f"  {test}" for test in [*tests[:_MOST_LISTED], *more]]
+
+
+def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
+    """Return the keys of the only test that ``name`` matches. Empty if no test matches.
+
+    Raises:
+        InputError: Several tests match. The error lists up to 20 of them.
+    """
+    matching = selected_keys(keys, name)
+    tests = sorted({f"{key.file}::{key.test}" for key in matching})
+    if len(tests) > 1:
+        raise InputError(f"{name!r} matches {len(tests)} tests; name one of them:", *_listed(tests))
+    return matching

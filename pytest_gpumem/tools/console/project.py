@@ -1,0 +1,286 @@
+"""The project around the current folder: its settings as pytest would read them, and its store."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+import pytest
+
+from pytest_gpumem.base.git import GitError, restoring_command
+from pytest_gpumem.base.units import nearest
+from pytest_gpumem.emulating.emulated_process.before_torch import described_gpus
+from pytest_gpumem.facts.values.option_words import DEFAULT_DEVICE
+from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+from pytest_gpumem.judging.baselines.folder import Folder, GitBackend
+from pytest_gpumem.judging.baselines.location import backend_of, is_url
+from pytest_gpumem.judging.baselines.store import Store
+from pytest_gpumem.judging.gate.baseline import Baseline
+from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.plugin.config.project_files import project_files
+from pytest_gpumem.plugin.config.settings import check_readable, is_loaded, own_gpus_in, read_table
+from pytest_gpumem.reporting.reports.file_kinds import kind_of_file
+from pytest_gpumem.reporting.reports.stored import StoredBaseline
+from pytest_gpumem.tools.checkout import Checkout
+from pytest_gpumem.tools.console.streams import InputError, input_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from pytest_gpumem.emulating.emulation.gpus import Gpu
+    from pytest_gpumem.judging.baselines.backend import Backend
+    from pytest_gpumem.measuring.devices.registry import DeviceFactory
+    from pytest_gpumem.plugin.config.project_files import ProjectFiles
+    from pytest_gpumem.plugin.config.settings import Settings
+
+QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+"""Arguments for silencing pytest's warning that this plugin was imported before its assertions could be rewritten."""
+
+NOT_LOADED = (
+    "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
+    "is not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
+)
+"""The error if pytest does not load this plugin, with the fix."""
+
+T = TypeVar("T")
+
+
+class _NotEmulating:
+    """A pytest plugin that keeps this package's plugin from emulating a GPU, despite options and settings."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
+        # These early arguments decide about emulation. pytest parses all options again afterwards.
+        early_config.known_args_namespace.gpumem_device = DEFAULT_DEVICE
+        return (yield)
+
+
+def files_around() -> ProjectFiles:
+    """Return the files of the project around the current folder. No code from it runs. Raises `InputError`."""
+    with input_errors(SettingsError):
+        return project_files(Path.cwd(), os.environ)
+
+
+def project_settings(store: str | None = None) -> Settings:
+    """Return the settings of the project around the current folder, with ``addopts``. No code from it runs.
+
+    Settings that pytest does not read, for example in a mistyped table, are reported on standard error.
+
+    Args:
+        store: Replaces the store in the settings. It is relative to the current folder.
+
+    Raises:
+        InputError: A setting is wrong, or a file cannot be read.
+    """
+    files = files_around()
+    with input_errors(SettingsError):
+        settings = files.settings
+    if files.unread is not None:
+        click.echo(f"gpumem: {files.unread}", err=True)
+    return with_store(settings, store)
+
+
+def with_store(settings: Settings, store: str | None) -> Settings:
+    """Return settings with the store from the command line, relative to the current folder. Raises `InputError`."""
+    return settings if store is None else replace(settings, store=_checked(store), store_base=Path.cwd())
+
+
+def backend_in(store: str | None) -> Backend:
+    """Return the backend of ``store``, relative to the current folder, or of the project's store.
+
+    If ``store`` is given, the project's settings are not read. Raises `InputError`.
+    """
+    if store is not None:
+        return backend_at(_checked(store), Path.cwd())
+    settings = project_settings()
+    return backend_at(settings.store, settings.store_base)
+
+
+def backend_at(location: str, base: Path) -> Backend:
+    """Return the backend for a folder or URL.
+
+    Raises:
+        InputError: The location is not a store. If it is a file from pytest-gpumem, the error says so.
+    """
+    try:
+        return backend_of(location, base)
+    except BackendError as error:
+        kind = None if is_url(location) else kind_of_file(base / location)
+        raise InputError(str(error) if kind is None else f"{error}; it is {kind}") from None
+
+
+def _checked(store: str) -> str:
+    if not store:
+        raise InputError("--store is empty, expected a folder or a URL")
+    return store
+
+
+def store_backend(settings: Settings) -> Backend:
+    """Return the backend with the project's baselines. Raises `InputError` if the store does not exist."""
+    backend = backend_at(settings.store, settings.store_base)
+    if isinstance(backend, Folder) and not backend.root.is_dir():
+        restore = restoring_command(backend.root)
+        restored = f"restore it from git with `{restore}`, " if restore is not None else ""
+        raise InputError(
+            f"there is no store at {backend.root}; {restored}record baselines with `pytest --gpumem-update=new`, or name "
+            "another store with --store PATH"
+        )
+    return backend
+
+
+def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBaseline]:
+    """Return the baselines in a store, sorted by test and slug.
+
+    Args:
+        backend: The store.
+        device: A slug. If it is given, only the baselines of this device are returned.
+
+    Raises:
+        InputError: The store cannot be read, or has no baseline of the device.
+    """
+    store = Store(backend)
+    with input_errors(StoreError, BackendError):
+        keys = store.keys()
+        slugs = sorted({slug for slug, _ in keys})
+        if device is not None and device not in slugs:
+            raise InputError(
+                f"--slug {device}: the store has no baseline from this device; "
+                + (nearest(device, slugs) if slugs else "it is empty")
+            )
+        entries = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
+    baselines = [StoredBaseline(slug, key, entry) for slug, key, entry in entries if isinstance(entry, Baseline)]
+    return sorted(baselines, key=lambda baseline: (baseline.key, baseline.slug))
+
+
+def checkout_of(backend: Backend) -> tuple[Checkout, str]:
+    """Return the git checkout around the store, and the store's path from its top. Raises `InputError`."""
+    if not isinstance(backend, Folder):
+        raise InputError(
+            f"the store {backend.shown('')} is not a folder, but only a store in a git repository has a history"
+        )
+    try:
+        checkout = Checkout.around(backend.root)
+    except GitError as error:
+        raise InputError(f"the store {backend.root} is in no git repository: {error}") from None
+    return checkout, checkout.folder.as_posix()
+
+
+def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
+    """Return the readable name of a revision, and the store at this revision. Raises `InputError`."""
+    checkout, folder = checkout_of(backend)
+    try:
+        resolved = checkout.revision(revision)
+        return str(resolved), GitBackend(checkout.top, resolved.commit, folder, revision)
+    except GitError as error:
+        raise InputError(f"{error}{hint}") from None
+    except BackendError as error:
+        raise InputError(str(error)) from None
+
+
+def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFactory]]:
+    """Return the devices from installed plugins, by name.
+
+    Args:
+        conftest: Also return the devices from the project's conftest.py. This runs that file.
+
+    Raises:
+        InputError: pytest cannot be started here.
+    """
+
+    def devices(config: pytest.Config) -> list[Mapping[str, DeviceFactory]]:
+        factories: list[Mapping[str, DeviceFactory]] = config.hook.pytest_gpumem_devices(config=config)
+        return factories
+
+    return _from_pytest(devices) if conftest else read_config(devices)
+
+
+def read_config(read: Callable[[pytest.Config], T]) -> T:
+    """Call ``read`` with pytest's config for the project around the current folder, and return its result.
+
+    No conftest.py runs, and no GPU is emulated. For example, ``read_config(lambda config: config.rootpath)`` returns pytest's
+    root directory.
+
+    Raises:
+        InputError: pytest cannot be started here, or ``read`` raised a `SettingsError`.
+    """
+    return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
+
+
+def own_gpus_around() -> dict[str, Gpu]:
+    """Return the project's own GPUs by name, from the nearest pyproject.toml with settings in this folder or its parents.
+
+    pytest is not started, because a program on an emulated GPU need not be a test. Raises `InputError`.
+    """
+    current_folder = Path.cwd()
+    with input_errors(SettingsError):
+        for folder in (current_folder, *current_folder.parents):
+            table = read_table(folder / "pyproject.toml") if _exists(folder / "pyproject.toml") else None
+            if table is not None:
+                return {**described_gpus(), **own_gpus_in(table, f"{folder / 'pyproject.toml'}: [tool.gpumem]")}
+    return dict(described_gpus())
+
+
+def run_pytest(arguments: Sequence[str], plugin: object) -> int:
+    """Run pytest in this process with a plugin, and return its exit status.
+
+    Raises:
+        InputError: pytest failed because the nearest pyproject.toml cannot be read, or its ``tool`` is not a table.
+    """
+    try:
+        return int(pytest.main([*arguments, *QUIET], plugins=[plugin]))
+    except Exception:
+        check_pyproject()
+        raise
+
+
+def check_pyproject() -> None:
+    """Raise `InputError` if the nearest pyproject.toml, in this folder or its parents, cannot be read."""
+    current_folder = Path.cwd()
+    paths = (folder / "pyproject.toml" for folder in (current_folder, *current_folder.parents))
+    path = next(filter(_exists, paths), None)
+    if path is not None:
+        with input_errors(SettingsError):
+            check_readable(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # Reading the file will raise the same error with its path.
+
+
+def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
+    """Start pytest, which finds the root directory. Call ``read`` with its config, and stop before tests are collected."""
+    results: list[T | SettingsError] = []
+
+    class Reader:
+        def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+            # Register it after the plugin, because pytest calls the last registered plugin first.
+            if not emulates and getattr(plugin, "__name__", None) == "pytest_gpumem.plugin":
+                manager.register(_NotEmulating())
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
+            if not is_loaded(config):
+                results.append(SettingsError(NOT_LOADED))
+                return pytest.ExitCode.OK
+            try:
+                results.append(read(config))
+            except SettingsError as error:
+                results.append(error)
+            return pytest.ExitCode.OK
+
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        run_pytest(["-s", *arguments], Reader())
+    if not results:
+        raise InputError("pytest cannot be started here:", *output.getvalue().strip().splitlines())
+    if isinstance(results[0], SettingsError):
+        raise InputError(str(results[0]))
+    return results[0]

@@ -1,0 +1,186 @@
+"""Input and output of commands: reports to read, lines to print, and errors about the input."""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pytest_gpumem.base.terminals import can_redraw
+from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.json_report import from_json
+from pytest_gpumem.reporting.reports.layout import Screen
+from pytest_gpumem.tools.console.files import name_of, path_of, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_gpumem.reporting.reports.layout import Line, Style
+    from pytest_gpumem.reporting.reports.session_report import SessionReport
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
+
+
+class InputError(click.ClickException):
+    """An error about an input. The message names the wrong input, and a correct input.
+
+    Args:
+        lines: The lines of the message. They are sanitized, because a test's id could contain a command for a CI's log, for
+            example ``::error::``.
+    """
+
+    exit_code = 2
+
+    def __init__(self, *lines: str) -> None:
+        screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+        super().__init__("\n".join(map(screen.legible, lines)))
+
+
+class WholeNumber(click.IntRange):
+    """A whole number in ASCII digits, because Python's ``int`` would also accept other scripts' digits."""
+
+    def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
+        """Return the placeholder in the help text."""
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def format_option(*formats: str) -> Callable[[_Function], _Function]:
+    """Return the option ``--format`` for a command that prints a table, or the same figures in another format.
+
+    Args:
+        formats: Some of ``"json"``, ``"markdown"`` and ``"html"``.
+    """
+    purposes = {
+        "json": "`json` for programs, with all figures in bytes and seconds",
+        "markdown": "`markdown` for a comment",
+        "html": "`html` for a page with charts of the memory over the step",
+    }
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(("text", *formats)),
+        default="text",
+        show_default=True,
+        help=f"Print {', '.join(['`text` for a terminal', *(purposes[name] for name in formats)])}.",
+    )
+
+
+@contextmanager
+def input_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Turn these exceptions into an `InputError` with the same message."""
+    try:
+        yield
+    except errors as error:
+        raise InputError(str(error)) from None
+
+
+def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Return a click callback for parsing an option.
+
+    Args:
+        parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the mistake.
+    """
+
+    def callback(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+_COLOURS: dict[Style | None, str] = {"good": "green", "bad": "red", "doubtful": "yellow"}
+
+
+def screen() -> Screen:
+    """Return the width and encoding of standard output. The width of a file, a pipe or a CI's log is unlimited."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
+def write_lines(lines: Iterable[Line | str]) -> None:
+    """Write lines to standard output. Plain texts are sanitized first."""
+    target = screen()
+    for line in lines:
+        for text, style in [(target.legible(line), None)] if isinstance(line, str) else map(astuple, line):
+            bold = True if style == "heading" else None
+            click.echo(text if style is None else click.style(text, fg=_COLOURS.get(style), bold=bold), nl=False)
+        click.echo()
+
+
+class WholeLines:
+    """Writes whole lines to standard error, because torch also writes its warnings to standard error.
+
+    A terminal shows an unfinished line at once, and overwrites it when the line ends.
+
+    Example:
+        After ``write("fp32 ... ")`` and ``write("12.00 GB\\n")``, a file contains ``fp32 ... 12.00 GB``. A terminal showed
+        ``fp32 ...`` in the meantime.
+    """
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def write(self, text: str) -> None:
+        """Write a text. If it does not end with a line break, the next text continues the line."""
+        self._begun += text
+        has_ended = self._begun.endswith("\n")
+        if can_redraw(sys.stderr):
+            click.echo(f"\r\x1b[K{self._begun}", nl=False, err=True)
+        elif has_ended:
+            click.echo(self._begun, nl=False, err=True)
+        self._begun = "" if has_ended else self._begun
+
+
+def read_report(path: Path) -> SessionReport:
+    """Return the report in a JSON file or on standard input. Raises `InputError`, which names the file."""
+    name = name_of(path)
+    try:
+        text = read_text(path)
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; name the reports in it: {path}/*.json") from None
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}; `pytest --gpumem-report={path}` writes one") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{name} is not a JSON report of pytest-gpumem, because it is not UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
+    with input_errors(ReportError):
+        return from_json(text, name)
+
+
+def files_of(names: Sequence[str]) -> list[Path]:
+    """Return the files that a user named. ``-`` is standard input.
+
+    Patterns are expanded if the shell did not expand them: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
+
+    Raises:
+        InputError: A pattern matches no file, or a file is given twice. A repeated report would count as two shards.
+    """
+    files: dict[Path, str] = {}
+    for name in names:
+        if Path(name).exists() or not glob.has_magic(name):
+            paths = [name]
+        else:
+            paths = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - a pattern may be absolute
+            if not paths:
+                raise InputError(f"{name} matches no file")
+        for path in paths:
+            real = Path(path).resolve()
+            if real in files:
+                raise InputError(f"{path} is given twice{'' if files[real] == path else f', also as {files[real]}'}")
+            files[real] = path
+    return [path_of(path) for path in files.values()]

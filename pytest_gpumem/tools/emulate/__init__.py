@@ -1,0 +1,1 @@
+"""``gpumem emulate``: runs a program on an emulated GPU."""

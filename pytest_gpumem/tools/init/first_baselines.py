@@ -1,0 +1,196 @@
+"""Record the first baselines of a repository, run their gate once, and leave out tests that cannot be gated."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.processes import recorded_signals, run
+from pytest_gpumem.tools.console.streams import write_lines
+from pytest_gpumem.tools.init.edits import write_edits
+from pytest_gpumem.tools.init.patterns import patterns_of
+from pytest_gpumem.tools.init.proposal import MARK_KEY, SETTINGS, with_patterns
+from pytest_gpumem.tools.init.shown_session import run_shown
+from pytest_gpumem.tools.init.workflow import PLACEHOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from pytest_gpumem.judging.gate.verdict import TestVerdict
+    from pytest_gpumem.tools.init.project_tests import ProjectTests
+    from pytest_gpumem.tools.init.proposal import Proposal
+
+
+@dataclass(frozen=True)
+class FirstBaselines:
+    """The first baselines of a repository whose settings were just written.
+
+    Example:
+        In a repository with 12 tests, pytest records 12 baselines. One test needs a network and fails: it is left out of
+        ``mark``. The gate then runs on the same code, and a test with random batch sizes fails: it is also left out of
+        ``mark``, and its baselines are removed. The gate is green with the other 10 tests.
+
+    Args:
+        root: The root directory of pytest.
+        tests: The folder whose tests are set up, as a path from the root directory.
+        proposed: The written proposal.
+        collected: The tests in the repository's source.
+        environment: The environment variables of pytest sessions.
+    """
+
+    root: Path
+    tests: str
+    proposed: Proposal
+    collected: ProjectTests
+    environment: Mapping[str, str]
+
+    def record(self, agreed: Callable[[str], bool]) -> None:
+        """Record the baselines, run the gate once, show the end of each session's output, and print the next steps.
+
+        Args:
+            agreed: Asks a question, and returns whether the answer is yes.
+
+        Raises:
+            StopSignal: The process received a signal, for example SIGTERM.
+            SystemExit: Not every test could be recorded. The status is 1.
+        """
+        failed = False
+        gates: list[list[str]] = []
+        missing: list[str] = []
+        verdicts: list[TestVerdict] = []
+        for options in self.proposed.record_with:
+            command = _recording(*options)
+            typed = f"python {' '.join(command)}"
+            if not agreed(f"Record the first baselines: {typed}?"):
+                missing.append(typed)
+                continue
+            write_lines(["", f"$ {typed}"])
+            status, of_session = run_shown(command, self.root / self.tests, self.environment)
+            verdicts += of_session
+            gates.append(["-m", "pytest", "--gpumem-baseline", *options])
+            failed = failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not of_session
+        # These tests may need a network or missing weights. Without any measurement, they cannot be gated.
+        functions = {_function(verdict) for verdict in verdicts if verdict.failed_by_itself}
+        functions -= {_function(verdict) for verdict in verdicts if verdict.verdicts}
+        if not self._leave_out(functions):
+            functions = set()
+        else:
+            why = "they failed by themselves (see above) and have no baseline"
+            write_lines(["", f"left out of {MARK_KEY}, because {why}; add them when they pass:"])
+            write_lines([f"  {function}" for function in sorted(functions)])
+        if failed or any(verdict.failed_by_itself and _function(verdict) not in functions for verdict in verdicts):
+            write_lines(
+                [
+                    "",
+                    (
+                        f"not every test could be recorded (see above): fix these tests or remove them from {MARK_KEY}, and "
+                        "run init again"
+                    ),
+                ]
+            )
+            sys.exit(1)
+        differing = self._gate_once(gates, verdicts)
+        if differing:
+            self._leave_out_differing(differing, functions)
+        self._say_what_is_next(missing)
+
+    def _say_what_is_next(self, missing: list[str]) -> None:
+        """Print the commands for recording the ``missing`` baselines, and the files to commit."""
+        if self.proposed.record_elsewhere is not None:
+            device = self.proposed.record_elsewhere
+            typed = f"python {' '.join(_recording(f'--gpumem-device={device}'))}"
+            missing = [*missing, f"{typed} (on a machine that has {device})"]
+        if missing:
+            write_lines(["", "the gate needs baselines that are not recorded yet; first run:"])
+            write_lines([f"  {command}" for command in missing])
+        baselines = " and the recorded baselines" if missing else ""
+        if not self.proposed.installs_from_nowhere:
+            step = f"commit the written files{baselines}; `pytest --gpumem-baseline` is the gate"
+        else:
+            files = " and ".join(map(os.path.normpath, self.proposed.installs_from_nowhere))
+            step = (
+                f"replace {PLACEHOLDER} in {files}, and commit the written files{baselines}; until then "
+                "`pytest --gpumem-baseline` gates here, but the workflow cannot install it"
+            )
+        write_lines([f"then {step}"] if missing else ["", step])
+
+    def _gate_once(self, commands: Sequence[Sequence[str]], verdicts: Sequence[TestVerdict]) -> set[str]:
+        """Run the gate on the same code as the recording sessions, and return the test functions that fail.
+
+        The figures of these tests depend on chance. ``verdicts`` are those of the recording sessions.
+        """
+        failed_before = {verdict.nodeid for verdict in verdicts if verdict.failure is not None}
+        differing: set[str] = set()
+        for command in commands:
+            write_lines(["", f"$ python {' '.join(command)}"])
+            _, of_session = run_shown(command, self.root / self.tests, self.environment)
+            differing |= {
+                _function(verdict)
+                for verdict in of_session
+                if verdict.failure is not None and verdict.nodeid not in failed_before
+            }
+        return differing
+
+    def _leave_out_differing(self, differing: AbstractSet[str], left_out: AbstractSet[str]) -> None:
+        """Remove tests whose figures depend on chance from the patterns and the store.
+
+        ``left_out`` are the test functions already removed from the patterns.
+        """
+        why = "they failed on the code that recorded them (see above), so their figures depend on chance"
+        if self._leave_out(differing | left_out):
+            write_lines(["", f"left out of {MARK_KEY}, because {why}; add them when they repeat (with a seed):"])
+            write_lines([f"  {function}" for function in sorted(differing)])
+            self._prune(sorted(differing))
+        else:
+            write_lines(
+                ["", f"the gate fails until you remove these tests from {MARK_KEY} or set a seed, because {why}:"]
+            )
+            write_lines([f"  {function}" for function in sorted(differing)])
+
+    def _prune(self, functions: Sequence[str]) -> None:
+        """Remove the baselines of test functions from the store, or else print the command to run. Raises `StopSignal`."""
+        with TemporaryDirectory(prefix="gpumem-init-") as folder, recorded_signals() as stop:
+            output = Path(folder) / "output.txt"
+            command = ["-m", "pytest_gpumem.tools.main", "prune", *functions]
+            status = run(
+                [sys.executable, *command], folder=self.root, environment=self.environment, output=output, stop=stop
+            )
+            if status != 0:
+                errors = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                typed = f"{command_name()} prune {' '.join(map(shlex.quote, functions))}"
+                write_lines(["", *errors, f"their baselines are still in the store; when this is fixed, run: {typed}"])
+
+    def _leave_out(self, functions: AbstractSet[str]) -> bool:
+        """Remove test functions from the written patterns.
+
+        Returns:
+            False if nothing was changed, because there are no such functions, the settings were not written by this command,
+            or no test that runs a model would remain.
+        """
+        remaining = [
+            replace(test, runs_model=False) if test.nodeid in functions else test for test in self.collected.tests
+        ]
+        edit = next((edit for edit in self.proposed.edits if edit.path == SETTINGS), None)
+        if not functions or edit is None or not patterns_of(remaining):
+            return False
+        write_edits(self.root, [with_patterns(edit, patterns_of(self.collected.tests), patterns_of(remaining))])
+        return True
+
+
+def _function(verdict: TestVerdict) -> str:
+    """Return the node id of a test's function, without parameters: ``"test_a.py::test_b"`` for ``"test_a.py::test_b[1]"``."""
+    return f"{verdict.file}::{verdict.test.partition('[')[0]}"
+
+
+def _recording(*options: str) -> list[str]:
+    """Return Python's arguments for recording baselines with these pytest options."""
+    return ["-m", "pytest", "--gpumem-update=new", *options]

@@ -1,0 +1,1 @@
+"""``gpumem run``: measures and gates the steps of a script."""
