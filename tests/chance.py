@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart() -> None:
-    """Have Hypothesis make its generator of random numbers before `tests.heap` hides what will hold it.
+    """Have Hypothesis make its generator of random numbers before `tests.support.processes` hides what will hold it.
 
     It looks for the holder among the objects that the collector sees, with the first example. From Python 3.14 on a dictionary is
     one of them also while it holds nothing that is, and so among those that are hidden.

@@ -22,7 +22,13 @@ import pytest_gpumem.plugin
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
-from tests.heap import are_out_of_sight, hide_what_is_loaded, own_objects_out_of_sight
+from tests.support.processes import (
+    LEFT_OUT,
+    THE_SUITES,
+    are_out_of_sight,
+    hide_what_is_loaded,
+    own_objects_out_of_sight,
+)
 
 # Figures in the pages come from a CPU with AVX512_BF16. oneDNN takes other workspaces for AMX. It reads this at its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -32,9 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytest_plugins = ["pytester", "tests.chance"]
-_THE_SUITES = [f"-pno:{plugin}" for plugin in ("hypothesispytest", "benchmark", "memray")]
-"""Plugins that are installed for the suite, and are none of a project's: the last two are for docs/migrate, and load rich."""
-_LEFT_OUT = ["-pno:randomly", "-pno:cacheprovider", *_THE_SUITES]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -162,7 +165,7 @@ class Project:
         """
         self._drop_bytecode()
         is_alone = not new and not any(one.startswith("-n") for one in args)
-        command = [*_LEFT_OUT, *(f"-p{name}" for name in self.plugins if is_alone), *args]
+        command = [*LEFT_OUT, *(f"-p{name}" for name in self.plugins if is_alone), *args]
         if not timed:
             command.append("--no-gpumem-time")
         if device is not None:
@@ -182,7 +185,7 @@ class Project:
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""
         self._drop_bytecode()
-        environment = {"PYTEST_ADDOPTS": " ".join(_THE_SUITES), **os.environ}
+        environment = {"PYTEST_ADDOPTS": " ".join(THE_SUITES), **os.environ}
         command = ("-m", "pytest_gpumem.tools.main", *args)
         return preloaded.run(*command, cwd=folder or self.path, env=environment, before=_hiding())
 

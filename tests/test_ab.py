@@ -27,8 +27,7 @@ from pytest_gpumem.tools.checkout import Checkout
 from pytest_gpumem.tools.main import main
 from tests import preloaded
 from tests.ab.values import measured, measurement, run, unmeasured
-from tests.alive import wait_until_ended
-from tests.forked_runs import fork_runs
+from tests.support.processes import fork_runs, wait_until_ended
 
 TELLING = """
 import json

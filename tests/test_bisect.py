@@ -12,9 +12,9 @@ import pytest
 from pytest_gpumem.base.requirements import installers
 from pytest_gpumem.tools.bisect.candidates import commits, graph_of
 from pytest_gpumem.tools.checkout import Checkout
-from tests.forked_runs import fork_runs
 from tests.git_store import Repository
 from tests.packages_here import make_wheel, only_from
+from tests.support.processes import fork_runs
 from tests.test_ab import PLAIN
 from tests.test_upgrades import MB, Commits, gpumem
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.conftest import _LEFT_OUT
 from tests.fake_github import NUMBER, FakeGitHub, fake_github
 from tests.pages import Block, blocks_of
+from tests.support.processes import LEFT_OUT
 from tests.test_ci import faults, valid
 from tests.workflows import ROOT, Runner, read_yaml
 
@@ -58,7 +58,7 @@ class Reader:
                 "HOME": str(folder),
                 "CUDA_VISIBLE_DEVICES": "",
                 # What the machine does meanwhile is nothing to a test of the page.
-                "PYTEST_ADDOPTS": " ".join((*_LEFT_OUT, "--no-gpumem-time", "--gpumem-device=cpu")),
+                "PYTEST_ADDOPTS": " ".join((*LEFT_OUT, "--no-gpumem-time", "--gpumem-device=cpu")),
                 "GITHUB_ACTIONS": "true",
                 "GITHUB_WORKSPACE": str(folder / "project"),
                 "GITHUB_EVENT_PATH": str(event),

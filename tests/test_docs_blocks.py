@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from tests.emulated import test_commands_of_the_docs as emulated
-from tests.jobs import run_job
 from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read, workflows
+from tests.support.processes import run_job
 from tests.test_ci import valid
 from tests.test_ci_docs import BLOCKS as OF_CI
 from tests.workflows import read_yaml

@@ -21,9 +21,8 @@ from pytest_gpumem.judging.baselines.format import parse
 from pytest_gpumem.tools.main import main
 from pytest_gpumem.torch_support.private_api import bfloat16_instructions
 from tests import preloaded
-from tests.conftest import _LEFT_OUT
-from tests.heap import hide_what_is_loaded
 from tests.pages import COMPARED, FENCE, blocks_of, command, follows, output, read
+from tests.support.processes import LEFT_OUT, hide_what_is_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +169,7 @@ class Example:
         report = self.folder.parent / "report.xml"
         as_json = self.folder.parent / "report.json"
         report.unlink(missing_ok=True)
-        command = ["-m", "pytest", *_LEFT_OUT, tests, "--gpumem-device=cpu", f"--junitxml={report}"]
+        command = ["-m", "pytest", *LEFT_OUT, tests, "--gpumem-device=cpu", f"--junitxml={report}"]
         command += [f"--gpumem-report={as_json}", *arguments]
         ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in ours}

@@ -36,7 +36,7 @@ from pytest_gpumem.tools.init.workflow import (
     workflow,
 )
 from pytest_gpumem.tools.main import main
-from tests.forked_runs import fork_runs
+from tests.support.processes import fork_runs
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import preloaded
-from tests.locking import log_of, overlaps, start, wait_for
+from tests.support.processes import log_of, overlaps, start_holder, wait_for_line
 
 LOGGED = """
 import os
@@ -178,8 +178,8 @@ def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logge
     )
     (logged.path / "conftest.py").write_text(conftest)
     logged.write("def test_it(gpumem):\n    gpumem.infer_step(lambda: torch.nn.Linear(4, 4), torch.ones(1, 4))\n")
-    holder = start(HOLDER, logged.path, "holder")
-    wait_for("alone holder", logged.path)
+    holder = start_holder(HOLDER, logged.path, "holder")
+    wait_for_line("alone holder", logged.path)
     result = logged.run(*workers, separate=True, timed=True)
     assert holder.wait(30) == 0
     result.assert_outcomes(passed=1)

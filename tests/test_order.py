@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.heap import own_objects_out_of_sight
+from tests.support.processes import own_objects_out_of_sight
 
 SUITE = """
 import gc

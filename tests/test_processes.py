@@ -15,7 +15,7 @@ from pytest_gpumem.base import processes
 from pytest_gpumem.base.processes import Stop, StopSignal, recorded_signals
 from pytest_gpumem.tools.ab.compare_variants import Progress
 from tests.ab.values import BASE, measured, measurement, run
-from tests.alive import wait_until_ended
+from tests.support.processes import wait_until_ended
 
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.
 FAMILY = """

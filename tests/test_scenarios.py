@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import preloaded
-from tests.heap import hide_what_is_loaded
+from tests.support.processes import hide_what_is_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

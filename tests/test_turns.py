@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import _LEFT_OUT
+from tests.support.processes import LEFT_OUT
 
 CONFTEST = """
 from contextlib import contextmanager
@@ -97,7 +97,7 @@ def session(pytester):
     def run(source, *arguments, wanted=5):
         pytester.makeconftest(CONFTEST.format(wanted=wanted))
         pytester.makepyfile(source)
-        return pytester.runpytest_inprocess(*_LEFT_OUT, *arguments)
+        return pytester.runpytest_inprocess(*LEFT_OUT, *arguments)
 
     return run
 

@@ -30,8 +30,8 @@ from pytest_gpumem.tools.ab.runs import Runner, RunRecord, run_of
 from pytest_gpumem.tools.bisect.driver import Search
 from pytest_gpumem.tools.main import main
 from tests.ab.values import measured, measurement
-from tests.forked_runs import fork_runs
 from tests.packages_here import make_wheel, only_from
+from tests.support.processes import fork_runs
 from tests.test_ab import PLAIN
 
 if TYPE_CHECKING:

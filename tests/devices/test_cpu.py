@@ -20,7 +20,7 @@ from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 from pytest_gpumem.measuring.step_config.config import CHECKPOINTS, PRECISIONS
 from pytest_gpumem.torch_support.private_api import bfloat16_instructions
 from pytest_gpumem.torch_support.reachability import storages_of
-from tests.locking import state_of
+from tests.support.processes import state_of
 
 KB = 1000
 MB = 1000 * KB

@@ -22,7 +22,7 @@ from pytest_gpumem.measuring.devices.cuda import CudaDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 from pytest_gpumem.measuring.devices.registry import make_cpu, make_cuda
 from tests.devices.test_cuda import SyntheticCuda, in_place_of_torchs
-from tests.locking import GATE, log_of, overlaps, start, state_of, wait_for
+from tests.support.processes import GATE, log_of, overlaps, start_holder, state_of, wait_for_line
 
 NO_LOCK = "no lock keeps other measured tests off the GPU "
 
@@ -121,7 +121,7 @@ for _ in range(3):
 
 
 def test_processes_that_measure_and_time_never_overlap(tmp_path):
-    finished(*(start(MEASURES_AND_TIMES, tmp_path, name) for name in "abc"))
+    finished(*(start_holder(MEASURES_AND_TIMES, tmp_path, name) for name in "abc"))
     assert len(log_of(tmp_path)) == 54
     assert overlaps(log_of(tmp_path)) == []
 
@@ -129,14 +129,14 @@ def test_processes_that_measure_and_time_never_overlap(tmp_path):
 def test_without_a_lock_they_do_overlap_and_it_is_seen(tmp_path):
     broken = """
         note("shares")
-        wait_for("shares " + ("b" if me == "a" else "a"))
+        wait_for_line("shares " + ("b" if me == "a" else "a"))
         note("waits")
         with nullcontext():
             note("alone")
-            wait_for("alone " + ("b" if me == "a" else "a"))
+            wait_for_line("alone " + ("b" if me == "a" else "a"))
         note("leaves")
     """
-    finished(*(start(broken, tmp_path, name) for name in "ab"))
+    finished(*(start_holder(broken, tmp_path, name) for name in "ab"))
     assert overlaps(log_of(tmp_path)) != []
 
 
@@ -144,14 +144,14 @@ def test_two_that_share_and_both_want_to_be_alone_both_get_their_turn(tmp_path):
     both = """
         with lock.shared():
             note("shares")
-            wait_for("shares " + ("b" if me == "a" else "a"))
+            wait_for_line("shares " + ("b" if me == "a" else "a"))
             note("waits")
             with lock.exclusive() as refused:
                 assert refused is None
                 note("alone")
             note("leaves")
     """
-    finished(*(start(both, tmp_path, name) for name in "ab"))
+    finished(*(start_holder(both, tmp_path, name) for name in "ab"))
     assert overlaps(log_of(tmp_path)) == []
     assert {"alone a", "alone b"} <= set(log_of(tmp_path))
 
@@ -170,13 +170,13 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
             note("shares")
     """
     with lock.shared():
-        writer = start(waits, tmp_path, "writer")
-        wait_for("waits writer", tmp_path)
+        writer = start_holder(waits, tmp_path, "writer")
+        wait_for_line("waits writer", tmp_path)
         deadline = time.monotonic() + 30
         while state_of(tmp_path / "locks", GATE) == "free":
             assert time.monotonic() < deadline, "whoever waits keeps nobody out"
-        later = start(comes, tmp_path, "later")
-        wait_for("comes later", tmp_path)
+        later = start_holder(comes, tmp_path, "later")
+        wait_for_line("comes later", tmp_path)
         with pytest.raises(subprocess.TimeoutExpired):
             later.wait(0.2)
     finished(writer, later)
@@ -194,8 +194,8 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
     ids=["alone", "with a child that lives on"],
 )
 def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
-    holder = start(doing, tmp_path, "holder")
-    wait_for("there holder", tmp_path)
+    holder = start_holder(doing, tmp_path, "holder")
+    wait_for_line("there holder", tmp_path)
     assert state_of(locks) == "alone"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -206,7 +206,7 @@ def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
 
 def test_one_that_is_killed_while_waiting_to_be_alone_leaves_the_gate_open(tmp_path, lock, locks):
     with lock.shared():
-        waiting = start("with lock.shared(): \n with lock.exclusive(): pass", tmp_path, "waiting")
+        waiting = start_holder("with lock.shared(): \n with lock.exclusive(): pass", tmp_path, "waiting")
         while not list(locks.iterdir()) or state_of(locks, GATE) == "free":
             assert waiting.poll() is None
         waiting.send_signal(signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_a_forked_child_takes_nothing_from_its_parent(tmp_path):
             assert refused is None
         note("done")
     """
-    finished(start(forks, tmp_path, "it"))
+    finished(start_holder(forks, tmp_path, "it"))
     assert log_of(tmp_path) == ["done it", "done it"]
 
 
@@ -242,7 +242,7 @@ def test_a_child_that_is_forked_while_its_parent_is_alone_holds_nothing(tmp_path
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
     """
-    finished(start(forks, tmp_path, "it"))
+    finished(start_holder(forks, tmp_path, "it"))
     assert log_of(tmp_path) == ["another_measured_tes it"]
 
 
@@ -270,8 +270,8 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(tmp_path):
         thread.join()
     """
     with somebody("lock.shared()", tmp_path):
-        parent = start(forks, tmp_path, "it")
-        wait_for("left it", tmp_path)
+        parent = start_holder(forks, tmp_path, "it")
+        wait_for_line("left it", tmp_path)
     finished(parent)
 
 
@@ -301,8 +301,8 @@ def clock(monkeypatch):
 @contextmanager
 def somebody(doing, folder):
     """Another process that shares, or is alone, meanwhile."""
-    process = start(f"with {doing}: note('there'); wait_for('enough test')", folder, "somebody")
-    wait_for("there somebody", folder)
+    process = start_holder(f"with {doing}: note('there'); wait_for_line('enough test')", folder, "somebody")
+    wait_for_line("there somebody", folder)
     try:
         yield
     finally:
@@ -541,13 +541,13 @@ def told(lock, monkeypatch):
 
 
 def held_by(tmp_path, then):
-    holder = start(HOLDS.format(then=then), tmp_path, "holder")
-    wait_for("alone holder", tmp_path)
+    holder = start_holder(HOLDS.format(then=then), tmp_path, "holder")
+    wait_for_line("alone holder", tmp_path)
     return holder
 
 
 def test_who_waits_is_told_once_who_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
-    holder = held_by(tmp_path, 'wait_for("told")')
+    holder = held_by(tmp_path, 'wait_for_line("told")')
 
     def tell(sentence):
         told.append(sentence)

@@ -14,8 +14,7 @@ import pytest
 
 from pytest_gpumem.measuring.devices import memory_ledger
 from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory, Entry, MemoryLedger, State, may_begin
-from tests import locking
-from tests.locking import log_of, wait_for
+from tests.support.processes import log_of, start_holder, wait_for_line
 
 RESTS, SHARES, ALONE = State.RESTS, State.SHARES, State.ALONE
 EMPTY = DeviceMemory(total=16, free=16, held=0)
@@ -54,13 +53,13 @@ def now(memory=EMPTY):
 
 def start(script, folder, name):
     """A process called ``name`` that has a ``ledger`` in ``folder / "ledger"``, and runs ``script``."""
-    return locking.start(LEDGER + textwrap.dedent(script), folder, name)
+    return start_holder(LEDGER + textwrap.dedent(script), folder, name)
 
 
 @contextmanager
 def somebody_who_holds_14(folder):
     process = start("run(14, seconds=600)", folder, "holds")
-    wait_for("begins 14 holds", folder)
+    wait_for_line("begins 14 holds", folder)
     yield process
     process.kill()
     process.wait()
@@ -119,7 +118,7 @@ def together(log):
 def released(folder, events, *processes):
     """Let processes go on once all that is in ``events`` has happened, and wait for their ends."""
     for event in events:
-        wait_for(event, folder)
+        wait_for_line(event, folder)
     (folder / "released").touch()
     finished(*processes)
 
@@ -158,8 +157,8 @@ def test_small_ones_that_come_later_cannot_starve_a_large_one(tmp_path, wanted):
     small = [
         start("while 'large' not in open(folder / 'log').read().split(): run(2, 0.02)", tmp_path, name) for name in "ab"
     ]
-    wait_for("begins 2 a", tmp_path)
-    wait_for("begins 2 b", tmp_path)
+    wait_for_line("begins 2 a", tmp_path)
+    wait_for_line("begins 2 b", tmp_path)
     finished(start(f"run({wanted})", tmp_path, "large"), *small)
 
 
@@ -215,7 +214,7 @@ def test_a_process_leaves_only_when_it_runs_no_test_and_may_enter_again(tmp_path
         assert file.exists()
     # Another one that is there keeps the file.
     other = start("ledger.enter(1)\nnote('entered')\nuntil_released()\nledger.leave()", tmp_path, "other")
-    wait_for("entered other", tmp_path)
+    wait_for_line("entered other", tmp_path)
     ledger.leave()
     assert file.exists()
     released(tmp_path, [], other)
@@ -237,9 +236,9 @@ def test_ctrl_c_while_waiting_leaves_the_queue_to_others(tmp_path):
     """
     with somebody_who_holds_14(tmp_path):
         interrupted = start(script, tmp_path, "waits")
-        wait_for("waits waits", tmp_path)
+        wait_for_line("waits waits", tmp_path)
         interrupted.send_signal(signal.SIGINT)
-        wait_for("interrupted waits", tmp_path)
+        wait_for_line("interrupted waits", tmp_path)
         finished(start("run(0)", tmp_path, "small"))
     interrupted.kill()
     interrupted.wait()

@@ -15,7 +15,7 @@ from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulating.emulation.load import become
 from tests import preloaded
-from tests.heap import hide_what_is_loaded
+from tests.support.processes import hide_what_is_loaded
 
 REPOSITORY = Path(__file__).parents[2]
 

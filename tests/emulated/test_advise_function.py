@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.alive import is_alive, wait_until_ended
+from tests.support.processes import is_alive, wait_until_ended
 
 MODELS = """
 import logging

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.alive import wait_until_ended
 from tests.emulated.processes import REPOSITORY
+from tests.support.processes import wait_until_ended
 from tests.workspaces import KEPT, WORKSPACE
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.base.variables import EMULATED
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from tests.emulated.processes import REPOSITORY, emulate
-from tests.jobs import Job, run_job
+from tests.support.processes import Job, run_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

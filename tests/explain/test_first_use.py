@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder, Row, holder_at
 from pytest_gpumem.measuring.explain import first_use
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
-from tests.heap import own_objects_out_of_sight
+from tests.support.processes import own_objects_out_of_sight
 
 CPU = torch.device("cpu")
 SQUARE = Row("other", 3600, tensor="float32[30, 30]")

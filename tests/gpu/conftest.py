@@ -16,7 +16,7 @@ from pytest_gpumem.measuring.devices.registry import make_cuda
 from tests.gpu.figures import Figures
 from tests.gpu.gpt2 import GIBIBYTE, NEEDED
 from tests.gpu.project import REPOSITORY, GpuProject
-from tests.heap import own_objects_out_of_sight
+from tests.support.processes import own_objects_out_of_sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping

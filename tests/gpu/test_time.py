@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.locking import log_of, overlaps
+from tests.support.processes import log_of, overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

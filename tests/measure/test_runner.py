@@ -41,8 +41,7 @@ from pytest_gpumem.torch_support.garbage_collector import (
     is_heap_frozen,
 )
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
-from tests.heap import own_objects_out_of_sight
-from tests.locking import state_of
+from tests.support.processes import own_objects_out_of_sight, state_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.settling import StepFigures

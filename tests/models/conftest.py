@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS
-from tests.heap import own_objects_out_of_sight
 from tests.models.architectures import BERT, GPT2, LLAMA, VIT
+from tests.support.processes import own_objects_out_of_sight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.jobs import Job, run_job
+from tests.support.processes import Job, run_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

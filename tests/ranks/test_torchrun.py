@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import preloaded
-from tests.conftest import _LEFT_OUT
-from tests.heap import hide_what_is_loaded
-from tests.jobs import MOST_SECONDS, Job
+from tests.support.processes import LEFT_OUT, MOST_SECONDS, Job, hide_what_is_loaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -404,7 +402,7 @@ def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, tm
         "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
     }
-    command = ["-m", "pytest", *_LEFT_OUT, "--gpumem-device=cpu", "--gpumem-baseline", "--no-gpumem-time"]
+    command = ["-m", "pytest", *LEFT_OUT, "--gpumem-device=cpu", "--gpumem-baseline", "--no-gpumem-time"]
     ranks = [
         preloaded.start(
             *command,

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from tests import preloaded
-from tests.heap import hide_what_is_loaded
+from tests.support.processes import hide_what_is_loaded
 
 ROOT = Path(__file__).parents[2]
 _RUN = """

@@ -33,7 +33,7 @@ from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
 from tests import preloaded
-from tests.heap import own_objects_out_of_sight
+from tests.support.processes import own_objects_out_of_sight
 from tests.workspaces import RELEASE
 
 # torch 2.6 warns of random numbers, of which nothing here depends.
