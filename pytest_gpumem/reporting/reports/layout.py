@@ -69,11 +69,14 @@ class Screen:
 
 def cells(text: str) -> int:
     """Return the width of ``text`` in a terminal's cells: an East Asian character has two, a combining mark has none."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
+    return len(text) if text.isascii() else sum(map(_character_cells, text))
 
-    return cell_len(text)
+
+def _character_cells(character: str) -> int:
+    """Return the width of a character, by Unicode's tables in the standard library."""
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _harmless(character: str) -> str:
