@@ -1,7 +1,7 @@
-"""The composition of a peak: one row for each category, module, line, dtype and shape, with its live bytes.
+"""A peak's composition: one row for each category, module, line, dtype and shape, with the live bytes.
 
-All classes here are frozen dataclasses. For example, ``Row("parameter", 65536, "blocks.*.0", "model.py:9")`` means that the
-parameters from line 9 take 65,536 bytes at the peak.
+All classes here are frozen dataclasses. Example: if the parameters from line 9 take 65,536 bytes at the peak, their row is
+``Row("parameter", 65536, "blocks.*.0", "model.py:9")``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ CATEGORIES = {
     "workspace": "The block was freed before its operator, or the call of this operator, returned. Memory that the "
     "backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
-    "other": "No other rule matches the block. Examples are a block from before the recording that no known object "
-    "refers to, a block from outside modules in a step without backward, and a block that an optimizer allocates and "
-    "keeps outside its state. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
+    "other": "No other rule matches the block. These are blocks from before the recording that no known object refers "
+    "to, blocks allocated outside modules in a step without backward, and blocks that an optimizer allocates in its "
+    "step and does not free. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
     "unattributed": "A single row for all bytes of the step that are in no recorded block. Example: a step has 40 MB, "
     "and its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
@@ -64,7 +64,7 @@ cover 95 %, because its layers differ from each other."""
 MOST_TIED = 50
 """A baseline stores at most this many rows in addition, if they have exactly as many bytes as the smallest stored row."""
 REST = "smaller rows"
-"""The `Row.operator` of a row that is the sum of all small rows in a category."""
+"""`Row.operator` in the row for the sum over all small rows in a category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
@@ -75,7 +75,7 @@ NOT_EXPLAINED = "the measured code could not be run again to explain its peak"
 
 
 class MissingComposition(AttributeError):
-    """Raised if a test reads a composition that was not recorded. The message says how to record the composition."""
+    """Raised if a test reads a composition without a recording. The message says how to record the composition."""
 
 
 class CompositionError(ValueError):
@@ -86,47 +86,47 @@ class CompositionError(ValueError):
 class Row:
     """Memory blocks with the same category, module, line, operator, dtype and shape.
 
-    For memory that an autograd node allocates in backward, the row names the module and line of the forward operator that
-    created the node. If backward calls Python code, the row names the module and line of this code. Examples are a recomputed
-    checkpoint and the ``backward`` method of a ``torch.autograd.Function``.
+    If an autograd node allocates memory in backward, its row names the module and line from which forward created the node. If
+    backward calls Python code, for example in a recomputed checkpoint or a ``torch.autograd.Function``, the row names the
+    module and line of this code.
 
     Example:
         ``Row("parameter", 65536, "blocks.*.0", "model.py:9", tensor="float32[64, 64]", count=4)``
     """
 
     category: str
-    """The use of the blocks, for example ``activation``. [The categories](#categories) lists all values."""
+    """The blocks' use, for example ``activation``. [The categories](#categories) lists all values."""
     nbytes: int
-    """The sum of the bytes that were requested for these blocks."""
+    """The requested bytes, summed over all blocks in this row."""
     module: str = ""
-    """The path of the innermost running module, with ``*`` in place of layer numbers: ``blocks.*.attn``. For the model itself,
-    this is the name of the model's class. If a step runs several models, paths in all models after the first begin with the
-    model's class: ``Discriminator.fc``. Empty for code outside modules."""
+    """The innermost running module's path, with ``*`` for layer numbers: ``blocks.*.attn``. For the model itself, this is the
+    name of the model's class. If a step runs several models, paths in all models after the first begin with the model's class:
+    ``Discriminator.fc``. Empty for code outside modules."""
     site: str = ""
-    """File and line of the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if no
-    code of yours was running."""
+    """File and line for the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
+    your code was not running."""
     library: str = ""
-    """The innermost line in an installed package that your code at ``site`` called, with the package's name and release:
-    ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
+    """The innermost line in an installed package called by ``site``, with the package's name and release: ``transformers
+    4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
     operator: str = ""
-    """The operator that allocated the blocks (``_softmax``), or in backward the autograd node (``MulBackward0``). Under
-    autocast, the first operator that uses a weight also casts the weight to a lower precision. The row for this cast has the
-    operator ``autocast's cached cast``."""
+    """The allocating operator (``_softmax``), or in backward the autograd node (``MulBackward0``). Under autocast, the first
+    operator with a weight also casts the weight to a lower precision. The row for this cast has the operator ``autocast's
+    cached cast``."""
     tensor: str = ""
-    """Dtype and shape of the tensor in each block: ``float32[8, 12, 1024, 1024]``. Empty if no recorded operator had a tensor
-    in these blocks as an argument."""
+    """The dtype and shape in each block: ``float32[8, 12, 1024, 1024]``. Empty if no recorded operator had a tensor in these
+    blocks as an argument."""
     count: int = 1
     """The number of memory blocks in this row."""
     layers: Layers = ()
-    """The numbers of the layers in this row, with one inner tuple for each ``*`` in ``module``: ``((0, 2),)`` means the layers
-    0 and 2. ``()`` means all layers."""
+    """The layers in this row, as one tuple of numbers for each ``*`` in ``module``: ``((0, 2),)`` means the layers 0 and 2.
+    ``()`` means all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
     """The lines from which the allocating line was called, one tuple for each call stack, with the innermost caller first:
-    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. A row lists at most 4 call stacks. Two rows that differ
-    only in their callers compare as equal, and baselines do not store callers."""
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. A row lists at most 4 call stacks. A comparison of two rows
+    ignores the callers, and baselines do not store callers."""
     named: str = field(default="", compare=False)
-    """The caller that a report shows before the allocating line, for example because the caller's line was changed. Empty if
-    the report shows no caller."""
+    """A caller for reports to show before the allocating line, for example because the caller's line was changed. Empty to
+    show no caller."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -158,13 +158,13 @@ class Row:
 
     @property
     def what(self) -> str:
-        """The number of blocks with their dtype and shape: ``24 x float32[8, 12, 1024, 1024]``."""
+        """The blocks' number, dtype and shape: ``24 x float32[8, 12, 1024, 1024]``."""
         return f"{self.count} x {self.tensor or 'block'}"
 
     def text(self) -> str:
-        """Return the row as a line of text, as a baseline file stores it.
+        """Return the row as a text. Baseline files contain these texts.
 
-        The line has the form ``category | module | operator | line | library's line | count x dtype[shape] | bytes``.
+        The text has the form ``category | module | operator | line | library's line | count x dtype[shape] | bytes``.
         """
         parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
@@ -217,12 +217,12 @@ def row_from_text(text: str) -> Row:
 
 
 RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
-"""A row that JSON reports store as a text with callers."""
+"""A row in JSON reports: a text with callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
-    """The live memory at one moment of a step, as rows. The rows' bytes and ``rest`` add up to ``total`` exactly.
+    """The live memory at a moment in a step, as rows. The rows' bytes and ``rest`` add up to ``total`` exactly.
 
     Methods with a ``module`` argument select rows by a pattern for the module's path. A pattern also selects all modules
     inside a matching module, so ``blocks.*.attn`` includes ``blocks.*.attn.qkv``. ``*`` matches any text, including dots. If a
@@ -241,19 +241,19 @@ class Composition(FrozenValue):
     """
 
     total: int
-    """The sum of the bytes in all live blocks."""
+    """The bytes in all live blocks together."""
     rows: tuple[RowText, ...]
     """The rows, sorted by bytes. The largest row comes first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The number of calls that backward repeated because of checkpointing, for each module path (``blocks.*``)."""
+    """For each module path (``blocks.*``), how many calls backward repeated because they were checkpointed."""
     notes: tuple[str, ...] = ()
-    """Remarks about this composition, for example that the recorded run had a different peak than the measured run."""
+    """Remarks, for example about a recorded run whose peak differs from the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
-    """For each module path, how many of its calls ran with grad mode off (``no_grad``, ``inference_mode``): ``(1, 2)`` means 1
-    of 2 calls. For a function (``step()``), the numbers count the function's own calls to torch functions."""
+    """For each module path, how many calls ran with grad mode off (``no_grad``, ``inference_mode``): ``(1, 2)`` means 1 of 2
+    calls. For a function (``step()``), the numbers count the function's own calls to torch functions."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
-    """For each module path, how many of its forward calls with grad mode on were not reached by backward, for example because
-    of ``detach``. Calls that added nothing to the autograd graph and allocated nothing are not counted."""
+    """For each module path, how many forward calls with grad mode on backward did not reach, for example after ``detach``. A
+    call is not counted if it added nothing to the autograd graph and allocated nothing."""
     phase: str = ""
     """The phase in which the live memory was recorded: forward, backward or optimizer. Empty if unknown."""
 
@@ -269,7 +269,7 @@ class Composition(FrozenValue):
 
     @property
     def rest(self) -> int:
-        """The bytes that belong to no row. This is 0 if the composition has all its rows."""
+        """The bytes outside all rows. This is 0 if the composition has all its rows."""
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
@@ -298,16 +298,15 @@ class Composition(FrozenValue):
         )
 
     def kept(self) -> Composition:
-        """Return this composition as a baseline stores it: with its largest rows, and the sum of all smaller rows.
+        """Return this composition as a baseline stores it: with the largest rows, and a sum for the smaller rows.
 
         The result has the largest rows, at most 100, until they cover 95 % of all bytes and 95 % of the bytes outside
         workspaces. All smaller rows in a category become a single row with the operator ``smaller rows``. ``no_grad`` and
-        ``no_backward`` get an entry ``(all)`` with the sum over all modules, and lose the entries that follow from the entry
-        of an outer module.
+        ``no_backward`` are shortened by `outermost`.
 
-        Rows with exactly as many bytes as the smallest of these rows are stored too, if there are at most 50 of them. Example:
-        the rows for ``to_q``, ``to_k`` and ``to_v`` have equal bytes. If the baseline lacked ``to_v``, a later comparison
-        would report ``to_v`` as new memory.
+        Rows with exactly as many bytes as the smallest stored row are stored too, if there are at most 50. Example: the rows
+        for ``to_q``, ``to_k`` and ``to_v`` have equal bytes. If the baseline lacked ``to_v``, a later comparison would report
+        ``to_v`` as new memory.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # Negative rows are always stored. Without them, the stored rows could add up to more than the total.
@@ -336,7 +335,7 @@ class Composition(FrozenValue):
 
 
 def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Replace rows that are equal except for their count and bytes by their sum."""
+    """Add up rows if only their counts and bytes differ."""
     sums: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
@@ -361,15 +360,15 @@ def each_layer(row: Row) -> dict[Numbers, Row]:
 
 
 def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
-    """Join rows of single layers to as few rows as possible, without a change in any layer's bytes.
+    """Join rows for single layers to as few rows as possible, without a change in any layer's bytes.
 
     Example:
-        ``_softmax`` has four rows: 8 MB in each of the layers 0, 1 and 2, and 4 MB in layer 3. The result has two rows: 24 MB
-        for ``h.{0-2}.attn``, and 4 MB for ``h.3.attn``.
+        ``_softmax`` has four rows: 8 MB each in the layers 0, 1 and 2, and 4 MB in layer 3. The result has two rows: 24 MB for
+        ``h.{0-2}.attn``, and 4 MB for ``h.3.attn``.
 
     Args:
         rows: The rows to join.
-        all_layers: The numbers of all layers in the model, by module path with ``*`` (``h.*.attn``).
+        all_layers: All layer numbers in the model, by module path with ``*`` (``h.*.attn``).
     """
     layers_of: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
     callers: dict[Row, dict[Chain, None]] = {}
@@ -391,9 +390,7 @@ def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers
 
 
 def item_bits(dtype: str) -> int:
-    """Return the size of one element in bits: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, 0 for an unknown
-    dtype.
-    """
+    """Return an element's size in bits: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, 0 for an unknown dtype."""
     digits = _DIGITS.search(dtype)
     return 8 if dtype == "bool" else int(digits.group()) if digits else 0
 
@@ -403,7 +400,7 @@ def _by_size(row: Row) -> tuple[int, str]:
 
 
 def _is_within(row: Row, pattern: str) -> bool:
-    """Return whether a pattern matches the path of a row's module, or the path of an outer module."""
+    """Return whether a pattern matches the path to a row's module, or to a module around it."""
     paths = [path.split(".") for path in {row.module, row.path}]
     return any(
         fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for parts in paths for count in range(1, len(parts) + 1)
@@ -420,7 +417,7 @@ FIRST_USE = "filled by the first use"
 
 @dataclass(frozen=True, slots=True)
 class Holder(FrozenValue):
-    """An attribute, variable or autograd graph that keeps tensors alive after the step, with the composition of these tensors.
+    """An attribute, variable or autograd graph that keeps tensors alive after the step, with these tensors' composition.
 
     Example:
         ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
@@ -429,16 +426,16 @@ class Holder(FrozenValue):
     path: str
     """The holder's name: ``"Net.seen[...]"`` or ``"the autograd graph of losses[...]"``. Empty if no holder was found.
 
-    If several holders are possible, the text names them: ``"Net.seen[...] or Net.last"``. ``"perhaps Net.seen[...]"`` means
-    that the real holder may also be one that was not found."""
+    If several holders are possible, the text names them: ``"Net.seen[...] or Net.last"``. In ``"perhaps Net.seen[...]"``, the
+    real holder may also be another object, which was not found."""
     kept: Composition
-    """The composition of the tensors that this holder keeps alive."""
+    """The composition of the tensors kept alive by this holder."""
     first_use: bool = False
     """True if the holder is a cache: the measured run filled the cache, and the next run added nothing to it."""
     alternatives: tuple[str, ...] = ()
-    """The names of all possible holders, if it is not known which of them keeps the tensors. Otherwise empty.
+    """All possible holders' names, if it is not known which holder keeps the tensors. Otherwise empty.
 
-    An empty name stands for a holder that was not found."""
+    An empty name stands for an unknown holder."""
 
     @property
     def text(self) -> str:
@@ -466,46 +463,44 @@ def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
 
 
 def sort_holders(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Sort holders by the bytes of the tensors that they keep alive. The holder with the most bytes comes first."""
+    """Sort holders by the bytes in the tensors kept alive. The holder with the most bytes comes first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The compositions from a further run of the step, in which the plugin records every allocation with its line."""
+    """The compositions from a further run of the step. In this run, the plugin records every allocation with its line."""
 
     peak: Composition
     """The composition at the step's peak, available to tests as `Measurement.composition`. If memory ran out, the composition
     just before the failed allocation."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that is still allocated after the step and a garbage collection."""
+    """The composition of all memory still allocated after the step and a garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that only Python's cyclic collector freed, because the tensors were in reference
-    cycles."""
+    """The composition of all memory freed only by Python's cyclic collector, because the tensors were in reference cycles."""
     cycles: tuple[str, ...] = ()
     """At most 5 reference cycles that kept tensors alive, each as its objects' types: ``"Trainer -> dict -> method ->
     Trainer"``."""
     asked: int | None = None
-    """The size of the allocation that failed, in bytes. ``None`` if memory did not run out."""
+    """The failed allocation's size in bytes. ``None`` if memory did not run out."""
     over_time: OverTime | None = None
     """The step's live bytes over time. ``None`` if the session writes no report (``--gpumem-report``), or if the step was
-    recorded only so that `gpumem accept` can store its rows later."""
+    recorded only for a later `gpumem accept`."""
     holders: tuple[Holder, ...] = ()
-    """The holders that keep the memory in ``retained`` alive, sorted by bytes. Their compositions together have the rows of
+    """The holders that keep the memory in ``retained`` alive, sorted by bytes. Their rows together are the rows in
     ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of tensors that each step replaces by a new tensor, for example ``self.last_output``. If such a tensor grew,
-    the test's failure lists the holder under ``what grew``, with the line that makes the tensor. If several lines make tensors
-    with this size, the failure does not name a line."""
+    """The holders whose tensor each step replaces by a new tensor, for example ``self.last_output``. If such a tensor grew,
+    the failed test's message lists the holder under ``what grew``, with the line that makes the tensor. If several lines make
+    tensors with this size, the message does not name a line."""
     gpu: str | None = None
     """The GPU whose memory was recorded: ``"cuda:1"``. ``None`` if the process sees only one GPU."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """For every other phase with allocations, the composition at the phase's own peak."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """For each module or function (``step()``, ``Net.target()``), the callers that called it with grad mode on."""
+    """For each module or function (``step()``, ``Net.target()``), the callers with grad mode on."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """For each line that ran with grad mode on outside a module's ``forward``, the function that contains the line:
-    ``step()``."""
+    """For each line outside a module's ``forward`` that ran with grad mode on, the function around the line: ``step()``."""
 
     def kept(self) -> Explanation:
         """Return this explanation with only the largest rows in each composition (`Composition.kept`).
