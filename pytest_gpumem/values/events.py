@@ -1,8 +1,8 @@
 """Events in a recorded step: memory blocks were allocated or freed, and operators or autograd nodes began or ended.
 
-The events are made from PyTorch's profiler on the CPU, from the CUDA allocator's history, or from fake tensors. They are in
-the order in which they happened, and spans are nested. This module does not import torch, so a recording can be stored and
-read on a machine without torch.
+The events are made from PyTorch's profiler on the CPU, from the CUDA allocator's history, or from fake tensors. A recording
+lists its events in the order in which they happened, and spans are nested. This module does not import torch, so a recording
+can be stored and read on a machine without torch.
 
 Example: ``a @ b`` is ``SpanBegin(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``SpanEnd(180)``.
 """

@@ -13,7 +13,8 @@ If the speed is halved, a step may take up to 2**1.6 = 3.03 times as long.
 The value comes from a virtual machine whose speed varied by a factor 1.75 with little other work. In 577 pairs of runs, the
 median exponent was 1.1 and the 90th percentile was 1.66. Other work with much memory traffic slows a step more, and
 `Slowdown.refilled` covers this. With the exponent 2, a step with twice the time was mistaken for a slow machine in 5 % of all
-runs, and with 1.6 in about 1 %. With both exponents, comparing a step with itself failed equally often (8 in 3,000)."""
+runs, and with the exponent 1.6 in about 1 %. With both exponents, comparing a step with itself failed equally often (8 in
+3,000)."""
 UNREAD_PACE = 3
 """The exponent on the upper bound on a sample's slowdown, if the processor's speed was not read. In experiments, sharing the
 processor made steps up to 1.76 times as long."""

@@ -159,7 +159,7 @@ def kinds_of(
 
     Args:
         amounts: The amounts in each layer, for example ``(bytes, blocks)``, by layer numbers.
-        all_layers: All layer numbers in the module's path.
+        all_layers: The numbers of all layers with the same folded path.
 
     Returns:
         For each group, a tuple: the layers, their number, and the amounts in a single layer.

@@ -73,7 +73,8 @@ def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 
 
 class KindsOfSteps:
-    """The sum of the module calls over all kinds of steps. Steps with the same calls count once.
+    """The sum of the module calls over all kinds of steps. If several steps make the same calls, the sum contains only one of
+    these steps.
 
     Two steps are the same kind if each module has the same share of calls with grad mode off, and the same share of calls not
     reached by backward.

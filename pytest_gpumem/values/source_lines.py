@@ -58,9 +58,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
 
 
 def alternatives_clause(lines: Sequence[str]) -> list[str]:
-    """Return a text that lists the possible lines: ``["one of a.py:3, b.py:5"]``; an empty list if only one line is
-    possible.
-    """
+    """Return a text that lists the possible lines: ``["one of a.py:3, b.py:5"]``; an empty list if only one line is possible."""
     return [f"one of {', '.join(lines)}"] if len(lines) > 1 else []
 
 
@@ -91,7 +89,9 @@ def package_of(line: str) -> str:
 
 
 def file_and_line(line: str) -> tuple[str, int]:
-    """Split a line's text into the file (without the package's release) and the line number; 0 if the text has no number."""
+    """Split a line's text into the file (without the package's release) and the line number, which is 0 if the text has no
+    number.
+    """
     file, _, number = line.rpartition(":")
     if number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS:
         return without_release(file), int(number)

@@ -25,9 +25,9 @@ six times with a probability of 1 - 2 / 2**6 = 96.9 %."""
 MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
 """Upper bounds on other work's interference with a run whose times become a baseline.
 
-Other work may have slowed the step by at most a factor of 1.25. It may have taken the core for so long that the rounds became
-longer by at most a factor of 1.1. The first bound is higher, because a slowdown is only estimated, and the time for other work
-is measured (`pytest_gpumem.timing.validity`)."""
+Other work may have slowed the step by at most a factor of 1.25. Waiting for other work on the core may have made the step's
+rounds longer by at most a factor of 1.1. The first bound is higher, because a slowdown is only estimated, and the time for
+other work is measured (`pytest_gpumem.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Round:
 
     @property
     def own(self) -> float:
-        """Seconds per step after the time that other work may have taken is subtracted."""
+        """Seconds per step, minus the time that other work may have taken."""
         return self.seconds / self.taken
 
     @property
@@ -108,7 +108,7 @@ class Sample:
 
     @property
     def own(self) -> float:
-        """The median of the seconds per step after the time for other work, such as waiting for a core, is subtracted."""
+        """The median of the seconds per step, minus the time for other work, such as waiting for a core."""
         return statistics.median(timed.own for timed in self.counted)
 
     @property
@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def most_disturbed_by(self) -> str | None:
-        """The text about the other work that disturbed the largest number of rounds; ``None`` if no round was disturbed."""
+        """The text in `Round.disturbed` that most disturbed rounds have; ``None`` if no round was disturbed."""
         counts = Counter(timed.disturbed for timed in self.rounds if timed.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
