@@ -1,1 +1,1 @@
-"""Compute the values of small tensors on an emulated GPU, and record how a program uses the values that are not computed."""
+"""Compute the values of small tensors on an emulated GPU, and record how a program uses all other values."""

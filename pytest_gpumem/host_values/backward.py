@@ -32,7 +32,7 @@ _kept: list[ExitStack] = []
 
 
 def away_in_backward(mode: HostValues) -> None:
-    """From now on, run backward without the mode, except for Python code that autograd calls."""
+    """From now on, run backward without the mode, except for hooks and other Python code."""
 
     @contextmanager
     def away(roots: Sequence[Any]) -> Iterator[None]:
@@ -57,8 +57,8 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # `atexit` leaves the context while torch is still loaded. Since Python 3.14, a process that multiprocessing forks drops
-    # its exit functions. Without the reference in `_kept`, this would free the context and leave it too early.
+    # `atexit` leaves the context while torch is still loaded. Since Python 3.14, a process forked by multiprocessing drops its
+    # exit functions. Without the reference in `_kept`, this would free the context and leave it too early.
     contexts = ExitStack()
     _kept.append(contexts)
     contexts.enter_context(engine_run_within(away))
@@ -76,7 +76,7 @@ def _in_mode(
     Args:
         mode: The mode to enter.
         call: The original function.
-        take: A function to call with the floating-point tensors that ``call`` returned. It marks them as unknown, because
+        take: A function to call with the floating-point tensors returned by ``call``. It marks them as unknown, because
             autograd may add to them later without the mode.
     """
 

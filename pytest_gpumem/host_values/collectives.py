@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 SENDS_ONLY = frozenset({"send", "barrier", "monitored_barrier_"})
-"""Operators in `torch.distributed` that only read their first argument. All others write to it."""
+"""Operators in `torch.distributed` that read their first argument. All other operators there write to their first argument."""
 _EXCHANGES = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 _SENT_ONE_BY_ONE = frozenset({"gather_", "scatter_", "recv_", "recv_any_source_", *_EXCHANGES})
 
 
 def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) -> bool:
-    """Write the received values, if they follow from the values that this rank sends.
+    """Write the received values, if they follow from the values sent by this rank.
 
     Args:
         name: The operator's name in `torch.distributed`: ``"alltoall_"``.
@@ -33,7 +33,7 @@ def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) 
     if name not in _SENT_ONE_BY_ONE:
         return True
     if name == "scatter_":
-        return bool(sent)  # on the rank that scatters, the stand-in has written the part for this rank
+        return bool(sent)  # on the scattering rank, the stand-in has written the part for this rank
     sources = sent * len(received) if name == "gather_" else sent
     fits = len(sources) == len(received) and is_small((*received, *sources))
     if not fits or any(target.shape != source.shape for target, source in zip(received, sources, strict=True)):

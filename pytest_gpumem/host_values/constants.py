@@ -1,8 +1,8 @@
 """Track tensors whose elements are all 0 or all 1 ("constant"), although they follow from uncomputed values.
 
-This is possible because of two assumptions. Uncomputed floats are finite. Uncomputed token ids are not among the ids that
-`torch.isin` searches for, so a text is generated up to its maximum length. Both assumptions may be wrong, so if the program
-reads a result that depends on an assumption, the read is recorded.
+This is possible because of two assumptions. Uncomputed floats are finite. Uncomputed token ids are not among the end tokens in
+`torch.isin`, so a text is generated up to its maximum length. Both assumptions may be wrong. So the program's reads of such
+tensors are recorded.
 
 Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` has the note `Constant(False, "branch")`.
 Then ``torch.isin(ids, end).any().item()`` returns False, and its line is recorded as a branch decided by an uncomputed value.
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[1])
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
-"""Operators that check whether values are finite. For uncomputed floats, the assumed answer is "finite"."""
+"""Checks for finite values. For uncomputed floats, the assumed answer is "finite"."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
-"""Operators that return a constant tensor's value unchanged. `_EXTREMES` with a single argument do so too."""
+"""Operators whose result has the same value as a constant input. This also holds for `_EXTREMES` with a single argument."""
 _VALID = frozenset({"all", "_is_all_true"})
-"""Operators with which `torch.distributions` checks that its arguments are valid."""
+"""Operators with which `torch.distributions` checks its arguments."""
 _ASKING = _OF_FINITE | _VALID | {"isin"}
 _EXTREMES = frozenset({"max", "min"})
 _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that torch passes to a dispatch mode in inference mode, each with the operator that torch passes otherwise."""
+"""Operators that only inference mode passes to a dispatch mode, each with the operator passed outside inference mode."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
 """Operators that fill a tensor with 1 (True) or 0 (False). This value is known even if the tensor is too large for the CPU."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
@@ -59,7 +59,7 @@ class Constant:
 
     value: bool
     noted: Use | None = None
-    """The use that is recorded when the program reads the value; ``None`` if the value is certain and no read is recorded."""
+    """The use to record when the program reads the value; ``None`` if the value is certain, so reads are not recorded."""
 
 
 def _doubt(constant: Constant) -> int:
@@ -67,7 +67,7 @@ def _doubt(constant: Constant) -> int:
 
 
 def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: object) -> Constant | None:
-    """Return the note for a comparison of scalar host tensors that were made from Python floats.
+    """Return the note for a comparison of scalar host tensors made from Python floats.
 
     Reading the result is recorded as a decided branch, as for a comparison of the floats in Python.
 
@@ -171,7 +171,7 @@ class Constants:
     def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
         """Return the note for ``first & second`` or ``first | second``; ``None`` if the result is not constant.
 
-        ``decides`` is the value of one operand that decides the result alone: False for ``&``, True for ``|``.
+        If an operand has the value ``decides``, the result has this value too: False for ``&``, True for ``|``.
         """
         if not (is_exact(first) and is_exact(second)):
             return None

@@ -5,7 +5,7 @@ although the scores are uncomputed. Scores without a mask are assumed to be fini
 
 In numbers: ``scores.masked_fill(mask, -inf)`` has four uncomputed scores and the known mask ``[True, False, False, False]``,
 so index 0 is *excluded*. A following ``argmax(-1)`` returns an unknown index except 0. Its memory gets the placeholder 1, the
-first index that is not excluded. ``torch.isin(token, end_tokens)`` is therefore False for the end token 0.
+first allowed index. ``torch.isin(token, end_tokens)`` is therefore False for the end token 0.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A note about integers that were chosen among uncomputed scores, and cannot have some values."""
+    """A note about integers chosen among uncomputed scores. They cannot have some values."""
 
     excluded: frozenset[int]
-    """The values that no unknown integer in the storage can have. The placeholders in memory do not have these values
-    either."""
+    """Values excluded for all unknown integers in the storage. The placeholders in memory do not have these values either."""
     are_new: bool = False
     """True if the placeholders must still be written to memory."""
 
@@ -170,9 +169,7 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return the note about a tensor of scores, or a note for a number in place of all scores; ``None`` for
-        probabilities.
-        """
+        """Return a note about a tensor of scores, or about a number in place of all scores; ``None`` for probabilities."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
         exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
         if isinstance(exclusion, Scores):

@@ -47,13 +47,13 @@ _READ_UNTAGGED = _OF_MASKS | frozenset(
     | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
     | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )
-"""Operators that read values although they lack torch's tag ``data_dependent_output`` or ``dynamic_output_shape``."""
+"""Operators that read values without torch's tags ``data_dependent_output`` and ``dynamic_output_shape``."""
 _READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "_nested_from_padded"})
-"""Operators that read the values of their second argument only."""
+"""Operators that read values in their second argument only."""
 _IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{part}" for part in ("size", "strides", "storage_offsets"))})
 """Operators that return a view although their schemas do not say so."""
 _CALLS_READERS = _OF_MASKS | frozenset({"isin", "segment_reduce", "_padded_dense_to_jagged_forward"})
-"""Operators whose kernel calls other operators that read values. The values decide the kernel's result or memory."""
+"""Operators whose kernel calls other, reading operators. The read values decide the kernel's result or memory."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -69,7 +69,7 @@ _MADE_OF_NOTHING = frozenset(
         "copy_",
     }
 )
-"""Operators that do not use the values of their first argument, only its shape."""
+"""Operators that use only their first argument's shape, not its values."""
 
 _STATISTICS = ("running_mean", "running_var")
 """Arguments to which normalisations write. Most operators' schemas do not say so."""
@@ -80,7 +80,7 @@ _TRAINS = frozenset({"training", "train", "use_input_stats"})
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """The properties of an operator that decide whether and how the CPU computes it.
+    """An operator's properties. They decide whether and how the CPU computes the operator.
 
     Example: `aten.add_.Tensor` has the name ``"add_"`` and writes to its first argument, so ``written`` is ``(0,)``.
     """
@@ -102,7 +102,7 @@ class Operator:
     reads: bool = False
     """True if torch's code on the host reads the operands' values, to choose the result or its size."""
     calls_readers: bool = False
-    """True if the kernel calls other operators that read values."""
+    """True if the operator's kernel calls other, reading operators."""
     only_tensors: tuple[int, ...] = ()
     """The positions of the arguments for which torch accepts only tensors, and no Python numbers."""
 
@@ -190,9 +190,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sparse_key(tensors: list[torch.Tensor]) -> str | None:
-    """Return torch's dispatch key for a kernel on sparse operands, such as ``"SparseCUDA"``; ``None`` if no operand is
-    sparse.
-    """
+    """Return the dispatch key for a kernel on sparse operands, such as ``"SparseCUDA"``; ``None`` if no operand is sparse."""
     layouts = {tensor.layout for tensor in tensors if not tensor.is_nested} - {torch.strided}
     if not layouts:
         return None
@@ -234,7 +232,7 @@ def is_small(tensors: Iterable[torch.Tensor], *, routed: bool = False) -> bool:
 
 
 def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor that shares the memory of an emulated GPU's tensor."""
+    """Return a CPU tensor in the memory of an emulated GPU's tensor."""
     nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if nbytes <= 0 or tensor.numel() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)

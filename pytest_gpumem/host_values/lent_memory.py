@@ -20,18 +20,18 @@ _MOST_NOTED = 4096
 
 
 class LentMemory:
-    """The host storages that share their memory with another library ("lent").
+    """The host storages whose memory is shared with another library ("lent").
 
     Example: after ``array = tensor.numpy()``, the tensor's storage is lent until ``array`` is freed.
     """
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Each lent storage and the arrays that share its memory, by address. ``None`` in place of the arrays if the storage
-        is lent until it is freed."""
+        """Each lent storage and the arrays on its memory, by address. ``None`` in place of the arrays if the storage is lent
+        until it is freed."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
-        """Note that another library shares a tensor's memory.
+        """Note a tensor's storage as lent to another library.
 
         Args:
             tensor: The tensor. GPU tensors are ignored.

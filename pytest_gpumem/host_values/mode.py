@@ -82,7 +82,7 @@ _NO_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 )
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
-"""Random operators that the CPU computes too, because programs use the drawn integers as indices."""
+"""Random operators, computed on the CPU too because programs use the drawn integers as indices."""
 _SIZED = frozenset({"arange", "range"})
 """Operators whose result's size follows from a number argument. This also holds for names with a prefix in `_RESIZED`."""
 _RESIZED = ("upsample_", "_upsample_")
@@ -97,19 +97,18 @@ _READ = {
     "unique_dim": "unique reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
-"""The text in a message about an operator that reads values. The text about any other operator contains the operator's
-name."""
+"""The beginning of a message about a read, by the reading operator. For other operators, it contains the operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
 """Operators whose CUDA kernel runs and reads the size of its result. `HostValues.answer` has the number for the kernel to
 read."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
-"""Operators that return a tensor's only element as a Python number."""
+"""Operators that convert a tensor's only element to a Python number."""
 _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
-"""Operators that write to their second argument whether gradients are infinite or NaN. `HostValues` ignores this write,
-because unknown gradients are assumed to be finite."""
+"""Operators that write a flag for infinite or NaN gradients to their second argument. `HostValues` ignores this write, because
+unknown gradients are assumed to be finite."""
 
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
-"""The message of the exception that a call to ``torch.linalg.eig`` raises on an emulated GPU."""
+"""The error message for a call to ``torch.linalg.eig`` on an emulated GPU."""
 _MOST_NOTED = 4096
 """If there are more notes than this, the notes about freed storages are deleted."""
 
@@ -134,7 +133,7 @@ class _UnknownStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call to an operator that creates, changes or reads values, in contrast to an operator that only returns a view."""
+    """A call to an operator that creates, changes or reads values. Operators that only return a view are not such calls."""
 
     func: Any
     operator: Operator
@@ -159,7 +158,7 @@ class _Call:
     def has_numbers_for_tensors(self) -> bool:
         """Return whether a number is passed for a tensor argument, for example 2 in ``x * 2``.
 
-        A kernel that is called directly raises an exception for such a number.
+        In a direct call, the kernel raises an exception for such a number.
         """
         arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         return any(
@@ -178,13 +177,13 @@ class _Call:
 
 
 class _Answer(local):
-    """The number that a kernel in this thread gets when it reads the size of its result, for example in ``nonzero``."""
+    """The number for a kernel in this thread to read as the size of its result, for example in ``nonzero``."""
 
     number: int | None = None
 
     @contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Let kernels that run within the context read this number."""
+        """Let kernels within the context read this number."""
         outer, self.number = self.number, number
         try:
             yield
@@ -209,9 +208,9 @@ class HostValues(TorchDispatchMode):
         """The GPU storages to which operators wrote during the current CUDA graph capture, by address. ``None`` if nothing is
         captured."""
         self._unknown: StorageWeakRef | None = None
-        """The GPU storage that was marked as unknown last."""
+        """The GPU storage most recently marked as unknown."""
         self._unknown_on_host: dict[int, _UnknownStorage] = {}
-        """The host storages that contain unknown values, by address. The values in all other host storages are known."""
+        """The host storages with unknown values, by address. The values in all other host storages are known."""
         self.lent = LentMemory()
         self.choosing = AssumedRouting(self.is_unknown)
         self.constants = Constants(self._is_uncertain)
@@ -224,13 +223,13 @@ class HostValues(TorchDispatchMode):
         """True while a method from `watched_methods` runs, for example ``tolist``. Such a method records its read itself."""
         self.answer = _Answer()
         self._kernel: Operator | None = None
-        """The operator whose kernel is running while this mode also intercepts the operators that the kernel calls."""
+        """The operator whose kernel is running, if this mode also intercepts the kernel's own calls to operators."""
         self._made_of_unknown = False
-        """True while `torch.tensor` makes a tensor from a list that contains unknown tensors."""
+        """True while `torch.tensor` makes a tensor from a list with unknown tensors."""
 
     supports_higher_order_operators = True
-    """Tells torch that this mode also handles operators with function arguments, such as `torch.cond`. Otherwise torch raises
-    an exception for these operators."""
+    """Ask torch to pass operators with function arguments, such as `torch.cond`, to this mode too. Otherwise torch raises an
+    exception for these operators."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -361,15 +360,15 @@ class HostValues(TorchDispatchMode):
         return type(argument)(map(self._repeatable, argument)) if type(argument) in (list, tuple) else argument
 
     def _determines(self, call: _Call) -> bool:
-        """Return whether all inputs of an operator are known, so that the CPU can compute its result."""
+        """Return whether all inputs of an operator are known, so the CPU can compute the result."""
         operator, tensors = call.operator, call.tensors
         inputs = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
         is_determined = self._knows(inputs)
         if not inputs and self._kernel is not None and not self._kernel.calls_readers:
             is_determined = False  # a sparse kernel creates zeros and then writes to their memory directly
         if operator.name == "isin":
-            # `generate` searches end tokens with `isin`. Assume that no token is an end token, even if an assumed routing
-            # chose it.
+            # `generate` searches end tokens with `isin`. Assume the answer "no end token", even for a token chosen by an
+            # assumed routing.
             is_determined = (is_determined and self._routing_among(inputs) is None) or self.exclusions.decide(
                 *call.args[:2]
             )
@@ -407,8 +406,7 @@ class HostValues(TorchDispatchMode):
         changed = call.changed()
         outcome = [tensor for tensor in (*results, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         self._clear_unwritten(results if len(outcome) < len(results) + len(changed) else ())
-        # The result of `isin` follows from excluded tokens (`_determines`). It does not depend on the tokens that a routing
-        # chose.
+        # The result of `isin` follows from excluded tokens (`_determines`). An assumed routing does not affect it.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         is_filled = has_known_inputs and self._is_filled(operator, outcome)
         constant = None if is_filled else self._constant_of(call, results, has_known_inputs)
@@ -455,7 +453,7 @@ class HostValues(TorchDispatchMode):
         )
 
     def _choose(self, call: _Call, results: list[torch.Tensor]) -> torch.Tensor | None:
-        """Write the indices that the assumed routing chooses, for an operator such as ``topk`` on uncomputed scores.
+        """Let the assumed routing write the indices, if an operator such as ``topk`` chooses among uncomputed scores.
 
         Returns:
         The tensor with the indices. ``None`` if the operator does not choose among scores, or if no routing is assumed.
@@ -474,7 +472,7 @@ class HostValues(TorchDispatchMode):
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator. If its kernel may call operators that read values, this mode also intercepts these inner
+        """Run an operator. If its kernel may call operators that read values, this mode also intercepts the inner
         operators.
         """
         key = device_type if call.operator.calls_readers else None
@@ -540,7 +538,7 @@ class HostValues(TorchDispatchMode):
             return compute(call.func, call.args, drawing, result)
 
     def _run_on_host(self, call: _Call, is_determined: bool) -> Any:
-        """Run an operator on host tensors, and note that its result is unknown if an input is unknown."""
+        """Run an operator on host tensors, and note the result as unknown if an input is unknown."""
         operator, args = call.operator, call.args
         result = self._run_kernel(call, "CPU")
         results = tensors_among((result,))
@@ -567,7 +565,7 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run an operator that returns a view of existing memory. The notes about this memory remain valid."""
+        """Run an operator whose result is a view of existing memory. The notes about this memory remain valid."""
         if operator.name == "lift_fresh" and has_storage(args[0]):
             # `torch.tensor` calls `lift_fresh` on its result, which it made from a tensor with a note or from Python numbers.
             storage = args[0].untyped_storage()
@@ -616,7 +614,7 @@ class HostValues(TorchDispatchMode):
         Args:
             tensor: A tensor on the GPU.
             is_known: Whether all values in the storage are known.
-            constant: The value that all elements have; ``None`` if they differ or if their value is not known.
+            constant: The elements' common value; ``None`` if they differ or their value is not known.
             has_values: Whether the CPU computed the values, even from unknown inputs.
             routing: The assumed routing on which known values depend, if any.
         """
@@ -644,7 +642,7 @@ class HostValues(TorchDispatchMode):
                     on_the_same_memory(tensor).zero_()
 
     def _note_copy(self, tensor: torch.Tensor, is_known: bool, *, has_values: bool) -> None:
-        """Note whether a host tensor that was copied from the GPU is known.
+        """Note whether a host tensor copied from the GPU is known.
 
         Unknown floats are set to `UNKNOWN` and unknown integers to 0, so every process has the same numbers.
         """
@@ -684,7 +682,7 @@ class HostValues(TorchDispatchMode):
             self._unknown_on_host.pop(address, None)
 
     def _to_gpu(self, value: Any, device: torch.device, routing: Routing | None) -> Any:
-        """Copy results that the CPU computed to the GPU, and note that they are known."""
+        """Copy results from the CPU to the GPU, and note them as known."""
         if isinstance(value, torch.Tensor):
             copy = value.to(device)
             for part in parts_of(copy):
@@ -731,7 +729,7 @@ class HostValues(TorchDispatchMode):
         return next(filter(None, map(self._routing_of, tensors)), None) if self.choosing.made else None
 
     def _note_routing(self, routing: Routing | None) -> None:
-        """If ``routing`` is not ``None``, record that the program reads values which depend on this assumed routing."""
+        """If ``routing`` is not ``None``, record a read of values from this assumed routing."""
         if routing is not None:
             self.reads.of_routing(routing)
 
@@ -765,11 +763,11 @@ class HostValues(TorchDispatchMode):
             self.constants.forget(start)
 
     def has_left(self) -> None:
-        """Record that the host now has an unknown value. From now on, any host tensor may contain this value."""
+        """Record that an unknown value is now on the host. From now on, any host tensor may contain the value."""
         self._has_left = True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark tensors as unknown, because code wrote to them without an operator that this mode intercepts."""
+        """Mark tensors as unknown after code has written to them without an operator visible to this mode."""
         for tensor in tensors:
             if not is_ordinary(type(tensor)):
                 parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
@@ -778,9 +776,7 @@ class HostValues(TorchDispatchMode):
                 self.note_unknown(tensor)
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Note that a copy is known if the original is known. Torch made the copy without an operator that this mode
-        intercepts.
-        """
+        """Note a copy as known if its original is known. Torch made this copy without an operator visible to this mode."""
         for part, source in zip(parts_of(copy), parts_of(original), strict=False):
             routing = self._routing_of(source)
             is_known = not self.is_unknown(source) and part.untyped_storage().nbytes() <= BIGGEST_COPY
@@ -794,7 +790,7 @@ class HostValues(TorchDispatchMode):
         self._note(tensor, tensor.untyped_storage().nbytes() <= BIGGEST_COPY)
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor's storage contains unknown values."""
+        """Note a tensor's storage as unknown."""
         if tensor.is_cuda:
             self._note(tensor, False)
         else:
@@ -808,7 +804,7 @@ class HostValues(TorchDispatchMode):
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:
-        """If ``of_unknown`` is true, mark all tensors that `torch.tensor` makes within this context as unknown."""
+        """If ``of_unknown`` is true, mark all results from `torch.tensor` within this context as unknown."""
         outer, self._made_of_unknown = self._made_of_unknown, of_unknown
         try:
             yield

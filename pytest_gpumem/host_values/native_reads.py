@@ -1,4 +1,4 @@
-"""Provide the values that torch's C++ code reads from an emulated GPU's memory, in derivatives and in kernels.
+"""Provide values when torch's C++ code reads an emulated GPU's memory, in derivatives and in kernels.
 
 `NativeReads.positions` replaces ``torch.nonzero``, which C++ code calls for example for ``x[mask]``. Before any other copy
 from the GPU to the host, CUDA's stand-in calls `NativeReads.asked`. If the bytes were not computed, the read is recorded with
@@ -37,19 +37,19 @@ _PASSING_ON = (__file__, private_api.__file__)
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
-"""Operators that copy to the host. `HostValues` itself records their reads, or notes that the copy is unknown."""
+"""Operators that copy to the host. `HostValues` itself records their reads, or notes the copy as unknown."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
-"""The number that C++ always reads in these operators. Their memory does not depend on the number, so no read is recorded.
+"""A number for C++ to read in each of these operators. Their memory does not depend on the number, so no read is recorded.
 
 ``normal`` reads whether the standard deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed.
 ``histc`` reads the limits of a histogram. ``_grouped_mm`` reads the ends of groups, but the size of its result is known
 before."""
 _kept: list[object] = []
-"""The callback that C++ code calls, and the replaced operators. These references keep both alive until the process ends."""
+"""The callback for C++ code, and the replaced operators. These references keep both alive until the process ends."""
 
 
 class NativeReads:
-    """The functions that torch's C++ code calls when it reads the memory of an emulated GPU."""
+    """Callbacks for torch's C++ code when it reads an emulated GPU's memory."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
@@ -87,7 +87,7 @@ class NativeReads:
         return out.copy_(positions)
 
     def asked(self, to: int, at: int, nbytes: int, is_number: int) -> int:
-        """Write the bytes that C++ code wants to copy from GPU memory to the host, if the copy itself would be wrong.
+        """Write the bytes for a copy by C++ code from GPU memory to the host, if the copy itself would be wrong.
 
         Args:
             to: The address on the host to which C++ copies.
@@ -110,20 +110,17 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the number that an operator reads whatever its operands are; ``None`` if the number depends on the
-        operands.
-        """
+        """Return the number that C++ reads in an operator for all operands; ``None`` if the number depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
             return _ANSWERS.get(operator.name)
-        # With anomaly detection, backward reads a boolean that is true if a gradient contains NaN. Answer 0, which means no
-        # NaN.
+        # With anomaly detection, backward reads whether a gradient contains NaN, as one byte. Answer 0 for "no NaN".
         return 0 if nbytes == 1 and torch.is_anomaly_enabled() else None
 
 
 def answer_native_reads(mode: HostValues) -> None:
-    """From now on, provide the values that torch's C++ code reads from GPU memory."""
+    """From now on, provide values when torch's C++ code reads GPU memory."""
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -161,7 +158,7 @@ def _is_noted(operator: Operator | None, is_number: int) -> bool:
 
 
 def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
-    """Return the innermost operator that `HostValues` currently runs in this thread, and the operands."""
+    """Return the innermost operator running under `HostValues` in this thread, and the operands."""
     for frame in _our_frames():
         if frame.f_code.co_filename != values_mode.__file__:
             break
@@ -174,7 +171,7 @@ def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
 
 def _our_frames() -> Iterator[FrameType]:
     """Yield the frames of this package's functions in this thread, the innermost first, except for modules that only wrap
-    calls.
+    calls to torch.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename

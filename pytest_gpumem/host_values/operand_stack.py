@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _TAKES_ALL = ("STORE_", "POP_", "DELETE_", "RETURN_VALUE", "RAISE", "LIST_", "SET_", "MAP_", "DICT_", "END_", "JUMP_IF")
-"""Prefixes of the names of instructions that pop values from the stack and push no result."""
+"""Name prefixes of instructions that pop values from the stack and push no result."""
 LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
-"""Prefixes of the names of instructions that never continue with the following instruction."""
+"""Name prefixes of instructions after which the following instruction does not run."""
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
-"""The number of values that a call pops in addition to its arguments: the callee, a method's object or NULL, and argument
+"""The number of values popped by a call in addition to its arguments: the callee, a method's object or NULL, and argument
 names."""
 
 _FIXED = {
@@ -32,7 +32,7 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""The numbers of values that an instruction pops and pushes, if `_effect` cannot derive them from `dis.stack_effect`."""
+"""The numbers of popped and pushed values, for instructions whose numbers `_effect` cannot derive from `dis.stack_effect`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,15 +40,15 @@ class StackCell:
     """A value on the simulated operand stack."""
 
     name: str | None = None
-    """The last part of the expression that loaded the value: ``"item"`` for ``loss.item``. ``None`` for a computed value."""
+    """The last name in the expression for the value: ``"item"`` for ``loss.item``. ``None`` for a computed value."""
     constant: object = None
     kind: str | None = None
-    """A mark that the caller of `steps` sets, for example to follow a float."""
+    """A mark for the caller of `steps` to set, for example to follow a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction with the cells that it pops from the stack (``taken``, the lowest first) and the cells that it pushes
+    """An instruction, the cells that it pops from the stack (``taken``, the lowest first), and the cells that it pushes
     (``put``).
     """
 
@@ -56,7 +56,7 @@ class Step:
     taken: list[StackCell]
     put: list[StackCell]
     below: list[StackCell] = field(default_factory=list)
-    """All cells that remain on the stack while the instruction runs."""
+    """All other cells, which remain on the stack while the instruction runs."""
 
     def callee(self) -> str | None:
         """Return the last part of the called function's name; ``None`` if the instruction is no call or the function has no
@@ -65,8 +65,8 @@ class Step:
         name = self.instruction.opname
         if not name.startswith("CALL"):
             return None
-        # Since Python 3.11, the callee and a method's object (or NULL) are the first two cells, in an order that depends on
-        # the release.
+        # Since Python 3.11, the callee and a method's object (or NULL) are the first two cells, and their order depends on the
+        # release.
         candidates = (
             self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
         )
@@ -76,7 +76,7 @@ class Step:
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Yield a step for each instruction, in order.
 
-    When a step pushes a cell, the caller can set the cell's ``kind``. The step that pops this cell later has the same object.
+    When a step pushes a cell, the caller can set the cell's ``kind``. A later step pops the same object.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}
@@ -106,7 +106,7 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
 
 
 def _joined(stack: list[StackCell] | None, other_stack: list[StackCell] | None) -> list[StackCell]:
-    """Return the stack at an instruction that two paths reach. If the paths differ, a cell whose ``kind`` is set is
+    """Return the stack at an instruction with two incoming paths. If the paths differ, a cell whose ``kind`` is set is
     preferred.
     """
     if stack is None or other_stack is None:
@@ -150,7 +150,7 @@ def _effect(instruction: dis.Instruction) -> tuple[int, int]:
 
 
 def _works(name: str) -> bool:
-    """Return whether an instruction that does not change the stack's depth pops a value and pushes a result."""
+    """Return whether an instruction pops a value and pushes a result. Other instructions with an unchanged depth do neither."""
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 

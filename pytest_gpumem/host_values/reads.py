@@ -38,7 +38,7 @@ _TEXTS_OF_PYTEST = f"{_INSTALLED}_pytest{os.sep}_io{os.sep}"
 _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
-"""Functions in transformers and torch that read values only to print a warning or to raise an exception."""
+"""Functions in transformers and torch that read values only before a warning or an exception."""
 
 _MENDS = {
     "a value is read": (
@@ -57,7 +57,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.first_trouble: str | None = None
-        """A text about the first read in this process that was a trouble or decided a branch: ``"a value is read ..., at
+        """A text about the process's first read for an integer, order, size or branch: ``"a value is read ..., at
         train.py:9"``."""
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class Reads:
         self._routed: dict[str, str] = {}
         self._ignored = 0
         self._in_backward: list[int] = []
-        """The threads that have started a backward pass and wait for its end, the innermost last."""
+        """The threads in which a backward pass was started and has not ended, the innermost last."""
 
     def take_trouble(self) -> str | None:
         """Return a text about the first invalidating read since the last call; ``None`` if there was none."""
@@ -73,7 +73,7 @@ class Reads:
         return trouble
 
     def take_others(self) -> UnknownReads:
-        """Return all reads since the last call that left the measurement valid."""
+        """Return all other reads since the last call. They leave the measurement valid."""
         other_reads = UnknownReads(self._decided, self._other, self._routed)
         self._decided, self._other, self._routed = Counter(), Counter(), {}
         return other_reads
@@ -103,7 +103,7 @@ class Reads:
                 self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
 
     def of_routing(self, routing: Routing) -> None:
-        """Record that the program reads a value which depends on an assumed routing."""
+        """Record a read of a value from an assumed routing."""
         if routing not in self._routed and not self._is_harmless():
             self._routed[routing] = self._users_line()
 
@@ -148,10 +148,10 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _of_no_memory() -> bool:
-    """Return whether the code that currently reads a value cannot change memory.
+    """Return whether the currently reading code cannot change memory.
 
-    This is code that initialises weights (some functions draw a weight again if it is out of range), a library's check before
-    a warning, or pytest's text about a failed assertion.
+    Examples: initialising weights (some functions draw a weight again if it is out of range), a library's check before a
+    warning, and pytest's text about a failed assertion.
     """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)

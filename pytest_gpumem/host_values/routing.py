@@ -32,7 +32,7 @@ _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", 
 
 
 class AssumedRouting:
-    """The routing that is currently assumed, and the masks on uncomputed scores.
+    """The currently assumed routing, and the masks on uncomputed scores.
 
     Args:
         is_unknown: A function that returns True for a tensor with uncomputed values.
@@ -56,8 +56,7 @@ class AssumedRouting:
             self.routing = outer
 
     def mask(self, name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return the mask on an operator's result, as a boolean for each score. True means that the score should not be
-        chosen.
+        """Return the mask on an operator's result, as a boolean for each score. True marks a score to avoid.
 
         An operator such as ``masked_fill`` masks a score if it replaces the score by 0 or a negative number. Routers replace
         logits by -inf, and probabilities by 0.

@@ -1,7 +1,7 @@
 """Enter the dispatch mode `HostValues` for the whole process, except for the operators in backward.
 
-The thread that calls `begin` enters the mode and never leaves it. Each thread that Python starts later enters the mode too,
-and autograd's threads inherit it. The methods that read a tensor (`watched_methods`) are replaced in the whole process.
+The thread calling `begin` enters the mode and never leaves it. Each thread started later by Python enters the mode too, and
+autograd's threads inherit it. The methods that read a tensor (`watched_methods`) are replaced in the whole process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _mode: HostValues | None = None
 
 
 def begin() -> HostValues:
-    """Enter `HostValues` for the rest of the process, and replace all functions in torch that read values without an
-    operator.
-    """
+    """Enter `HostValues` for the rest of the process, and replace torch's functions that read values without an operator."""
     global _mode
     if _mode is None:
         _mode = HostValues()
@@ -56,7 +54,7 @@ def current() -> HostValues | None:
 
 
 def _watch_threads(mode: HostValues) -> None:
-    """Make each thread that Python starts from now on enter the mode."""
+    """From now on, make each new Python thread enter the mode."""
 
     def within(function: Callable[..., object]) -> Callable[..., None]:
         def run_within(*args: Any, **named: Any) -> None:

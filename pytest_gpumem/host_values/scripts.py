@@ -1,6 +1,4 @@
-"""Record reads by ``tolist`` in TorchScript code, because TorchScript calls neither an operator nor a Python method for
-them.
-"""
+"""Record reads by ``tolist`` in TorchScript code. TorchScript reads the memory without an operator or a Python method."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """From now on, record a read for each ``tolist`` in a TorchScript function that runs with unknown tensors.
+    """From now on, record a read for each ``tolist`` in a TorchScript function with unknown tensors.
 
     This is the case if an argument is an unknown host tensor, or if the function copies an unknown tensor to the host.
     """

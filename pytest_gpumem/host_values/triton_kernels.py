@@ -1,8 +1,8 @@
 """Mark tensors as unknown if a Triton kernel may write to them, because an emulated GPU does not run the kernel.
 
-The arguments to which a kernel writes follow from its Triton intermediate representation (TTIR), or from the argument names
-that Inductor chooses. Both are attributes of objects in the Python frames that launch the kernel. Kernels that other libraries
-launch are ignored.
+The arguments to which a kernel writes follow from its Triton intermediate representation (TTIR), or from Inductor's names for
+the arguments. Both are attributes of objects in the Python frames around the launch. Kernels launched by other libraries are
+ignored.
 
 Example: in ``tt.store %4, %7`` the pointer ``%4`` is computed from ``%out_ptr``, so the kernel writes to ``%out_ptr``.
 """
@@ -33,11 +33,11 @@ _OF_INDUCTOR = "out_ptr"
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _kept: list[object] = []
-"""The callback that C++ code calls. This reference keeps the callback alive until the process ends."""
+"""The callback for C++ code. This reference keeps the callback alive until the process ends."""
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:
-    """From now on, mark tensors as unknown when the program launches a Triton kernel that may write to them."""
+    """From now on, mark tensors as unknown when the program launches a Triton kernel with write access to them."""
     written: dict[int, tuple[int, ...]] = {}
 
     def launched(function: int, arguments: Any) -> None:
@@ -98,7 +98,7 @@ def written_arguments(ttir: str) -> tuple[int, ...]:
 def _stored_to(lines: list[str]) -> set[str]:
     """Return the names of all pointers to which TTIR instructions store, and of all values from which these are computed.
 
-    A value that was loaded from memory ends the search.
+    The search ends at values loaded from memory.
     """
     made_of: dict[str, set[str]] = {}
     stored: list[str] = []

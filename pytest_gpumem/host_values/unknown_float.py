@@ -1,4 +1,4 @@
-"""The class of the floats that a program gets in place of uncomputed values on an emulated GPU.
+"""A class of floats for a program to use in place of uncomputed values on an emulated GPU.
 
 Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another `UnknownFloat`, ``f"{loss.item():.1e}"`` is
 ``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 UNKNOWN = 2.0**-120
 """The value of every uncomputed float on the host.
 
-No program uses this number itself. So if a tensor contains the number, `HostValues` knows that its value is uncomputed.
-float32 represents this number exactly."""
+No program uses this number itself. So `HostValues` can recognise an uncomputed value in a tensor by this number. float32
+represents this number exactly."""
 
 
 class UnknownFloat(float):
@@ -133,8 +133,8 @@ for _method in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
 
 
 def is_unknown_number(value: object) -> bool:
-    """Return whether a value is the number `UNKNOWN`, or a list of numbers that contains `UNKNOWN`."""
+    """Return whether a value is the number `UNKNOWN`, or a list of numbers with `UNKNOWN` among them."""
     if isinstance(value, (list, tuple)):
-        # Only lists that begin with a number are searched, because searching long lists of tensors would take time.
+        # A list is searched only if it begins with a number, because searching long lists of tensors would take time.
         return bool(value) and isinstance(value[0], (int, float)) and any(map(is_unknown_number, value))
     return isinstance(value, float) and float.__eq__(value, UNKNOWN)

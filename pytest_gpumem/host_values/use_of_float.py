@@ -28,7 +28,7 @@ _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
-"""The use of a float that is passed to a function, by the function's name."""
+"""The use of a float as a function's argument, by the function's name."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
 """Functions whose result does not depend on a float's value, because uncomputed floats are assumed to be finite."""
 _OF_NUMBERS = frozenset(
@@ -37,18 +37,18 @@ _OF_NUMBERS = frozenset(
 """Functions whose result is a number computed from their arguments."""
 _TEXTS = frozenset({"str", "repr", "format"})
 _ORDER: tuple[Use, ...] = ("kept", "branch", "order", "integer")
-"""All uses of a float. If a float has several uses, the use that comes last here is reported."""
+"""All uses of a float. If a float has several uses, the last of them in this order is reported."""
 _MOST_CALLERS = 4
 """A returned float is followed through at most this many functions: the converting function and its callers."""
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
-"""The kinds of stack values that were made from the followed float.
+"""The kinds of stack values made from the followed float.
 
 ``NUMBER`` is the float itself, or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is the float
 as a string. ``PART`` is any other object, for example a tuple, and is followed only to the end of the expression."""
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
-    """Return how a frame uses the comparison of an uncomputed float that currently runs.
+    """Return how a frame uses its current comparison with an uncomputed float.
 
     Returns:
     ``"order"`` if the frame calls a function such as ``sorted``. ``"branch"`` in all other cases, also for ``min`` and ``max``
@@ -58,14 +58,14 @@ def use_of_comparison(frame: FrameType | None) -> Use:
 
 
 def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
-    """Return how a frame and its callers use a float or a string that the frame makes from a tensor.
+    """Return how a frame and its callers use a float or string made from a tensor.
 
     Args:
         frame: The frame that converts the tensor, for example by ``float(loss)``.
         kind: `NUMBER` if the conversion returns a float, `TEXT` if it returns a string.
 
     Returns:
-        The use that comes last in `_ORDER`, among all uses in the code of this frame and its callers.
+        The most important use (the last in `_ORDER`) in the code of this frame and its callers.
     """
     use: Use = "kept"
     for number in range(_MOST_CALLERS):
@@ -106,7 +106,7 @@ def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> 
 
     Args:
         code: The function's code.
-        at: The offset of the instruction that makes the value.
+        at: The offset of the instruction whose result is the value.
         kind: The value's kind, for example `NUMBER`.
         is_returned: True if the instruction calls a Python function that returns the value. False if it calls a conversion
             such as ``float``.
@@ -280,7 +280,7 @@ def _keeps_digits(step: Step, callee: str | None) -> bool:
 
 
 def _of_call(instructions: list[dis.Instruction], at: int) -> int:
-    """Return the offset of the call instruction that a frame currently runs.
+    """Return the offset of a frame's current call instruction.
 
     The frame's own offset may be inside the instruction's caches or, in Python 3.11, at the preceding ``PRECALL``.
     """

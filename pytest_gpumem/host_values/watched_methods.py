@@ -1,4 +1,4 @@
-"""Replace the methods and functions in torch that read or copy tensors without an operator that `HostValues` can intercept.
+"""Replace methods and functions in torch that read or copy tensors without an operator visible to `HostValues`.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """
@@ -40,7 +40,7 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file
 
 
 def watch_methods(mode: HostValues) -> None:
-    """Replace torch's methods and functions that read tensors, for the rest of the process.
+    """Replace torch's methods and functions for reading tensors, for the rest of the process.
 
     The replacements record reads even in threads or passes without the mode, for example in backward.
     """
@@ -69,7 +69,7 @@ def watch_methods(mode: HostValues) -> None:
 
 
 def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for a function or method that calls ``watching``.
+    """Return a replacement for a function or method. The replacement calls ``watching``.
 
     Args:
         mode: The mode whose `HostValues.reads` records reads.
@@ -82,7 +82,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
     def watched(*args: Any, **named: Any) -> Any:
         if not is_tracing():
             return watching(mode, original, *args, **named)
-        # While `torch.jit.trace` records, sizes are tensors. So code that uses a size would call this function again without
+        # While `torch.jit.trace` records, sizes are tensors. So any use of a size here would call this function again without
         # end.
         with untraced() as traced:
             return watching(mode, traced(original), *args, **named)
@@ -168,8 +168,8 @@ _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
     "numpy": _as_array,  # `numpy(force=True)` also reads GPU tensors
     "__dlpack__": _as_memory,
 }
-"""Methods that read a tensor, by name. If the tensor is unknown, the function here records the read and returns the value that
-the program gets."""
+"""Methods for reading a tensor, by name. If the tensor is unknown, the function here records the read and returns the value
+for the program."""
 
 
 def _read(
@@ -204,7 +204,7 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
 
 
 def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Call ``numpy`` or ``__dlpack__``, and note that another library now shares the tensor's memory."""
+    """Call ``numpy`` or ``__dlpack__``, and note the tensor's memory as shared with another library."""
     value = original(tensor, *args, **named)
     if is_ordinary(type(tensor)):
         with outside_torch_function():
@@ -213,7 +213,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``from_numpy`` or a similar function, and note that the new tensor shares the memory of an array or buffer."""
+    """Call ``from_numpy`` or a similar function, and note the new tensor's memory as shared with an array or buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
         mode.lent.note(tensor)
@@ -282,7 +282,7 @@ def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **name
 
 
 def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call a function that makes a sparse tensor, and record a read if the tensor's size follows from unknown indices."""
+    """Call a constructor for sparse tensors, and record a read if the tensor's size follows from unknown indices."""
     count = 2 if original.__name__ == "sparse_coo_tensor" else 3  # the number of arguments before `size`
     is_sized = len(args) > count or named.get("size") is not None
     parts = [*args[: count - 1], *(value for name, value in named.items() if name.endswith("indices"))]
@@ -345,7 +345,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _make,
     "tensor_split": _split,
 }
-"""Methods of tensors that read, copy or share memory, by name, with the functions that replace them."""
+"""Tensor methods for reading, copying or sharing memory, by name, with their replacements."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make,
@@ -356,7 +356,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sparse_coo_tensor": _size,
     **{f"sparse_{kind}_tensor": _size for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
-"""Functions in torch that read tensors, by name, with the functions that replace them."""
+"""Functions in torch for reading tensors, by name, with their replacements."""
 
 
 def _broadcast(
@@ -364,7 +364,7 @@ def _broadcast(
 ) -> Any:
     """Call ``broadcast_coalesced``, with which `DataParallel` copies a model to other GPUs, and note which copies are known.
 
-    The copies are made without an operator that the mode could intercept.
+    The copies are made without an operator visible to the mode.
     """
     copied = original(tensors, *args, **named)
     for copies in copied:
@@ -380,7 +380,7 @@ def _broadcast(
 def _add(
     mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Call ``reduce_add``, and note that the sum over several GPUs is known if all inputs are known."""
+    """Call ``reduce_add``, and note the sum over several GPUs as known if all inputs are known."""
     total = original(inputs, *args, **named)
     if total.dtype != torch.float16:  # NCCL's stand-in does not compute sums in float16
         mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))

@@ -12,7 +12,7 @@ _NAMED = re.compile(r"(.*) rank (\d+) of (\d+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rank:
-    """A process in a distributed job with ``world`` processes. ``str(Rank(3, 4))`` is ``"rank 3 of 4"``, and ranks begin at 0."""
+    """A process in a distributed job with ``world`` processes. Ranks begin at 0. ``str(Rank(3, 4))`` is ``"rank 3 of 4"``."""
 
     number: int
     world: int

@@ -58,7 +58,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
 
 
 def alternatives_clause(lines: Sequence[str]) -> list[str]:
-    """Return a text that lists the possible lines: ``["one of a.py:3, b.py:5"]``; an empty list if only one line is possible."""
+    """Return a text with several possible lines: ``["one of a.py:3, b.py:5"]``; an empty list for a single line."""
     return [f"one of {', '.join(lines)}"] if len(lines) > 1 else []
 
 
