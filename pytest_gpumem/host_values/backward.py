@@ -76,8 +76,8 @@ def _in_mode(
     Args:
         mode: The mode to enter.
         call: The original function.
-        take: A function to call with the floating-point tensors returned by ``call``. It marks them as unknown, because
-            autograd may add to them later without the mode.
+        take: A function to call with the floating-point tensors returned by ``call``. ``take`` marks the tensors as unknown,
+            because autograd may add to them later without the mode.
     """
 
     @wraps(call)

@@ -33,7 +33,7 @@ def complete(name: str, received: list[torch.Tensor], sent: list[torch.Tensor]) 
     if name not in _SENT_ONE_BY_ONE:
         return True
     if name == "scatter_":
-        return bool(sent)  # on the scattering rank, the stand-in has written the part for this rank
+        return bool(sent)  # if this rank scatters, NCCL's stand-in has already written the rank's own part
     sources = sent * len(received) if name == "gather_" else sent
     fits = len(sources) == len(received) and is_small((*received, *sources))
     if not fits or any(target.shape != source.shape for target, source in zip(received, sources, strict=True)):

@@ -73,7 +73,7 @@ class Reads:
         return trouble
 
     def take_others(self) -> UnknownReads:
-        """Return all other reads since the last call. They leave the measurement valid."""
+        """Return all reads since the last call that did not make the measurement invalid."""
         other_reads = UnknownReads(self._decided, self._other, self._routed)
         self._decided, self._other, self._routed = Counter(), Counter(), {}
         return other_reads
@@ -150,8 +150,8 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 def _of_no_memory() -> bool:
     """Return whether the currently reading code cannot change memory.
 
-    Examples: initialising weights (some functions draw a weight again if it is out of range), a library's check before a
-    warning, and pytest's text about a failed assertion.
+    Such code initialises weights (some functions draw a weight again if it is out of range), checks values to print a warning,
+    or writes pytest's text about a failed assertion.
     """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)

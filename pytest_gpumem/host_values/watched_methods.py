@@ -296,7 +296,7 @@ def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
 
 
 def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``ctc_loss``, and record a read if the lengths are unknown. The mode is left during the call.
+    """Call ``ctc_loss``, and record a read if the lengths are unknown. `HostValues` is inactive during the call.
 
     If a dispatch mode is active, torch reads the lengths in a different way.
     """

@@ -1,4 +1,4 @@
-"""Exceptions from a repeated step, and the release of objects in tracebacks."""
+"""Exceptions that a step may raise when it is run again, and a function that frees the objects in an exception's traceback."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 from pytest_gpumem.torch_support.static_access import instance_dict
 
 RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""Exceptions ignored in a further run of a step, for counts or an explanation, because the first run was measured or failed."""
+"""Exceptions that are ignored when the plugin runs a step again for counts or an explanation.
+
+The step's first run has already decided whether the test passes."""
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of ``error``, its cause, its context, and its collected errors.
+    """Clear the local variables in the traceback of an exception, and in the tracebacks of all exceptions that it refers to.
 
-    Collected errors are, for example, an exception group's members or a doctest's failed examples.
+    These are its cause, its context, the members of an exception group, and the failed examples of a doctest.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
@@ -31,12 +33,13 @@ def clear_frames(error: BaseException) -> None:
             ]
             traceback.clear_frames(current.__traceback__)
             for frame, _ in traceback.walk_tb(current.__traceback__):
-                # Until Python 3.12 a frame keeps the last dict from f_locals. Reading it again removes cleared variables.
+                # Until Python 3.12, a frame stores the dict that `f_locals` last returned. Reading `f_locals` again updates
+                # this dict.
                 _ = frame.f_locals
 
 
 def _of_doctest(error: BaseException) -> list[BaseException]:
-    """Return the errors of a doctest's examples. pytest's error stores them in ``failures``, and each in ``exc_info``."""
+    """Return the exceptions that a doctest's examples have raised, from the attributes of pytest's or doctest's exception."""
     attributes = instance_dict(error) or {}
     collected = [attributes.get("failures"), attributes.get("exc_info")]
     lists = [values for values in collected if isinstance(values, (list, tuple))]
