@@ -472,7 +472,9 @@ class HostValues(TorchDispatchMode):
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator. If its kernel may call operators that read values, this mode also intercepts the inner operators."""
+        """Run an operator. If its kernel may call operators that read values, this mode also intercepts the inner
+        operators.
+        """
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
             if tensor.layout is not torch.strided:
@@ -578,7 +580,9 @@ class HostValues(TorchDispatchMode):
         return func(*args, **named)
 
     def _communicate(self, call: _Call) -> Any:
-        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this rank."""
+        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this
+        rank.
+        """
         name, on_gpu = call.operator.name, call.on_gpu
         result = call.run()
         returned = tensors_among((result,))

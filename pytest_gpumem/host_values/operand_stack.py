@@ -150,9 +150,7 @@ def _effect(instruction: dis.Instruction) -> tuple[int, int]:
 
 
 def _works(name: str) -> bool:
-    """Return whether an instruction pops a value and pushes a result. Other instructions with an unchanged depth do
-    neither.
-    """
+    """Return whether an instruction pops a value and pushes a result. Other instructions with an unchanged depth do neither."""
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 

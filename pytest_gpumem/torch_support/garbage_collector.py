@@ -31,7 +31,7 @@ _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """The methods of `pytest_gpumem.devices.contract.Device` that `FrozenHeap` calls."""
+    """The methods in `pytest_gpumem.devices.contract.Device` called by `FrozenHeap`."""
 
     def quiesce(self) -> None: ...
 
@@ -59,16 +59,16 @@ def is_heap_frozen() -> bool:
 
 
 class FrozenHeap:
-    """All objects that exist before a measured test, which are frozen, so garbage collections skip them.
+    """All objects from before a measured test. They are frozen, so garbage collections skip them.
 
-    A program that has imported torch has half a million objects. Without freezing, each collection would take a quarter of a
+    After ``import torch``, a program has half a million objects. Without freezing, each collection would take a quarter of a
     second, and a measurement makes several collections.
 
-    Before each measured test, garbage among the objects that are not frozen is collected. All objects are collected and frozen
-    again only if garbage among the frozen objects could change the test's figures: a fixture from before the freeze was torn
-    down, the device has live bytes, or nothing is frozen any more. `collect_everything` collects frozen garbage at any other
-    time. If other code calls ``gc.collect()``, all objects are unfrozen first, so the call collects as much as without this
-    plugin. The objects are not frozen again until the next measured test.
+    Before each measured test, garbage among the unfrozen objects is collected. All objects are collected and frozen again only
+    if garbage among the frozen objects could change the test's figures: a fixture from before the freeze was torn down, the
+    device has live bytes, or nothing is frozen any more. `collect_everything` collects frozen garbage at any other time. If
+    other code calls ``gc.collect()``, all objects are unfrozen first, so the call collects as much as without this plugin. The
+    objects are not frozen again until the next measured test.
 
     For example, a session fixture creates a model for 50 tests. On the CPU, all objects are frozen before the first test, and
     only newer objects are collected before the other 49 tests. On a GPU, the model's live bytes cause a new freeze before
@@ -81,7 +81,7 @@ class FrozenHeap:
         self._stale = True
         """True if some frozen objects may have become garbage."""
         self._younger: set[Hashable] = set()
-        """The shared fixtures that were set up after the last freeze."""
+        """The shared fixtures set up after the last freeze."""
 
     def freeze(self) -> None:
         """Freeze all objects, unless other code has frozen objects already, because `thaw` would unfreeze these too."""
@@ -96,7 +96,7 @@ class FrozenHeap:
             self.frozen = False
 
     def begin(self, device: _Allocator) -> None:
-        """Collect the garbage that could change the figures of the next measured test."""
+        """Collect all garbage that could change the next measured test's figures."""
         # pytest stores the last failure in `sys` until the next test is called. The failure's frames would become garbage
         # during this test.
         for name in _LAST_FAILURE:
@@ -112,11 +112,11 @@ class FrozenHeap:
             device.quiesce()
 
     def fixture_is_set_up(self, fixture: Hashable) -> None:
-        """Record that pytest has set up a shared fixture."""
+        """Record the setup of a shared fixture."""
         self._younger.add(fixture)
 
     def fixture_is_gone(self, fixture: Hashable) -> None:
-        """Record that pytest has torn down a shared fixture.
+        """Record the teardown of a shared fixture.
 
         Unless the fixture was set up after the last freeze, some of its objects may now be frozen garbage.
         """
@@ -143,7 +143,7 @@ class FrozenHeap:
         self._younger.clear()
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Unfreeze all objects before a full collection that other code asks for. Python calls this before each collection."""
+        """Unfreeze all objects if other code starts a full collection. Python calls this function before each collection."""
         # Do not store the frame in a local variable, because this would be a reference cycle with all calling frames.
         if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()
@@ -153,12 +153,12 @@ def _is_asked_for(caller: FrameType | None) -> bool:
     """Return whether code outside this package called ``gc.collect`` for a full collection, in contrast to an automatic
     collection.
 
-    An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). So a full
-    collection before that must have been called. A later one was probably called if the calling code contains the name
+    An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). So other code
+    must have called any earlier full collection. A later one was probably called if the calling code contains the name
     ``collect``.
 
     Args:
-        caller: The frame that was running when the collection began.
+        caller: The running frame when the collection began.
     """
     if caller is None:
         return True  # no Python frame was running in this thread
@@ -188,7 +188,7 @@ def collect_everything() -> None:
 
 
 class _FinderBeforeOthers:
-    """Import hook that lets the other finders in `sys.meta_path` find a module, and clears the module's frames after its
+    """Import hook. It lets the other finders in `sys.meta_path` find a module, and clears the module's frames after its
     import.
     """
 
@@ -260,7 +260,7 @@ def _finders_behind(finder: object) -> list[Any]:
 
 
 def _clear_frames(besides: list[FrameType]) -> None:
-    """Clear the local variables in the frames of all functions that have ended, except for the frames in ``besides``.
+    """Clear the local variables in all frames whose function has ended, except for the frames in ``besides``.
 
     The list ``besides`` is emptied at the end. It contains the caller's own frame, so it would be a reference cycle.
     """

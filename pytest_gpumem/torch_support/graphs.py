@@ -50,9 +50,7 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _saved_below(root: Any, inner: set[int]) -> set[int]:
-    """Return the addresses of all blocks that the graph below ``root`` has saved, and add the ids of its other nodes to
-    ``inner``.
-    """
+    """Return the addresses of all blocks saved by the graph below ``root``, and add the other nodes' ids to ``inner``."""
     import torch
 
     saved: set[int] = set()
@@ -60,8 +58,8 @@ def _saved_below(root: Any, inner: set[int]) -> set[int]:
     stack = [root]
     while stack:
         node = stack.pop()
-        # A pack hook may have returned a tuple that contains the tensor. A leaf's gradient is not counted, because the leaf
-        # refers to it.
+        # A pack hook may have returned a tuple with the tensor. A leaf's gradient is not counted, because the leaf refers to
+        # it.
         packed = saved_by(node)
         packed += [part for value in packed if is_a(value, tuple, list) for part in contents_of(value)]
         saved |= blocks_of(value for value in packed if is_a(value, torch.Tensor)).keys()

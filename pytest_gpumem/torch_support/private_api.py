@@ -47,7 +47,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
-    """Return the module and the name of each torch function that resets the peak statistics of a device type.
+    """Return the module and name of each torch function that resets a device type's peak statistics.
 
     A torch release may lack some of these functions.
     """
@@ -57,7 +57,7 @@ def peak_resets(device_type: str) -> list[tuple[str, str]]:
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
-    """Return all allocations and frees that a stopped profiler has recorded with ``profile_memory=True``, in order.
+    """Return all allocations and frees in a stopped profiler with ``profile_memory=True``, in order.
 
     The profiler's public tables add up allocations by operator, without addresses. Its event tree has each allocation with its
     address.
@@ -67,7 +67,7 @@ def allocation_events(profiler: Profile) -> list[AllocationEvent]:
 
 
 def event_tree(profiler: Profile) -> list[Any]:
-    """Return the event tree of a stopped profiler. An operator's children are the operators that it called, and its
+    """Return the event tree of a stopped profiler. An operator's children are its calls to other operators, and its
     allocations.
     """
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
@@ -220,9 +220,7 @@ def compiled_graphs() -> int:
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
-    """Return a context in which torch.compile saves at most a share of the activations that it saves by default: 0.5 for
-    half.
-    """
+    """Return a context in which torch.compile saves at most a share of its default activations for backward: 0.5 for half."""
     import torch._functorch.config
 
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
@@ -246,8 +244,7 @@ def compiles_within_modes() -> bool:
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper around a function. torch.compile does not compile the wrapper, the function or the functions that it
-    calls.
+    """Return a wrapper around a function. torch.compile does not compile the wrapper, the function or the function's callees.
 
     `torch.compiler.disable` does the same, but imports the compiler at the first call.
     """
@@ -274,7 +271,7 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
-    """Return torch's FLOP counter, without the import of the compiler that the counter would cause at its first call.
+    """Return torch's FLOP counter, but changed so its first call does not import the compiler.
 
     ``custom_mapping`` contains a formula for each further operator, by operator.
     """
@@ -288,7 +285,7 @@ def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounte
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Return a context that appears in a profile as a span with a name, and that no dispatch mode intercepts.
+    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept it.
 
     The public `torch.profiler.record_function` is an operator itself, so selective checkpointing would cache its result.
     """
@@ -317,7 +314,7 @@ def watched_operators(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # otherwise torch would add a wrapper that imports the compiler
+            return False  # otherwise torch would add a wrapper, which imports the compiler
 
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -330,7 +327,9 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Return a context in which torch functions call no ``__torch_function__``, of modes or of tensor subclasses."""
+    """Return a context in which torch functions call no ``__torch_function__``, neither from modes nor from tensor
+    subclasses.
+    """
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
@@ -418,8 +417,8 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
     again.
 
     Such a mode handles calls to ``backward`` and ``grad`` like other functions, and torch disables a mode while it handles a
-    call. So the mode would miss the Python functions that backward calls. If a torch release lacks the private function that
-    is replaced here, ``around`` is never called.
+    call. So the mode would miss the Python functions called in backward. If a torch release lacks the private function to
+    replace, ``around`` is never called.
 
     Args:
         around: A function that returns a context for a backward pass. Its argument is the list of the graph's roots, which are
@@ -456,7 +455,7 @@ def replace_python_of_backward(
     differentiating: Callable[[Callable[..., Any]], Callable[..., Any]],
     unpacking: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """From now on, wrap all Python functions that a program passes to autograd.
+    """From now on, wrap all Python functions passed to autograd.
 
     For example, ``tensor.register_hook(hook)`` then registers ``differentiating(hook)``.
 
@@ -500,7 +499,7 @@ def replace_python_of_backward(
 def _wrapping_hook(
     register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return a function that registers ``wrap(hook)`` in place of ``hook``."""
+    """Return a replacement for ``register`` that registers ``wrap(hook)`` in place of ``hook``."""
 
     @wraps(register)
     def register_wrapped(self: object, hook: Callable[..., Any]) -> Any:
@@ -512,18 +511,18 @@ def _wrapping_hook(
 def _wrapping_unpack_hook(
     register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return a function that registers ``pack_hook`` and ``wrap(unpack_hook)``."""
+    """Return a replacement for ``register`` that registers ``pack_hook`` and ``wrap(unpack_hook)``."""
     import torch
 
     def register_wrapped(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
-        # Do not wrap a hook that is a graph module, because torch.compile inlines it.
+        # Do not wrap a graph module as a hook, because torch.compile inlines it.
         return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else wrap(unpack_hook))
 
     return register_wrapped
 
 
 def saved_by(node: Any) -> list[Any]:
-    """Return the tensors that an autograd node saved for backward. If a pack hook ran, return what the hook returned.
+    """Return the tensors saved by an autograd node for backward. If a pack hook ran, return its results instead.
 
     The tensors are not unpacked, so no hook runs. The list is empty if backward has already freed the tensors, or if this
     torch release gives no access to them (``SavedTensor`` has no ``data``).
@@ -546,14 +545,14 @@ def next_nodes(node: Any) -> list[Any]:
 
 
 def next_node_number() -> int:
-    """Return the sequence number that autograd will give to the next node created in this thread."""
+    """Return autograd's sequence number for the next node created in this thread."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def running_node_number() -> int | None:
-    """Return the sequence number of the autograd node that currently runs in this thread; ``None`` outside backward."""
+    """Return the sequence number of the currently running autograd node in this thread; ``None`` outside backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -561,7 +560,7 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the autograd node that currently runs in this thread: ``"ProdBackward0"``; ``None`` outside
+    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside
     backward.
     """
     import torch
@@ -574,8 +573,8 @@ def running_node_name() -> str | None:
 def outside_autocast(device_type: str) -> Iterator[None]:
     """Switch autocast off within the context, as if no autocast context surrounded it.
 
-    An autocast context caches the weights that it casts, and torch frees the cache when the outermost autocast context ends.
-    Within a surrounding autocast context, a step's cached weights would therefore outlive the step's forward pass.
+    An autocast context caches its cast weights, and torch frees the cache when the outermost autocast context ends. Within a
+    surrounding autocast context, a step's cached weights would therefore outlive the step's forward pass.
     """
     import torch
 
@@ -625,7 +624,7 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 
 def _read_setting(setting: Callable[[], R]) -> R | None:
-    """Return the value of a setting that is common to all backends; ``None`` if the backends' own settings differ."""
+    """Return the value of a setting common to all backends; ``None`` if the backends' own settings differ."""
     try:
         return setting()
     except RuntimeError:
@@ -650,7 +649,7 @@ def quiet_kineto() -> Iterator[None]:
 
 @contextmanager
 def recording_no_operators() -> Iterator[None]:
-    """Let a profiler that starts within the context record only allocations, and no operators.
+    """Let profilers that start within the context record only allocations, and no operators.
 
     A step runs many more operators than it makes allocations, so recording operators would take most of the profiler's time.
     """
@@ -781,7 +780,7 @@ def in_backward() -> bool:
 def when_cuda_begins(call: Callable[[], None]) -> None:
     """Call a function when this process uses CUDA for the first time, or now if it already uses CUDA.
 
-    So a process that forks later can prepare something for CUDA without using CUDA itself.
+    So a process can prepare something for CUDA, and still fork before it uses CUDA.
     """
     import torch
 
@@ -846,7 +845,7 @@ def remember_functions_that_take_a_device() -> None:
 
 
 def script_as(function: Callable[..., object], operator: str) -> None:
-    """Let TorchScript compile calls to a Python function as calls to the operator that the function replaces."""
+    """Let TorchScript compile calls to a Python function as calls to the built-in ``operator``."""
     from torch.jit import _builtins
 
     builtins: Any = _builtins
@@ -875,7 +874,7 @@ def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManag
 
 
 def lists_of_script(script: Any) -> list[str]:
-    """Return the type of each list that a TorchScript function creates with ``tolist``: ``["List[int]"]``."""
+    """Return the type of each list from ``tolist`` in a TorchScript function: ``["List[int]"]``."""
     graph = script.inlined_graph  # without this reference, the nodes would be freed
     return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
 
@@ -926,7 +925,7 @@ def around_collectives(
 
 
 FAKE = "fake"
-"""The name of torch's process group backend that runs without other ranks."""
+"""The name of torch's process group backend without real other ranks."""
 
 
 def store_of_nobody() -> Any:
@@ -968,9 +967,9 @@ def forget_operators_of_meshes() -> None:
 
 @contextmanager
 def gpu_unseen() -> Iterator[None]:
-    """Hide all GPUs from modules that are imported within the context, so that this process can fork later.
+    """Hide all GPUs from modules that are imported within the context, so this process can fork later.
 
-    A process that forks later must not use CUDA, but some libraries do so when they are imported. Even counting the GPUs is a
+    A process must not use CUDA before it forks, but some libraries do so when they are imported. Even counting the GPUs is a
     use (``register_fork_handler_for_device_init``). When the context ends, caches in torch and transformers are cleared,
     because they may contain "no GPU". For example, ``torch.utils._triton`` checks only once whether the GPU supports Triton.
     """

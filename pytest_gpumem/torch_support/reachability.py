@@ -1,4 +1,4 @@
-"""Find all tensors that a Python object refers to, directly or through other objects, and the tensors' memory."""
+"""Find all tensors to which a Python object refers, directly or through other objects, and the tensors' memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "loggi
 
 
 def alive(kind: type[T]) -> list[T]:
-    """Return all live instances of a class that the garbage collector knows, except frozen objects."""
-    # Check `type(value)`, because the ``__class__`` of a proxy is the class of another object. Checking each type only once is
-    # faster.
+    """Return all live instances of a class from the garbage collector's list, which lacks frozen objects."""
+    # Check `type(value)`, because a proxy's ``__class__`` is another object's class. Checking each type only once is faster.
     objects = gc.get_objects()
     types_by_id = {id(type(value)): type(value) for value in objects}
     matching_ids = {number for number, candidate in types_by_id.items() if issubclass(candidate, kind)}
@@ -117,7 +116,7 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def members_of(nest: object) -> dict[Any, Any] | None:
-    """Return the contents of a mapping by key, or of a tuple or list by index.
+    """Return a mapping's contents by key, or the contents of a tuple or list by index.
 
     Return ``None`` for other objects, and for a mapping whose methods raise an exception.
     """

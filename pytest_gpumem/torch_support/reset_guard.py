@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def before_each_reset(read_peak: Callable[[], object], device_type: str) -> Iterator[None]:
     """Within the context, call ``read_peak`` before any torch function resets the peak statistics of a device type.
 
-    The context replaces torch's public function and the private function that it calls, because other code may have stored a
+    The context replaces torch's public function and the private function called by it, because other code may have stored a
     reference to the original public function.
     """
     with ExitStack() as stack:

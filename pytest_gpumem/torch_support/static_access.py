@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, collections.deque)
 _NATIVE = (types.GetSetDescriptorType, types.MemberDescriptorType)
-# Use the descriptors of `type`, because a metaclass may override the attributes of its classes.
+# Use the descriptors of `type`, because a metaclass may override its classes' attributes.
 _mro, _namespace, _module_of, _qualname = (
     type.__dict__[name] for name in ("__mro__", "__dict__", "__module__", "__qualname__")
 )
@@ -63,9 +63,7 @@ def package_of(kind: type) -> str:
 
 
 def class_namespace(kind: type) -> dict[str, Any] | None:
-    """Return the dict in which a class stores its own attributes, and not a read-only view; ``None`` if the dict is not
-    found.
-    """
+    """Return the dict in which a class stores its own attributes, not a read-only view; ``None`` if the dict is not found."""
     return next((value for value in gc.get_referents(_namespace.__get__(kind)) if type(value) is dict), None)
 
 
@@ -81,7 +79,7 @@ def class_attribute(kind: type, name: str) -> Any:
 
 
 def class_values(kind: type) -> Iterator[object]:
-    """Yield the stored values of all attributes of a class and its bases."""
+    """Yield all attributes' values from a class and its bases, as they are stored."""
     for base in _mro.__get__(kind):
         yield from list(_namespace.__get__(base).values())
 
@@ -94,9 +92,7 @@ def instance_dict(value: object) -> dict[str, Any] | None:
 
 
 def attribute(value: object, name: str) -> Any:
-    """Return an attribute of an object, or of its class if it is a plain value; ``None`` for properties and other
-    descriptors.
-    """
+    """Return an object's attribute, or its class's attribute if this is a plain value; ``None`` for properties."""
     own_dict = instance_dict(value) or {}
     if dict.__contains__(own_dict, name):
         return dict.__getitem__(own_dict, name)
@@ -120,7 +116,7 @@ def contents_of(value: object) -> Iterable[object]:
 
 @dataclass(frozen=True, slots=True)
 class AttributeLayout:
-    """Where the objects of a class store attributes and contents, as descriptors and functions that read them.
+    """Descriptors and functions for reading the attributes and contents of a class's objects.
 
     For example, a class with ``__slots__ = ("weight",)`` and no ``__dict__`` has a single member and no dictionary.
     """
@@ -128,8 +124,7 @@ class AttributeLayout:
     package: str
     """The top-level package of the class, as `package_of` returns it."""
     contents: Callable[[Any], Iterable[object]] | None
-    """A function that returns the contents of an object (`contents_of`); ``None`` if objects of this class have no
-    contents."""
+    """A function that returns an object's contents (`contents_of`); ``None`` if the class's objects have no contents."""
     dictionary: Any
     """The built-in descriptor that returns an object's ``__dict__``. ``None`` if there is no ``__dict__``, or if the class
     overrides it in Python code."""
@@ -158,7 +153,7 @@ class AttributeLayout:
 
 
 def layout_of(kind: type) -> AttributeLayout:
-    """Return how to read the attributes and contents of objects of a class."""
+    """Return the descriptors and functions for reading a class's objects."""
     bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
     dictionaries = [base["__dict__"] for base in bases if "__dict__" in base]
     return AttributeLayout(
@@ -190,7 +185,7 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""The number of references to a frame's dict of locals in `named_variables_of`: from the frame, the variable and
+"""Three references to a frame's dict of locals exist in `named_variables_of`: in the frame, the variable and
 `sys.getrefcount`.
 
 If there are more references, other code has stored the result of ``locals()``."""
@@ -266,7 +261,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of all elements of a tensor; ``None`` for a sparse tensor, and for a tensor made from other tensors."""
+    """Return the bytes in all elements of a tensor; ``None`` for a sparse tensor, or a tensor made from other tensors."""
     import torch
 
     if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
@@ -314,7 +309,7 @@ def named_tensors(
 
 
 def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters, buffers or submodules that ``module`` itself has, with their names, but none from submodules."""
+    """Yield the module's own parameters, buffers or submodules with their names, but none from inside submodules."""
     import torch
 
     parts = attribute(module, MODULE_PARTS[kind])
@@ -336,7 +331,7 @@ def parameters_of(module: torch.nn.Module) -> int:
 
 
 def reads_any(function: object, attributes: Collection[str], below: str | None = None) -> bool:
-    """Return whether the code of a function, or of functions that it calls, contains one of the attribute names.
+    """Return whether a function's code, or the code of its callees, reads an attribute with one of these names.
 
     The search follows calls to functions in the same module. It follows calls to other modules only if their files are in the
     folder ``below`` and do not belong to an installed package.
@@ -373,20 +368,19 @@ def reads_any(function: object, attributes: Collection[str], below: str | None =
 
 
 def _is_below(folder: str, code: types.CodeType) -> bool:
-    """Return whether code comes from a file in a folder, except for packages that are installed in this folder."""
+    """Return whether code comes from a file in a folder, except for packages installed in this folder."""
     return code.co_filename.startswith(folder) and "-packages" not in code.co_filename
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
-    """Return a decorated function and the functions that it wraps (``__wrapped__``), the outermost first."""
+    """Return a decorated function and its wrapped functions (``__wrapped__``), the outermost first."""
     functions: list[types.FunctionType] = []
     seen: set[int] = set()
     while value is not None and id(value) not in seen:
         seen.add(id(value))
         if is_a(value, types.FunctionType):
             functions.append(value)
-        # Read `__wrapped__` from the instance dict, because an object that computes its attributes, such as a mock, has any
-        # attribute.
+        # Read `__wrapped__` from the instance dict, because a mock or a similar object has any attribute.
         value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 

@@ -1,4 +1,4 @@
-"""Exceptions that a step may raise when it is run again, and a function that frees the objects in an exception's traceback."""
+"""Exceptions that are ignored when a step runs again, and a function to free the objects in an exception's traceback."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ The step's first run has already decided whether the test passes."""
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables in the traceback of an exception, and in the tracebacks of all exceptions that it refers to.
+    """Clear the local variables in the tracebacks of an exception and all related exceptions.
 
-    These are its cause, its context, the members of an exception group, and the failed examples of a doctest.
+    Related are the cause, the context, an exception group's members, and a doctest's failed examples.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
@@ -33,13 +33,12 @@ def clear_frames(error: BaseException) -> None:
             ]
             traceback.clear_frames(current.__traceback__)
             for frame, _ in traceback.walk_tb(current.__traceback__):
-                # Until Python 3.12, a frame stores the dict that `f_locals` last returned. Reading `f_locals` again updates
-                # this dict.
+                # Until Python 3.12, a frame stores the last dict from `f_locals`. Reading `f_locals` again updates this dict.
                 _ = frame.f_locals
 
 
 def _of_doctest(error: BaseException) -> list[BaseException]:
-    """Return the exceptions that a doctest's examples have raised, from the attributes of pytest's or doctest's exception."""
+    """Return the exceptions from a doctest's failed examples, as stored in attributes of pytest's or doctest's exception."""
     attributes = instance_dict(error) or {}
     collected = [attributes.get("failures"), attributes.get("exc_info")]
     lists = [values for values in collected if isinstance(values, (list, tuple))]
