@@ -1,8 +1,8 @@
 """Track tensors whose elements are all 0 or all 1 ("constant"), although they follow from uncomputed values.
 
 This is possible because of two assumptions. Uncomputed floats are finite. Uncomputed token ids are not among the end tokens in
-`torch.isin`, so a text is generated up to its maximum length. Both assumptions may be wrong. So the program's reads of such
-tensors are recorded.
+`torch.isin`, so a text is generated up to its maximum length. Both assumptions may be wrong. So if a program reads a tensor
+that depends on an assumption, the read is recorded.
 
 Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` has the note `Constant(False, "branch")`.
 Then ``torch.isin(ids, end).any().item()`` returns False, and its line is recorded as a branch decided by an uncomputed value.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[1])
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
-"""Checks for finite values. For uncomputed floats, the assumed answer is "finite"."""
+"""Operators that check whether floats are finite. For uncomputed floats, the assumed answer is "finite"."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
 """Operators whose result has the same value as a constant input. This also holds for `_EXTREMES` with a single argument."""
 _VALID = frozenset({"all", "_is_all_true"})
@@ -43,7 +43,7 @@ _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that only inference mode passes to a dispatch mode, each with the operator passed outside inference mode."""
+"""Operators that torch passes to a dispatch mode only in inference mode, each with the operator that it passes otherwise."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
 """Operators that fill a tensor with 1 (True) or 0 (False). This value is known even if the tensor is too large for the CPU."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
@@ -139,9 +139,7 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other
-        results.
-        """
+        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other results."""
         value = _FILLED.get(operator.name)
         is_large = len(results) == 1 and is_exact(results[0]) and not is_small(results)
         return Constant(value) if value is not None and is_large else None

@@ -47,13 +47,13 @@ _READ_UNTAGGED = _OF_MASKS | frozenset(
     | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
     | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )
-"""Operators that read values without torch's tags ``data_dependent_output`` and ``dynamic_output_shape``."""
+"""Operators that read values, although torch does not tag them with ``data_dependent_output`` or ``dynamic_output_shape``."""
 _READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "_nested_from_padded"})
-"""Operators that read values in their second argument only."""
+"""Operators that read only the values of their second argument."""
 _IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{part}" for part in ("size", "strides", "storage_offsets"))})
 """Operators that return a view although their schemas do not say so."""
 _CALLS_READERS = _OF_MASKS | frozenset({"isin", "segment_reduce", "_padded_dense_to_jagged_forward"})
-"""Operators whose kernel calls other, reading operators. The read values decide the kernel's result or memory."""
+"""Operators whose kernel calls other operators that read values. These values decide the kernel's result or memory."""
 _MADE_OF_NOTHING = frozenset(
     {
         "zeros_like",
@@ -102,7 +102,7 @@ class Operator:
     reads: bool = False
     """True if torch's code on the host reads the operands' values, to choose the result or its size."""
     calls_readers: bool = False
-    """True if the operator's kernel calls other, reading operators."""
+    """True if the operator's kernel calls other operators that read values."""
     only_tensors: tuple[int, ...] = ()
     """The positions of the arguments for which torch accepts only tensors, and no Python numbers."""
 

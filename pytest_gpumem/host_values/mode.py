@@ -82,9 +82,9 @@ _NO_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 )
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
-"""Random operators, computed on the CPU too because programs use the drawn integers as indices."""
+"""Random operators that the CPU computes too, because programs use the drawn integers as indices."""
 _SIZED = frozenset({"arange", "range"})
-"""Operators whose result's size follows from a number argument. This also holds for names with a prefix in `_RESIZED`."""
+"""Operators for which a number argument decides the size of the result, like all operators with a prefix in `_RESIZED`."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
     "equal": "tensors are compared",
@@ -97,7 +97,8 @@ _READ = {
     "unique_dim": "unique reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
-"""The beginning of a message about a read, by the reading operator. For other operators, it contains the operator's name."""
+"""The beginning of the message about a read, by the operator that reads. For all other operators, the message begins with the
+operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
 """Operators whose CUDA kernel runs and reads the size of its result. `HostValues.answer` has the number for the kernel to
 read."""
@@ -177,7 +178,7 @@ class _Call:
 
 
 class _Answer(local):
-    """The number for a kernel in this thread to read as the size of its result, for example in ``nonzero``."""
+    """The number that a kernel in this thread reads as the size of its result, for example in ``nonzero``."""
 
     number: int | None = None
 
@@ -406,7 +407,7 @@ class HostValues(TorchDispatchMode):
         changed = call.changed()
         outcome = [tensor for tensor in (*results, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         self._clear_unwritten(results if len(outcome) < len(results) + len(changed) else ())
-        # The result of `isin` follows from excluded tokens (`_determines`). An assumed routing does not affect it.
+        # The result of `isin` follows from excluded tokens (`_determines`). An assumed routing does not affect the result.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         is_filled = has_known_inputs and self._is_filled(operator, outcome)
         constant = None if is_filled else self._constant_of(call, results, has_known_inputs)
@@ -472,8 +473,8 @@ class HostValues(TorchDispatchMode):
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator. If its kernel may call operators that read values, this mode also intercepts the inner
-        operators.
+        """Run an operator. If the operator's kernel may call other operators that read values, this mode also intercepts the
+        inner operators.
         """
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
@@ -580,9 +581,7 @@ class HostValues(TorchDispatchMode):
         return func(*args, **named)
 
     def _communicate(self, call: _Call) -> Any:
-        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this
-        rank.
-        """
+        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this rank."""
         name, on_gpu = call.operator.name, call.on_gpu
         result = call.run()
         returned = tensors_among((result,))

@@ -1,4 +1,4 @@
-"""Provide values when torch's C++ code reads an emulated GPU's memory, in derivatives and in kernels.
+"""Provide the values that torch's C++ code reads from an emulated GPU's memory, in derivatives and in kernels.
 
 `NativeReads.positions` replaces ``torch.nonzero``, which C++ code calls for example for ``x[mask]``. Before any other copy
 from the GPU to the host, CUDA's stand-in calls `NativeReads.asked`. If the bytes were not computed, the read is recorded with
@@ -39,7 +39,8 @@ _NOTED = frozenset(
 )
 """Operators that copy to the host. `HostValues` itself records their reads, or notes the copy as unknown."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
-"""A number for C++ to read in each of these operators. Their memory does not depend on the number, so no read is recorded.
+"""The number that C++ gets when it reads GPU memory in one of these operators. No read is recorded, because the operators'
+memory does not depend on the number.
 
 ``normal`` reads whether the standard deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed.
 ``histc`` reads the limits of a histogram. ``_grouped_mm`` reads the ends of groups, but the size of its result is known
@@ -49,7 +50,7 @@ _kept: list[object] = []
 
 
 class NativeReads:
-    """Callbacks for torch's C++ code when it reads an emulated GPU's memory."""
+    """Callbacks that torch's C++ code calls when it reads an emulated GPU's memory."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
@@ -87,7 +88,7 @@ class NativeReads:
         return out.copy_(positions)
 
     def asked(self, to: int, at: int, nbytes: int, is_number: int) -> int:
-        """Write the bytes for a copy by C++ code from GPU memory to the host, if the copy itself would be wrong.
+        """Write the bytes that C++ code is about to copy from GPU memory to the host, if the copy itself would be wrong.
 
         Args:
             to: The address on the host to which C++ copies.
@@ -120,7 +121,7 @@ class NativeReads:
 
 
 def answer_native_reads(mode: HostValues) -> None:
-    """From now on, provide values when torch's C++ code reads GPU memory."""
+    """From now on, provide the values that torch's C++ code reads from GPU memory."""
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -32,7 +32,8 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""The numbers of popped and pushed values, for instructions whose numbers `_effect` cannot derive from `dis.stack_effect`."""
+"""The number of popped values and the number of pushed values, for instructions that `dis.stack_effect` does not describe well
+enough. Example: ``STORE_FAST_LOAD_FAST`` pops one value and pushes one, but its stack effect is 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +44,7 @@ class StackCell:
     """The last name in the expression for the value: ``"item"`` for ``loss.item``. ``None`` for a computed value."""
     constant: object = None
     kind: str | None = None
-    """A mark for the caller of `steps` to set, for example to follow a float."""
+    """A mark that the caller of `steps` may set, for example to follow a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,9 @@ def _effect(instruction: dis.Instruction) -> tuple[int, int]:
 
 
 def _works(name: str) -> bool:
-    """Return whether an instruction pops a value and pushes a result. Other instructions with an unchanged depth do neither."""
+    """Return whether an instruction that does not change the stack's depth replaces the top value. Otherwise it pops
+    nothing.
+    """
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 

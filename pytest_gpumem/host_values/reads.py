@@ -57,7 +57,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.first_trouble: str | None = None
-        """A text about the process's first read for an integer, order, size or branch: ``"a value is read ..., at
+        """A text about the first read in this process that was a trouble or decided a branch: ``"a value is read ..., at
         train.py:9"``."""
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
@@ -91,7 +91,9 @@ class Reads:
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
-        """Record how the program uses an uncomputed float. By default, the use cannot change memory."""
+        """Record how the program uses an uncomputed float. The default ``"kept"`` stands for uses that do not change
+        memory.
+        """
         if use == "order":
             self.invalid("values are put in an order")
         elif use == "integer":

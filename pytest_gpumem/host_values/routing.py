@@ -158,7 +158,7 @@ def chosen_of_rows(
         rows: Number of rows.
         size: Number of scores in a row.
         number: Number of choices in a row.
-        step: By how many indices the choices move from one row to the next, for ``balanced``.
+        step: The distance from a row's first choice to the next row's first choice, for ``balanced``.
         excluded: ``bool[rows, size]``. An index with the value true is chosen only if too few other indices are allowed.
             ``None`` if all indices are allowed.
 

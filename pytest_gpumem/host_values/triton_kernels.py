@@ -37,7 +37,7 @@ _kept: list[object] = []
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:
-    """From now on, mark tensors as unknown when the program launches a Triton kernel with write access to them."""
+    """From now on, mark tensors as unknown when the program launches a Triton kernel that may write to them."""
     written: dict[int, tuple[int, ...]] = {}
 
     def launched(function: int, arguments: Any) -> None:
@@ -129,9 +129,7 @@ def _stored_to(lines: list[str]) -> set[str]:
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Record in ``made_of`` that a loop's results and variables can have the given values: initial values or yielded
-    values.
-    """
+    """Record in ``made_of`` that a loop's results and variables can have the given values: initial values or yielded values."""
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

@@ -1,4 +1,4 @@
-"""A class of floats for a program to use in place of uncomputed values on an emulated GPU.
+"""The class of the floats that a program gets in place of uncomputed values on an emulated GPU.
 
 Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another `UnknownFloat`, ``f"{loss.item():.1e}"`` is
 ``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.

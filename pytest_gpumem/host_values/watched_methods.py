@@ -282,7 +282,7 @@ def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **name
 
 
 def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call a constructor for sparse tensors, and record a read if the tensor's size follows from unknown indices."""
+    """Call a function that makes a sparse tensor, and record a read if the tensor's size follows from unknown indices."""
     count = 2 if original.__name__ == "sparse_coo_tensor" else 3  # the number of arguments before `size`
     is_sized = len(args) > count or named.get("size") is not None
     parts = [*args[: count - 1], *(value for name, value in named.items() if name.endswith("indices"))]

@@ -327,9 +327,7 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Return a context in which torch functions call no ``__torch_function__``, neither from modes nor from tensor
-    subclasses.
-    """
+    """Return a context in which torch functions call no ``__torch_function__``, neither from modes nor from tensor subclasses."""
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
@@ -560,9 +558,7 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside
-    backward.
-    """
+    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -885,7 +881,8 @@ def around_collectives(
 ) -> Iterator[None]:
     """Within the context, call functions when Python waits for a collective, or broadcasts several tensors at once.
 
-    `DistributedDataParallel` makes such broadcasts. Its waits for other ranks during backward are in C++ and are not reported.
+    `DistributedDataParallel` makes such broadcasts. In backward, `DistributedDataParallel` waits for other ranks in C++, and
+    these waits are not reported.
 
     Args:
         waited: A function to call after Python has waited for a collective.

@@ -301,8 +301,8 @@ class Composition(FrozenValue):
         """Return this composition as a baseline stores it: with the largest rows, and a sum for the smaller rows.
 
         The result has the largest rows, at most 100, until they cover 95 % of all bytes and 95 % of the bytes outside
-        workspaces. All smaller rows in a category become a single row with the operator ``smaller rows``. ``no_grad`` and
-        ``no_backward`` are shortened by `outermost`.
+        workspaces. All smaller rows in a category become a single row with the operator ``smaller rows``. `outermost` removes
+        the redundant entries from ``no_grad`` and ``no_backward``.
 
         Rows with exactly as many bytes as the smallest stored row are stored too, if there are at most 50. Example: the rows
         for ``to_q``, ``to_k`` and ``to_v`` have equal bytes. If the baseline lacked ``to_v``, a later comparison would report
