@@ -13,7 +13,7 @@ Example: a program on an emulated H100. ::
     loss = torch.randn(4, device="cuda").mean()   # random floats are never drawn, so they and the mean are unknown
     value = loss.item()         # an `UnknownFloat`, 2**-120 = 7.5e-37; the read is counted with its line
     if value < 3.0: ...         # recorded as a branch decided by an uncomputed value, with the line
-    int(value)                  # 0; "an integer is made of a value that an emulated GPU does not compute, at train.py:6"
+    int(value)  # 0; "the program makes an integer from a value that an emulated GPU does not compute, at train.py:6"
 
 The last line makes the measurement invalid (a *trouble*), because the integer may become the size of a tensor. The test is
 then ``unmeasured``, with the quoted sentence as its reason.
@@ -87,8 +87,8 @@ _SIZED = frozenset({"arange", "range"})
 """Operators for which a number argument decides the size of the result, like all operators with a prefix in `_RESIZED`."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
-    "equal": "tensors are compared",
-    "allclose": "tensors are compared",
+    "equal": "the program compares tensors",
+    "allclose": "the program compares tensors",
     "_local_scalar_dense": "a value is read",
     "item": "a value is read",
     "is_nonzero": "a value is read",
@@ -379,7 +379,7 @@ class HostValues(TorchDispatchMode):
         if self._has_left and any(map(is_unknown_number, (*call.args, *call.named.values()))):
             is_determined = False
             if operator.name in _SIZED or operator.name.startswith(_RESIZED):
-                self.reads.invalid("a size is made of a value")
+                self.reads.invalid("the program makes a size from a value")
         return is_determined
 
     def _run(self, call: _Call, has_known_inputs: bool) -> Any:
@@ -671,7 +671,7 @@ class HostValues(TorchDispatchMode):
             self._has_left = True
             if self.lent.holds(storage):
                 if is_exact(tensor):
-                    self.reads.invalid("NumPy or another library is given values")
+                    self.reads.invalid("NumPy or another library gets values")
                 self.reads.of_float()
             if len(self._unknown_on_host) > _MOST_NOTED:
                 live_notes = {at: note for at, note in self._unknown_on_host.items() if not note.storage.expired()}

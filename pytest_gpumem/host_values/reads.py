@@ -95,9 +95,9 @@ class Reads:
         memory.
         """
         if use == "order":
-            self.invalid("values are put in an order")
+            self.invalid("the program sorts values")
         elif use == "integer":
-            self.invalid("an integer is made of a value")
+            self.invalid("the program makes an integer from a value")
         elif not self._is_harmless():
             line = self._users_line()
             (self._decided if use == "branch" else self._other)[line] += 1

@@ -147,7 +147,7 @@ def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 def _as_array(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if is_exact(tensor):
-        mode.reads.invalid("NumPy or another library is given values")
+        mode.reads.invalid("NumPy or another library gets values")
     mode.reads.of_float()
     return value
 
@@ -288,7 +288,7 @@ def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
     parts = [*args[: count - 1], *(value for name, value in named.items() if name.endswith("indices"))]
     indices = [] if is_sized else tensors_among(parts)
     if any(_is_unknown(mode, tensor) for tensor in indices):
-        mode.reads.invalid("a size is made of indices")
+        mode.reads.invalid("the program makes a sparse tensor's size from indices")
     elif count > 2 and any(tensor.is_cuda for tensor in indices):
         # Compute the size from tensors on the CPU. Otherwise C++ code would read the indices on the GPU without an operator.
         named["size"] = original(*on_host(args), **on_host(named)).shape

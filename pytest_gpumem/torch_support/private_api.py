@@ -327,7 +327,7 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Return a context in which torch functions call no ``__torch_function__``, neither from modes nor from tensor subclasses."""
+    """Return a context in which torch does not call ``__torch_function__``, neither on modes nor on tensor subclasses."""
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
