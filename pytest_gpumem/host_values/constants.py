@@ -139,7 +139,9 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other results."""
+        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other
+        results.
+        """
         value = _FILLED.get(operator.name)
         is_large = len(results) == 1 and is_exact(results[0]) and not is_small(results)
         return Constant(value) if value is not None and is_large else None

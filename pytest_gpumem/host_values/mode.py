@@ -581,7 +581,9 @@ class HostValues(TorchDispatchMode):
         return func(*args, **named)
 
     def _communicate(self, call: _Call) -> Any:
-        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this rank."""
+        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this
+        rank.
+        """
         name, on_gpu = call.operator.name, call.on_gpu
         result = call.run()
         returned = tensors_among((result,))

@@ -151,9 +151,7 @@ def _effect(instruction: dis.Instruction) -> tuple[int, int]:
 
 
 def _works(name: str) -> bool:
-    """Return whether an instruction that does not change the stack's depth replaces the top value. Otherwise it pops
-    nothing.
-    """
+    """Return whether an instruction that does not change the stack's depth pops the top value and pushes a new value."""
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 

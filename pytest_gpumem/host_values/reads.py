@@ -91,9 +91,7 @@ class Reads:
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
-        """Record how the program uses an uncomputed float. The default ``"kept"`` stands for uses that do not change
-        memory.
-        """
+        """Record how the program uses an uncomputed float. The default ``"kept"`` stands for uses that do not change memory."""
         if use == "order":
             self.invalid("the program sorts values")
         elif use == "integer":

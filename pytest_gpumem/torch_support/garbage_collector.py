@@ -134,7 +134,7 @@ class FrozenHeap:
     def _freeze_anew(self) -> None:
         self.thaw()
         if is_heap_frozen():
-            return  # frozen by other code
+            return  # other code has frozen objects
         gc.collect()
         self.freeze()
         if self._before_collection not in gc.callbacks:
@@ -267,7 +267,7 @@ def _clear_frames(besides: list[FrameType]) -> None:
     kept_ids = set(map(id, besides))
     for frame in _frames():
         if id(frame) not in kept_ids:
-            with suppress(RuntimeError):  # the frame is running
+            with suppress(RuntimeError):  # a running frame cannot be cleared
                 frame.clear()
     besides.clear()
 

@@ -558,7 +558,9 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside backward."""
+    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside
+    backward.
+    """
     import torch
 
     node = torch._C._current_autograd_node()

@@ -75,7 +75,7 @@ NOT_EXPLAINED = "the measured code could not be run again to explain its peak"
 
 
 class MissingComposition(AttributeError):
-    """Raised if a test reads a composition without a recording. The message says how to record the composition."""
+    """Raised if a test reads a composition and none was recorded. The message says how to record the composition."""
 
 
 class CompositionError(ValueError):

@@ -16,8 +16,8 @@ median exponent was 1.1 and the 90th percentile was 1.66. Other work with much m
 runs, and with the exponent 1.6 in about 1 %. With both exponents, comparing a step with itself failed equally often (8 in
 3,000)."""
 UNREAD_PACE = 3
-"""The exponent on the upper bound on a sample's slowdown, if the processor's speed was not read. In experiments, sharing the
-processor made steps up to 1.76 times as long."""
+"""If the processor's speed was not read, the upper bound on a sample's slowdown is raised to this power. In experiments,
+sharing the processor made steps up to 1.76 times as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Count how many calls to each module ran with grad mode off, or were not reached by backward. Pure functions.
 
-Both are called a call's *property* here, because the same functions count them.
+The same functions count both, so *property* stands for either here: "grad mode was off", or "backward did not reach the call".
 
 Example: if 6 of the 12 calls to the modules ``blocks.*`` ran with grad mode off, the result is ``{"blocks.*": Calls(6, 12)}``.
 """

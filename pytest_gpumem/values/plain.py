@@ -60,9 +60,9 @@ def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
 
 
 class FrozenValue:
-    """Base class for frozen dataclasses with read-only mappings, which Python cannot pickle.
+    """Base class for frozen dataclasses with read-only mappings.
 
-    Objects are therefore pickled as the result of `to_plain`.
+    Python cannot pickle a read-only mapping, so an object is pickled as the result of `to_plain`.
     """
 
     __slots__ = ()

@@ -57,7 +57,7 @@ def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float
 
     - The peaks in ``lower`` are all equal.
     - Each step in ``higher`` needs at least as much as the same step in ``lower``. With a fixed seed, a regression looks like
-      this. Chance would make some steps lower.
+      this. With chance, some steps would need less.
     - Even the lowest peak in ``higher`` exceeds all peaks in ``lower``.
     - The maximum of ``higher`` exceeds the maximum of ``lower`` by more than the range of ``lower`` (maximum minus minimum).
 

@@ -66,8 +66,8 @@ class Sample:
     steps: int = 1
     """The number of steps in each round."""
     invalid: str | None = None
-    """The reason for which this sample alone cannot decide a verdict, for example because the GPU was throttled. ``None`` for a
-    valid sample."""
+    """The reason for which this sample alone cannot decide a verdict, for example because the GPU was throttled. ``None`` for
+    a valid sample."""
     slowed: Slowdown | None = None
     """Upper bounds on the factors by which other work slowed an invalid sample."""
 
