@@ -520,7 +520,7 @@ def test_a_test_that_cannot_be_run_twice_fails_by_its_regression_with_a_note(pro
     result.stdout.fnmatch_lines(
         [
             "Memory regressed: peak 8.00 MB, baseline 4.00 MB*",
-            f"  note: it could not be run again to tell what its peak is made of: {said}",
+            f"  note: the measured code could not be run again to explain its peak: {said}",
             "gpumem: 1 gated, 1 regressed",
         ]
     )

@@ -80,7 +80,7 @@ def test_a_step_that_fails_when_it_is_recorded_is_measured_and_says_so(project, 
     found = measured(project)
     assert found["metrics"]["peak_allocated"] == 4000
     assert found["explanation"] is None
-    assert found["notes"][-1].startswith("it could not be run again to tell what its peak is made of: ")
+    assert found["notes"][-1].startswith("the measured code could not be run again to explain its peak: ")
     assert found["notes"][-1].endswith("only eight times")
 
 

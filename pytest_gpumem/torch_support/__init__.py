@@ -1,1 +1,1 @@
-"""Access to internals of torch and Python: private names, users' objects, frames, the cyclic collector."""
+"""Functions that use internals of torch and Python: private names, users' objects, frames, and the garbage collector."""

@@ -1,4 +1,7 @@
-"""Python's cyclic collector: switched off while measuring, and faster between tests because the heap is frozen."""
+"""Control Python's cyclic garbage collector: off during measurements, and fast between tests, because old objects are frozen.
+
+Frozen objects (``gc.freeze``) are skipped by collections.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ if TYPE_CHECKING:
 
 
 MOST_YOUNGER = 20_000
-"""The most unfrozen objects before the heap is frozen again. A collection visits all unfrozen objects in 5 to 10 ms."""
+"""If more objects than this are not frozen, all objects are frozen again. A collection visits this many objects in 5 to 10
+ms."""
 _OF_PYTHON = 1000
-"""A number between the objects that Python freezes at its start (375 in 3.12) and a program's heap (many thousands)."""
+"""If more objects than this are frozen, a program has called ``gc.freeze``. Python itself freezes some objects when it starts
+(375 in 3.12), and a program has many thousands."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class _Allocator(Protocol):
-    """A device's interface for a collection (`pytest_gpumem.measuring.devices.contract.Device`)."""
+    """The methods in `pytest_gpumem.measuring.devices.contract.Device` called by `FrozenHeap`."""
 
     def quiesce(self) -> None: ...
 
@@ -38,7 +43,7 @@ class _Allocator(Protocol):
 
 @contextmanager
 def cyclic_collector_off() -> Iterator[None]:
-    """Switch the automatic collector off within the context, because its timing depends on all earlier allocations."""
+    """Switch automatic garbage collection off within the context, because earlier code would decide when it runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -49,48 +54,51 @@ def cyclic_collector_off() -> Iterator[None]:
 
 
 def is_heap_frozen() -> bool:
-    """Return whether the heap is frozen, by this plugin or by other code."""
+    """Return whether this plugin or other code has called ``gc.freeze`` on the program's objects."""
     return gc.get_freeze_count() > _OF_PYTHON
 
 
 class FrozenHeap:
-    """Objects from before a measured test. They are frozen, so collections skip them.
+    """All objects from before a measured test. They are frozen, so garbage collections skip them.
 
-    With torch loaded there are half a million objects. Each measurement collects several times, and each collection would take
-    a quarter of a second.
+    After ``import torch``, a program has half a million objects. Without freezing, each collection would take a quarter of a
+    second, and a measurement makes several collections.
 
-    Each measured test begins with a collection of the unfrozen objects. All objects are collected and frozen again only if the
-    figures could include frozen garbage: an older shared fixture was torn down, the device has live bytes, or nothing is frozen
-    any more. `collect_everything` collects frozen garbage at other times. If other code starts a full collection, all objects
-    are thawed first, as without the plugin. They stay thawed until the next measured test.
+    Before each measured test, garbage among the unfrozen objects is collected. All objects are collected and frozen again only
+    if garbage among the frozen objects could change the test's figures: a fixture from before the freeze was torn down, the
+    device has live bytes, or nothing is frozen any more. `collect_everything` collects frozen garbage at any other time. If
+    other code calls ``gc.collect()``, all objects are unfrozen first, so the call collects as much as without this plugin. The
+    objects are not frozen again until the next measured test.
 
-    For example, on the CPU a session fixture creates a model for 50 tests. The first test freezes the heap, and the other 49
-    tests only collect younger objects. On a GPU, the model's live bytes make every test freeze the heap again.
+    For example, a session fixture creates a model for 50 tests. On the CPU, all objects are frozen before the first test, and
+    only newer objects are collected before the other 49 tests. On a GPU, the model's live bytes cause a new freeze before
+    every test.
     """
 
     def __init__(self) -> None:
         self.frozen = False
-        """True if this heap has frozen objects."""
+        """True if objects are frozen now because of `freeze`."""
         self._stale = True
-        """True if frozen objects may be garbage."""
+        """True if some frozen objects may have become garbage."""
         self._younger: set[Hashable] = set()
-        """Shared fixtures that were set up after the heap was frozen."""
+        """The shared fixtures set up after the last freeze."""
 
     def freeze(self) -> None:
-        """Freeze all live objects, unless other code has frozen the heap, because `thaw` would thaw its objects as well."""
+        """Freeze all objects, unless other code has frozen objects already, because `thaw` would unfreeze these too."""
         if not is_heap_frozen():
             gc.freeze()
             self.frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`."""
+        """Unfreeze all objects, if `freeze` has frozen them."""
         if self.frozen:
             gc.unfreeze()
             self.frozen = False
 
     def begin(self, device: _Allocator) -> None:
-        """Collect the garbage that could affect the next measured test's figures."""
-        # pytest keeps the last failure until the next call begins. Its frames would then become garbage during the test.
+        """Collect all garbage that could change the next measured test's figures."""
+        # pytest stores the last failure in `sys` until the next test is called. The failure's frames would become garbage
+        # during this test.
         for name in _LAST_FAILURE:
             vars(sys).pop(name, None)
         freezes_again = self._stale or not self.frozen
@@ -104,13 +112,13 @@ class FrozenHeap:
             device.quiesce()
 
     def fixture_is_set_up(self, fixture: Hashable) -> None:
-        """Record that a shared fixture was set up."""
+        """Record the setup of a shared fixture."""
         self._younger.add(fixture)
 
     def fixture_is_gone(self, fixture: Hashable) -> None:
-        """Record that a shared fixture was torn down.
+        """Record the teardown of a shared fixture.
 
-        Frozen objects may now be garbage, unless the fixture was set up after the heap was frozen.
+        Unless the fixture was set up after the last freeze, some of its objects may now be frozen garbage.
         """
         if fixture in self._younger:
             self._younger.remove(fixture)
@@ -118,7 +126,7 @@ class FrozenHeap:
             self._stale = True
 
     def close(self) -> None:
-        """Thaw everything at the end of the session."""
+        """Unfreeze all objects at the end of the session."""
         if self._before_collection in gc.callbacks:
             gc.callbacks.remove(self._before_collection)
         self.thaw()
@@ -126,7 +134,7 @@ class FrozenHeap:
     def _freeze_anew(self) -> None:
         self.thaw()
         if is_heap_frozen():
-            return  # frozen by other code
+            return  # other code has frozen objects
         gc.collect()
         self.freeze()
         if self._before_collection not in gc.callbacks:
@@ -135,24 +143,25 @@ class FrozenHeap:
         self._younger.clear()
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
-        """Thaw everything before a full collection that other code starts."""
-        # A frame in its own local variable would be a reference cycle with all calling frames.
+        """Unfreeze all objects if other code starts a full collection. Python calls this function before each collection."""
+        # Do not store the frame in a local variable, because this would be a reference cycle with all calling frames.
         if phase == "start" and info["generation"] == 2 and self.frozen and _is_asked_for(sys._getframe().f_back):  # noqa: SLF001
             self.thaw()
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Return whether a full collection was started by other code's call to ``gc.collect``, and not by Python itself.
+    """Return whether code outside this package called ``gc.collect`` for a full collection, in contrast to an automatic
+    collection.
 
-    Python starts a full collection by itself only if the number of younger collections exceeds the threshold. In any other
-    case, or if the calling code uses the name ``collect``, other code asked for the collection. This package's own collections
-    are left out.
+    An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). So other code
+    must have called any earlier full collection. A later one was probably called if the calling code contains the name
+    ``collect``.
 
     Args:
-        caller: The frame in which the collection begins.
+        caller: The running frame when the collection began.
     """
     if caller is None:
-        return True  # a thread without other frames
+        return True  # no Python frame was running in this thread
     if str(caller.f_globals.get("__name__")).startswith("pytest_gpumem."):
         return False
     due = gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2]
@@ -161,7 +170,7 @@ def _is_asked_for(caller: FrameType | None) -> bool:
 
 @contextmanager
 def everything_in_sight() -> Iterator[None]:
-    """Thaw all objects within the context, and freeze them again if they were frozen."""
+    """Unfreeze all objects within the context, and freeze all objects at its end if some were frozen before."""
     frozen = is_heap_frozen()
     if frozen:
         gc.unfreeze()
@@ -173,13 +182,15 @@ def everything_in_sight() -> Iterator[None]:
 
 
 def collect_everything() -> None:
-    """Collect garbage among all objects, including frozen ones."""
+    """Collect all garbage, including frozen objects."""
     with everything_in_sight():
         gc.collect()
 
 
 class _FinderBeforeOthers:
-    """Import hook that delegates to the finders behind it, and clears a module's frames after the module is loaded."""
+    """Import hook. It lets the other finders in `sys.meta_path` find a module, and clears the module's frames after its
+    import.
+    """
 
     def __init__(self) -> None:
         self._loading = threading.local()
@@ -199,10 +210,10 @@ class _FinderBeforeOthers:
 
 
 class _ClearingLoader:
-    """A temporary loader for a module. Before executing the module, the loader restores the module's own loader.
+    """A loader in place of a module's own loader. It executes the module by its own loader, and then clears frames.
 
-    Nested imports are loaded without this class. Their frames are newer than the list of frames from before the import, so the
-    outer import clears them.
+    A module imported by another module is loaded without this class, because the outer import clears all new frames at its
+    end.
     """
 
     def __init__(self, spec: ModuleSpec, loading: threading.local) -> None:
@@ -233,45 +244,51 @@ class _ClearingLoader:
 
 
 def _is_for_loading(caller: FrameType) -> bool:
-    """Return whether ``import`` asks for a spec. Other callers (`importlib.util.find_spec`) keep the loader for later."""
+    """Return whether an ``import`` statement asks for a module's spec, and not for example `importlib.util.find_spec`.
+
+    Only ``import`` uses the spec's loader at once.
+    """
     asking_frame = caller.f_back
     return asking_frame is not None and asking_frame.f_code.co_name == "_find_and_load_unlocked"
 
 
 def _finders_behind(finder: object) -> list[Any]:
-    """Return the finders that come after ``finder``; an empty list if other code has removed ``finder``."""
+    """Return the finders after ``finder`` in `sys.meta_path`; an empty list if ``finder`` is no longer there."""
     finders = list(sys.meta_path)
     indices = [index for index, candidate in enumerate(finders) if candidate is finder]
     return finders[indices[0] + 1 :] if indices else []
 
 
 def _clear_frames(besides: list[FrameType]) -> None:
-    """Clear the frames of ended functions, except the frames in ``besides``. Empty this list at the end.
+    """Clear the local variables in all frames whose function has ended, except for the frames in ``besides``.
 
-    The list has to be emptied because it contains the caller's own frame, which would be a cycle.
+    The list ``besides`` is emptied at the end. It contains the caller's own frame, so it would be a reference cycle.
     """
     kept_ids = set(map(id, besides))
     for frame in _frames():
         if id(frame) not in kept_ids:
-            with suppress(RuntimeError):  # the frame is running
+            with suppress(RuntimeError):  # a running frame cannot be cleared
                 frame.clear()
     besides.clear()
 
 
 def _frames() -> list[FrameType]:
-    """Return all functions' frames from the collector's objects, without generators, because clearing would close them."""
+    """Return the frames of all functions, from the objects known to the garbage collector.
+
+    Frames of generators and coroutines are left out, because clearing these frames would close the generators.
+    """
     generators = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return [frame for frame in gc.get_objects() if type(frame) is FrameType and not frame.f_code.co_flags & generators]
 
 
 @contextmanager
 def frames_cleared_behind_imports() -> Iterator[None]:
-    """Clear the frames that modules leave behind when they are first imported within the context.
+    """Clear the frames that remain after a module is imported for the first time within the context.
 
-    A function may store the frame of its caller in a local variable. For example, `torch.fx.wrap` does so to find the calling
-    module. The frames then form a cycle with all callers, including the test and its model. The first test to
-    import such a module would keep its model alive, so figures would depend on the order of tests. After a failed import
-    nothing is cleared, because a traceback may still need the frames.
+    A function may store its caller's frame in a local variable. For example, `torch.fx.wrap` does so to find the calling
+    module. The two frames are then a reference cycle, which keeps all calling frames alive. If a test imports such a module
+    first, the cycle would keep the test's model alive, so figures would depend on the order of tests. After a failed import,
+    no frames are cleared, because the traceback refers to them.
     """
     finder = _FinderBeforeOthers()
     with _import_lock():
@@ -279,13 +296,13 @@ def frames_cleared_behind_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        with _import_lock(), suppress(ValueError):  # other code may have removed the finder
+        with _import_lock(), suppress(ValueError):  # other code has removed the finder
             sys.meta_path.remove(finder)
 
 
 @contextmanager
 def _import_lock() -> Iterator[None]:
-    """Keep other threads from asking a finder within the context. ``import`` holds this lock while asking finders."""
+    """Hold Python's import lock within the context, so no other thread uses `sys.meta_path` while it is changed."""
     _imp.acquire_lock()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Autograd graphs: their saved tensors, and the Python tensors that keep each graph alive."""
+"""Find which tensors keep an autograd graph alive, and which tensors the graph has saved for backward."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ if TYPE_CHECKING:
 
 
 def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the roots of the graphs that saved the blocks at ``addresses`` for backward.
+    """Return the tensors whose autograd graphs have saved the memory blocks at ``addresses`` for backward.
 
-    For example, after ``loss = (x * y).sum()`` the address of ``x`` gives ``[loss]``, because the product saved ``x``.
+    For example, after ``loss = (x * y).sum()`` the result for the address of ``x`` is ``[loss]``, because the product saved
+    ``x``.
 
-    A saved tensor is not unpacked, because this would run the hooks from `torch.autograd.graph.saved_tensors_hooks`.
+    Saved tensors are not unpacked, because this would run the program's hooks (`torch.autograd.graph.saved_tensors_hooks`).
 
     Args:
-        addresses: Addresses of blocks.
+        addresses: The addresses of memory blocks.
 
     Returns:
-        The tensors whose graph saved each block, by address. A tensor inside another tensor's graph is left out.
+        For each address, the live Python tensors whose graph saved the block. If a tensor's node is inside the graph of
+        another tensor, only the other tensor is listed.
     """
     import torch
 
@@ -48,7 +50,7 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _saved_below(root: Any, inner: set[int]) -> set[int]:
-    """Return the addresses that a node's graph saved, and add the nodes below the root to ``inner``."""
+    """Return the addresses of all blocks saved by the graph below ``root``, and add the other nodes' ids to ``inner``."""
     import torch
 
     saved: set[int] = set()
@@ -56,11 +58,12 @@ def _saved_below(root: Any, inner: set[int]) -> set[int]:
     stack = [root]
     while stack:
         node = stack.pop()
-        # A pack hook may have packed a tensor into a tuple. A leaf's gradient belongs to the leaf and is not counted.
+        # A pack hook may have returned a tuple with the tensor. A leaf's gradient is not counted, because the leaf refers to
+        # it.
         packed = saved_by(node)
         packed += [part for value in packed if is_a(value, tuple, list) for part in contents_of(value)]
         saved |= blocks_of(value for value in packed if is_a(value, torch.Tensor)).keys()
-        # An object of `torch.autograd.Function` has attributes, which may be tensors.
+        # A `torch.autograd.Function` may store tensors in attributes of `ctx`.
         saved |= blocks_of(reachable_tensors([instance_dict(node)])).keys()
         for other in next_nodes(node):
             if id(other) not in seen:

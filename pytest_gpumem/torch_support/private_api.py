@@ -1,4 +1,4 @@
-"""torch's private names, each behind a function. A test checks each function's behaviour in every supported release."""
+"""All uses of torch's private names, each in a function. A test checks every function with every supported torch release."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
-    """Either kind of profiler: `torch.profiler.profile` wraps `torch.autograd.profiler.profile`."""
+    """A profiler of either class. `torch.profiler.profile` contains a `torch.autograd.profiler.profile`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "_buffers"}
-"""The attributes in which a module keeps its parts by name. They are dicts, except in scripted modules."""
+"""The attributes in which a module stores its submodules, parameters and buffers by name. They are dicts, except in
+TorchScript modules."""
 
 
 @contextmanager
@@ -46,24 +47,29 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
-    """Return the module and name of each torch function to reset a peak on this device type. A release may lack some."""
+    """Return the module and name of each torch function that resets a device type's peak statistics.
+
+    A torch release may lack some of these functions.
+    """
     public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
     private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
     return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
 
 
 def allocation_events(profiler: Profile) -> list[AllocationEvent]:
-    """Return the allocations, in order, from a stopped profiler with ``profile_memory=True``.
+    """Return all allocations and frees in a stopped profiler with ``profile_memory=True``, in order.
 
-    A profile's public views sum up allocations by operator and lose their addresses. The event tree keeps each allocation with
-    its address.
+    The profiler's public tables add up allocations by operator, without addresses. Its event tree has each allocation with its
+    address.
     """
-    # sorted() is stable and the tree is walked in order, so events at the same nanosecond keep their order.
+    # The tree is walked in order and sorted() is stable, so events in the same nanosecond are not reordered.
     return sorted(_allocations(event_tree(profiler)), key=lambda event: event.time_ns)
 
 
 def event_tree(profiler: Profile) -> list[Any]:
-    """Return the event tree of a stopped profiler: operators with their callees and allocations."""
+    """Return the event tree of a stopped profiler. An operator's children are its calls to other operators, and its
+    allocations.
+    """
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     tree: list[Any] = autograd_profiler.kineto_results.experimental_event_tree()
     return tree
@@ -78,18 +84,19 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
         event = stack.pop()
         stack.extend(reversed(event.children))
         if event.tag == allocation:
-            # Each read of an attribute converts the value again.
+            # Read each attribute only once, because torch converts its value at every read.
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 yield AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size)
 
 
 def bfloat16_instructions() -> str | None:
-    """Return oneDNN's bfloat16 instructions on an x86 CPU, or ``None`` if torch cannot tell.
+    """Return the name of the instructions with which oneDNN computes bfloat16 on this x86 CPU: ``AMX``, ``AVX512_BF16`` or
+    ``none``.
 
-    oneDNN picks its kernels by these instructions, and the kernels need different workspaces. A bfloat16 training step of the
-    example's GPT with checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none``
-    on a CPU with AVX-512.
+    ``None`` if torch has no function to ask. oneDNN chooses its kernels by these instructions, and the kernels need different
+    workspaces. Example: a bfloat16 training step of the example project's GPT with checkpointing allocates 27.74 MB with
+    ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none`` on a CPU with AVX-512.
     """
     import torch
 
@@ -101,9 +108,9 @@ def bfloat16_instructions() -> str | None:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps for each handle and stream (33,554,432 bytes each on an H100).
+    """Free the workspaces that cuBLAS allocates once for each handle and stream (33,554,432 bytes each on an H100).
 
-    Otherwise the first matrix product of a process looks like a leak in its test (pytorch/pytorch#95668).
+    Otherwise the first matrix product in a process would look like a leak in the test that runs it (pytorch/pytorch#95668).
     """
     import torch
 
@@ -111,10 +118,10 @@ def clear_cublas_workspaces() -> None:
 
 
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
-    """Call ``call`` in autograd's backward thread for ``device``, on the current stream, without allocations.
+    """Call a function in autograd's backward thread for a device, on the current stream, without any allocation.
 
-    Afterwards, the thread has released everything from earlier backward passes. At the end of a pass, the thread first wakes
-    the waiting threads and then drops the last gradients, always before the next pass.
+    When this function returns, the backward thread has released all gradients from earlier passes. At the end of a pass, the
+    backward thread first wakes the waiting threads and only then releases the last gradients, but always before the next pass.
 
     For example, ``run_in_backward(lambda: None, device)`` waits until the gradients of the previous pass are released.
 
@@ -149,10 +156,12 @@ def _calling_node() -> Any:
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse COO tensor. The public accessors reject an uncoalesced tensor."""
+    """Return the indices and the values of a sparse COO tensor. torch's public methods raise an exception for an uncoalesced
+    tensor.
+    """
     import torch
 
-    # Use the base class's methods, because a subclass may redefine these names.
+    # Call the methods of `torch.Tensor`, because a subclass may override them.
     base: Any = torch.Tensor
     return base._indices(tensor), base._values(tensor)
 
@@ -160,13 +169,13 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def reduced_with_attribute(
     reduced: tuple[Any, ...], kind: type[torch.Tensor], name: str, value: object
 ) -> tuple[Any, ...]:
-    """Return a tensor's pickled form with an additional attribute, which is set when the tensor is loaded.
+    """Add an attribute to the pickled form of a tensor. torch sets this attribute when it loads the tensor.
 
     Args:
-        reduced: The pickled form from ``__reduce_ex__``.
+        reduced: The pickled form, as ``__reduce_ex__`` returned it.
         kind: The tensor's class.
         name: The attribute's name.
-        value: The attribute's value, which `torch.load` must be able to read with ``weights_only``.
+        value: The attribute's value. Its type must be allowed by ``torch.load(..., weights_only=True)``.
     """
     from torch._tensor import _rebuild_from_type_v2
 
@@ -175,18 +184,19 @@ def reduced_with_attribute(
 
 
 def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator's kernel, bypassing the modes. The modes still see the operators that the kernel calls.
+    """Run an operator's kernel without the active dispatch modes. The modes still intercept the operators that the kernel
+    calls.
 
     For example, ``run_kernel(torch.ops.aten.add.Tensor, "CPU", (x, y), {})`` adds two tensors on the CPU.
 
     Args:
-        operator: An overload of an operator in ``torch.ops``.
-        key: The kernel's dispatch key: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or similar.
+        operator: An operator overload, such as ``torch.ops.aten.add.Tensor``.
+        key: The kernel's dispatch key, for example ``"CPU"``, ``"CUDA"``, ``"SparseCUDA"`` or ``"SparseCsrCUDA"``.
         args: The operator's positional arguments.
         kwargs: The operator's keyword arguments.
 
     Returns:
-        The kernel's result.
+        The operator's result.
     """
     from torch._C import DispatchKey, DispatchKeySet
 
@@ -194,14 +204,14 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_higher_order(operator: object) -> bool:
-    """Return whether an operator takes functions as arguments. Examples are `torch.cond` and ``flex_attention``."""
+    """Return whether an operator has functions as arguments, as `torch.cond` and ``flex_attention`` have."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(operator, HigherOrderOperator)
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process, including recompiled graphs."""
+    """Return how many graphs torch.compile has compiled in this process. A graph that was compiled again counts again."""
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters
@@ -210,23 +220,23 @@ def compiled_graphs() -> int:
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
-    """Limit torch.compile's saved activations to ``fraction`` (0 to 1) of the default."""
+    """Return a context in which torch.compile saves at most a share of its default activations for backward: 0.5 for half."""
     import torch._functorch.config
 
     return cast("AbstractContextManager[object]", torch._functorch.config.patch(activation_memory_budget=fraction))
 
 
 def load_compiler() -> None:
-    """Load torch.compile's default backend now. Silence the import, because it warns about torch.jit in torch itself."""
+    """Import torch.compile's default backend now. Its warnings about torch's own use of torch.jit are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
 
 
 def compiles_within_modes() -> bool:
-    """Return whether torch.compile compiles within a dispatch mode that allows it.
+    """Return whether torch.compile compiles models while a dispatch mode with ``ignore_compile_internals`` is active.
 
-    Within such a mode, older releases (2.6) run eagerly.
+    Older releases (2.6) run a model uncompiled while any dispatch mode is active.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -234,9 +244,9 @@ def compiles_within_modes() -> bool:
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper around ``function`` that torch.compile does not compile, including all callees.
+    """Return a wrapper around a function. torch.compile does not compile the wrapper, the function or the function's callees.
 
-    `torch.compiler.disable` does the same, but loads the compiler at the first call.
+    `torch.compiler.disable` does the same, but imports the compiler at the first call.
     """
     from torch._C._dynamo import eval_frame
 
@@ -261,9 +271,9 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
-    """Return torch's FLOP counter, extended by ``custom_mapping``, without loading the compiler.
+    """Return torch's FLOP counter, but changed so its first call does not import the compiler.
 
-    torch wraps its mode to keep torch.compile out, and this wrapper would load the compiler at the first call.
+    ``custom_mapping`` contains a formula for each further operator, by operator.
     """
     from torch.utils import flop_counter as counters
 
@@ -275,9 +285,9 @@ def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounte
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Open a span with a name in a profile, invisible to all modes.
+    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept it.
 
-    `torch.profiler.record_function` is an operator itself, so selective checkpointing would count it as a cached operator.
+    The public `torch.profiler.record_function` is an operator itself, so selective checkpointing would cache its result.
     """
     from torch._C._profiler import _RecordFunctionFast
 
@@ -287,14 +297,15 @@ def span(name: str) -> AbstractContextManager[object]:
 def watched_operators(
     called: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any],
 ) -> AbstractContextManager[object]:
-    """Call ``called`` in place of every operator below autograd.
+    """Return a context in which every operator below autograd calls ``called`` instead.
 
-    Enter this context before `flop_counter`, which keeps torch.compile out of ``called``. The mode's module is private,
-    although torch's documentation recommends the mode for this purpose.
+    Enter this context before `flop_counter`, because the counter keeps torch.compile from compiling ``called``. torch's
+    documentation recommends the mode used here, although its module is private.
 
     Args:
-        called: Called as ``called(operator, args, kwargs, run)``, where ``run()`` runs the operator. Its result replaces the
-            operator's result. For example, ``lambda operator, args, kwargs, run: run()`` changes nothing.
+        called: A function with the parameters ``(operator, args, kwargs, run)``. ``run()`` runs the operator. The program gets
+            ``called``'s result as the operator's result. For example, ``lambda operator, args, kwargs, run: run()`` changes
+            nothing.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -303,7 +314,7 @@ def watched_operators(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # the code that keeps the compiler out would load the compiler
+            return False  # otherwise torch would add a wrapper, which imports the compiler
 
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -316,21 +327,23 @@ def watched_operators(
 
 
 def outside_torch_function() -> AbstractContextManager[object]:
-    """Bypass every `TorchFunctionMode` and tensor subclass for torch functions called within the context."""
+    """Return a context in which torch does not call ``__torch_function__``, neither on modes nor on tensor subclasses."""
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
 
 
 def takes_numbers_for_tensors(name: str) -> bool:
-    """Return whether an operator (``"mul"``) accepts numbers in place of tensors: ``torch.ops.aten.mul(tensor, 2)``."""
+    """Return whether an operator accepts Python numbers for tensor arguments, as ``mul`` does: ``torch.ops.aten.mul(tensor,
+    2)``.
+    """
     import torch
 
     return bool(torch._C._should_allow_numbers_as_tensors(name))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of `torch.func` and `torch.export`, because wrappers have no storage."""
+    """Return the innermost tensor in a wrapper from `torch.func` or `torch.export`. Wrappers have no storage themselves."""
     import torch
     from torch._C import _functorch
 
@@ -344,7 +357,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_tracing() -> bool:
-    """Return whether `torch.jit.trace` records this thread's operators."""
+    """Return whether `torch.jit.trace` currently records operators in this thread."""
     import torch
 
     return torch._C._get_tracing_state() is not None
@@ -352,19 +365,20 @@ def is_tracing() -> bool:
 
 @contextmanager
 def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
-    """Keep torch calls within the context out of `torch.jit.trace`'s trace.
+    """Do not let `torch.jit.trace` record the torch calls within the context.
 
-    A trace turns sizes into tensors. ``tensor.numel() == 0`` then calls ``Tensor.__bool__``, and adds operators to the trace.
+    While `torch.jit.trace` records, sizes are tensors. A comparison such as ``tensor.numel() == 0`` would therefore add
+    operators to the trace and call ``Tensor.__bool__``.
 
     Yields:
-        A wrapper for the program's own functions. A wrapped function is traced again.
+        A decorator for the program's own functions, which are traced again while they run.
     """
     import torch
 
     core: Any = torch._C
     state = core._get_tracing_state()
     included, excluded = core._dispatch_tls_local_include_set(), core._dispatch_tls_local_exclude_set()
-    # The tracing state cannot be changed within an operator, because the tracer's key is excluded there.
+    # Within an operator, the dispatch key "Tracer" is excluded. While it is excluded, the tracing state cannot be changed.
     tracer = core.DispatchKeySet(core._parse_dispatch_key("Tracer"))
 
     def traced(function: Callable[P, R]) -> Callable[P, R]:
@@ -388,7 +402,7 @@ def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
 
 @contextmanager
 def beneath_modes() -> Iterator[None]:
-    """Run torch within the context below all function modes, dispatch modes and tensor subclasses."""
+    """Disable all function modes, dispatch modes and tensor subclasses for torch calls within the context."""
     import torch
 
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -397,13 +411,16 @@ def beneath_modes() -> Iterator[None]:
 
 @contextmanager
 def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
-    """Run autograd's engine within ``around(roots)``, so a `TorchFunctionMode` sees the Python functions in backward.
+    """Within the context, let every backward pass run in the context ``around(roots)``, which can enter a `TorchFunctionMode`
+    again.
 
-    ``backward`` and ``grad`` are overridable functions themselves, and a mode is off while handling such a function. If a
-    release lacks the replaced name, backward runs without the mode.
+    Such a mode handles calls to ``backward`` and ``grad`` like other functions, and torch disables a mode while it handles a
+    call. So the mode would miss the Python functions called in backward. If a torch release lacks the private function to
+    replace, ``around`` is never called.
 
     Args:
-        around: Returns a context. Its argument is the list of the graph's roots, which are tensors or edges with a node.
+        around: A function that returns a context for a backward pass. Its argument is the list of the graph's roots, which are
+            tensors or edges with a node.
     """
     import torch
 
@@ -425,7 +442,7 @@ _ENGINE_RUN = "_engine_run_backward"
 
 
 def engine_run_is_seen() -> bool:
-    """Return whether `engine_run_within` has an effect. A release may lack the replaced name."""
+    """Return whether `engine_run_within` has an effect, because this torch release has the private function to replace."""
     import torch
 
     return hasattr(torch.autograd, _ENGINE_RUN)
@@ -436,14 +453,14 @@ def replace_python_of_backward(
     differentiating: Callable[[Callable[..., Any]], Callable[..., Any]],
     unpacking: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Wrap all Python functions that autograd's engine calls, until the process ends.
+    """From now on, wrap all Python functions passed to autograd.
 
     For example, ``tensor.register_hook(hook)`` then registers ``differentiating(hook)``.
 
     Args:
-        differentiating: Wraps tensor hooks, node hooks (module hooks use them), ``apply`` of `torch.autograd.Function` in
-            backward, and callbacks at the end of backward.
-        unpacking: Wraps hooks that unpack saved tensors.
+        differentiating: A decorator for tensor hooks, node hooks (module hooks use them), the ``backward`` of a
+            `torch.autograd.Function`, and callbacks at the end of backward.
+        unpacking: A decorator for hooks that unpack saved tensors.
     """
     import torch
     from torch.autograd.function import BackwardCFunction, _HookMixin
@@ -480,7 +497,7 @@ def replace_python_of_backward(
 def _wrapping_hook(
     register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return ``register`` with its hook wrapped."""
+    """Return a replacement for ``register`` that registers ``wrap(hook)`` in place of ``hook``."""
 
     @wraps(register)
     def register_wrapped(self: object, hook: Callable[..., Any]) -> Any:
@@ -492,25 +509,25 @@ def _wrapping_hook(
 def _wrapping_unpack_hook(
     register: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return ``register`` with the second of its two hooks wrapped."""
+    """Return a replacement for ``register`` that registers ``pack_hook`` and ``wrap(unpack_hook)``."""
     import torch
 
     def register_wrapped(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
-        # torch.compile inlines a hook that is a graph, so leave graphs unwrapped.
+        # Do not wrap a graph module as a hook, because torch.compile inlines it.
         return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else wrap(unpack_hook))
 
     return register_wrapped
 
 
 def saved_by(node: Any) -> list[Any]:
-    """Return the tensors that an autograd node saved for backward, in their packed form if there was a pack hook.
+    """Return the tensors saved by an autograd node for backward. If a pack hook ran, return its results instead.
 
-    Nothing is unpacked, so no hook runs. The list is empty if backward has freed the tensors, or if ``SavedTensor`` has no
-    ``data`` in this torch release.
+    The tensors are not unpacked, so no hook runs. The list is empty if backward has already freed the tensors, or if this
+    torch release gives no access to them (``SavedTensor`` has no ``data``).
 
-    For example, the node of ``(x * y).sum()``'s product saved ``x`` and ``y``.
+    For example, in the graph of ``(x * y).sum()``, the node ``MulBackward0`` saved ``x`` and ``y``.
     """
-    saved: list[Any] = [getattr(node, "variable", None)]  # set on the node that accumulates a leaf's gradient
+    saved: list[Any] = [getattr(node, "variable", None)]  # the leaf tensor, on a node that accumulates its gradient
     for name in dir(type(node)):
         if not name.startswith("_raw_saved_"):
             continue
@@ -521,19 +538,19 @@ def saved_by(node: Any) -> list[Any]:
 
 
 def next_nodes(node: Any) -> list[Any]:
-    """Return the autograd nodes that follow a node in backward."""
+    """Return the autograd nodes to which backward goes from a node."""
     return [other for other, _ in node.next_functions if other is not None]
 
 
 def next_node_number() -> int:
-    """Return autograd's number for this thread's next node."""
+    """Return autograd's sequence number for the next node created in this thread."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def running_node_number() -> int | None:
-    """Return the number of this thread's running autograd node; ``None`` outside of backward."""
+    """Return the sequence number of the currently running autograd node in this thread; ``None`` outside backward."""
     import torch
 
     node = torch._C._current_autograd_node()
@@ -541,7 +558,9 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of this thread's running autograd node (``"ProdBackward0"``); ``None`` outside of backward."""
+    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside
+    backward.
+    """
     import torch
 
     node = torch._C._current_autograd_node()
@@ -550,10 +569,10 @@ def running_node_name() -> str | None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Leave all surrounding autocast contexts within this context, with autocast off.
+    """Switch autocast off within the context, as if no autocast context surrounded it.
 
-    torch caches cast weights and frees them when the outermost autocast ends. Inside another autocast the copies
-    would outlive a forward pass.
+    An autocast context caches its cast weights, and torch frees the cache when the outermost autocast context ends. Within a
+    surrounding autocast context, a step's cached weights would therefore outlive the step's forward pass.
     """
     import torch
 
@@ -576,9 +595,9 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 for float32 matrix products, convolutions and recurrent layers on a GPU.
 
-    Since torch 2.9 each backend has its own setting. This context also sets the older common settings to the same value first,
-    because reading a common setting raises an error if a backend's setting differs. Models read common settings around a loss
-    with ``torch.backends.cudnn.flags``.
+    Since torch 2.9 each backend has its own setting. This context first sets the older settings, which are common to all
+    backends, to the same value. Otherwise reading a common setting would raise an error, because a backend's setting differs.
+    For example, ``torch.backends.cudnn.flags`` reads a common setting, and some models call it.
     """
     import torch
 
@@ -603,7 +622,7 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 
 def _read_setting(setting: Callable[[], R]) -> R | None:
-    """Return a common setting; ``None`` if the backends' settings differ, so there is no common value."""
+    """Return the value of a setting common to all backends; ``None`` if the backends' own settings differ."""
     try:
         return setting()
     except RuntimeError:
@@ -612,7 +631,10 @@ def _read_setting(setting: Callable[[], R]) -> R | None:
 
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Keep Kineto from writing to stderr at every start and stop. Kineto reads its log level's variable at its first use."""
+    """Prevent Kineto (torch's profiler library) from writing to stderr whenever a profiler starts or stops.
+
+    Kineto reads its log level from an environment variable when it is used for the first time.
+    """
     if KINETO_LOG_LEVEL in os.environ:
         yield
         return
@@ -625,10 +647,9 @@ def quiet_kineto() -> Iterator[None]:
 
 @contextmanager
 def recording_no_operators() -> Iterator[None]:
-    """Record no operators in a profiler that starts within the context, only allocations.
+    """Let profilers that start within the context record only allocations, and no operators.
 
-    There are many more operators than allocations, so recording and reading them takes most of a reading's time. torch records
-    allocations separately from operators.
+    A step runs many more operators than it makes allocations, so recording operators would take most of the profiler's time.
     """
     import torch.autograd.profiler
     from torch._C._profiler import RecordScope
@@ -636,15 +657,15 @@ def recording_no_operators() -> Iterator[None]:
     profiler: Any = torch.autograd.profiler
     enable = profiler._enable_profiler
     scopes: Any = RecordScope
-    # An empty set would mean all scopes. This scope only has the Static Runtime's operators, and no step uses this runtime.
+    # An empty set of scopes would mean all scopes. So name a scope without operators: steps do not use the Static Runtime.
     with replaced(profiler, "_enable_profiler", partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})):
         yield
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
-    """Return the threads for a stopped profiler's events, by start time in nanoseconds.
+    """Return the threads of each event in a stopped profiler, by the event's start time in nanoseconds.
 
-    The event tree lacks the thread that created an autograd node.
+    The event tree (`event_tree`) does not contain the thread in which forward created an autograd node.
     """
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     threads: dict[int, Threads] = {}
@@ -654,9 +675,10 @@ def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
 
 
 def cuda_has_allocated(index: int) -> bool:
-    """Return whether this process has ever allocated with the CUDA allocator on a GPU, including freed bytes.
+    """Return whether this process has ever allocated memory with the CUDA allocator on a GPU, even if it was freed.
 
-    The public statistics sort and flatten everything at each call. All four counters are checked, because each can be reset.
+    torch's public function for statistics is slower, because it flattens and sorts them all. Any of the four counters may have
+    been reset to 0, so all are checked.
     """
     import torch
 
@@ -664,14 +686,16 @@ def cuda_has_allocated(index: int) -> bool:
 
 
 def cuda_history_is_on() -> bool:
-    """Return whether torch records the CUDA caching allocator's history."""
+    """Return whether torch currently records the history of the CUDA caching allocator."""
     import torch
 
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
 def cublas_workspace_sizes() -> frozenset[int]:
-    """Return the current sizes of cuBLAS's and cuBLASLt's workspaces in bytes; empty if the release does not expose them."""
+    """Return the sizes of a cuBLAS workspace and a cuBLASLt workspace in bytes; empty if the torch release does not report
+    them.
+    """
     import torch
 
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
@@ -680,17 +704,18 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 
 MOST_ENTRIES = 2**20
-"""The most entries in a history without frames. Older entries are lost."""
+"""A history without Python frames contains at most this many entries. Older entries are lost."""
 
 
 def start_cuda_history(*, frames: bool = True) -> None:
-    """Record every allocation and free in the CUDA caching allocator.
+    """Start to record every allocation and free in the CUDA caching allocator.
 
-    Frees are recorded without frames. Memory may be freed while an exception propagates, for example when checkpointing stops
-    early. If torch 2.11 reads frames at that time, the exception is lost (``SystemError: ... returned NULL without setting``).
+    Frees are recorded without Python frames, because memory may be freed while an exception propagates, for example when
+    checkpointing stops early. If torch 2.11 reads frames at that moment, the exception is lost (``SystemError: ... returned
+    NULL without setting``).
 
     Args:
-        frames: Whether to record the allocations' Python frames.
+        frames: Whether to record the Python frames of each allocation.
     """
     import torch
 
@@ -709,9 +734,10 @@ def stop_cuda_history() -> None:
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """Return the CUDA caching allocator's state and history, as in ``torch.cuda.memory._dump_snapshot``.
+    """Return the state and the recorded history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes
+    them.
 
-    The call adds an entry to the history.
+    This call itself adds an entry to the history.
     """
     import torch
 
@@ -719,7 +745,9 @@ def cuda_snapshot() -> dict[str, Any]:
 
 
 def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
-    """Allocate a block with the CUDA caching allocator and return its address. Raises ``torch.OutOfMemoryError``."""
+    """Allocate a block with the CUDA caching allocator and return its address. Raise ``torch.OutOfMemoryError`` if memory runs
+    out.
+    """
     import torch
 
     return int(torch.cuda.caching_allocator_alloc(nbytes, device))
@@ -733,7 +761,7 @@ def free_on_cuda(address: int) -> None:
 
 
 def current_dispatch_mode() -> object | None:
-    """Return this thread's innermost dispatch mode; ``None`` if no mode is active."""
+    """Return the innermost active dispatch mode in this thread; ``None`` if no dispatch mode is active."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     mode: object | None = _get_current_dispatch_mode()
@@ -741,27 +769,30 @@ def current_dispatch_mode() -> object | None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward pass."""
+    """Return whether this thread currently runs a backward pass."""
     import torch
 
     return torch._C._current_graph_task_id() != -1
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Call ``call`` when this process first uses CUDA, or now if already in use. A forking process must not use CUDA."""
+    """Call a function when this process uses CUDA for the first time, or now if it already uses CUDA.
+
+    So a process can prepare something for CUDA, and still fork before it uses CUDA.
+    """
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
-    """Call ``call`` each time that an allocation is about to fail.
+    """From now on, call a function in the allocating thread just before an allocation raises an out-of-memory error.
 
-    The call happens in the allocating thread, before the error is raised. CUDA must be initialised, or about to be
-    (`when_cuda_begins`). The driver's allocator, ``cudaMallocAsync``, has no such observer.
+    Call this after CUDA is initialised, or in `when_cuda_begins`. With the driver's allocator, ``cudaMallocAsync``, the
+    function is never called.
 
     Args:
-        call: Called as ``call(device, requested, total, free)``, with sizes in bytes.
+        call: A function with the parameters ``(device, requested, total, free)``. The last three are sizes in bytes.
     """
     import torch
 
@@ -770,7 +801,9 @@ def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
 
 
 def expandable_segments_are_on() -> bool:
-    """Return whether the CUDA caching allocator uses expandable segments, independently of how this was set."""
+    """Return whether the CUDA caching allocator uses expandable segments, from its current settings and not from the
+    environment.
+    """
     import torch
 
     if torch.cuda.get_allocator_backend() != "native":
@@ -779,12 +812,13 @@ def expandable_segments_are_on() -> bool:
 
 
 def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Print GPU tensors from a copy on the host, until the process ends.
+    """From now on, let torch print a GPU tensor from a copy on the host.
 
-    Printing switches dispatch modes off and selects elements on the GPU. An emulated GPU would not see these operators.
+    torch's own code for printing disables dispatch modes and then selects elements on the GPU. So the dispatch mode for
+    emulated GPUs would miss these operators.
 
     Args:
-        within: Returns a context for all printing.
+        within: A function that returns a context, in which tensors are printed.
     """
     import torch
 
@@ -798,9 +832,10 @@ def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]
 
 
 def remember_functions_that_take_a_device() -> None:
-    """Have a default device apply to torch's current functions, even if they are replaced later.
+    """Make torch build its set of functions with a ``device`` argument now, before this package replaces some of them.
 
-    ``torch.device`` as a context and ``torch.set_default_device`` look functions up in a set that torch builds at first use.
+    A default device (``with torch.device("cuda"):``) applies only to functions in this set, which torch otherwise builds at
+    the first use.
     """
     from torch.utils import _device
 
@@ -808,7 +843,7 @@ def remember_functions_that_take_a_device() -> None:
 
 
 def script_as(function: Callable[..., object], operator: str) -> None:
-    """Let TorchScript compile a Python function as the built-in ``operator`` that it replaces."""
+    """Let TorchScript compile calls to a Python function as calls to the built-in ``operator``."""
     from torch.jit import _builtins
 
     builtins: Any = _builtins
@@ -816,10 +851,11 @@ def script_as(function: Callable[..., object], operator: str) -> None:
 
 
 def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManager[object]]) -> None:
-    """Run TorchScript functions and methods within a context when Python calls them, until the process ends.
+    """From now on, let TorchScript functions and methods run within a context when Python code calls them.
 
     Args:
-        around: Returns the context. Its arguments are the function or method, and the tuple of call arguments.
+        around: A function that returns the context. Its arguments are the TorchScript function and the tuple of the call's
+            arguments.
     """
     import torch
 
@@ -836,8 +872,8 @@ def around_scripts(around: Callable[[Any, tuple[Any, ...]], AbstractContextManag
 
 
 def lists_of_script(script: Any) -> list[str]:
-    """Return the list types that a TorchScript function or method creates with ``tolist``: ``List[int]``."""
-    graph = script.inlined_graph  # this reference keeps the graph's nodes alive
+    """Return the type of each list from ``tolist`` in a TorchScript function: ``["List[int]"]``."""
+    graph = script.inlined_graph  # without this reference, the nodes would be freed
     return [str(node.output().type()) for node in graph.findAllNodes("prim::tolist", True)]
 
 
@@ -845,14 +881,14 @@ def lists_of_script(script: Any) -> list[str]:
 def around_collectives(
     waited: Callable[[], None], broadcasting: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Observe collectives within the context.
+    """Within the context, call functions when Python waits for a collective, or broadcasts several tensors at once.
 
-    `DistributedDataParallel` joins many tensors and broadcasts them at once. It waits for other ranks in C++, and this function
-    cannot observe these waits.
+    `DistributedDataParallel` makes such broadcasts. In backward, `DistributedDataParallel` waits for other ranks in C++, and
+    these waits are not reported.
 
     Args:
-        waited: Called after Python has waited for a collective.
-        broadcasting: Returns a context for each broadcast of many tensors.
+        waited: A function to call after Python has waited for a collective.
+        broadcasting: A function that returns a context, in which torch broadcasts the tensors.
     """
     import torch.distributed as dist
 
@@ -888,14 +924,14 @@ def around_collectives(
 
 
 FAKE = "fake"
-"""The backend for a process group without real other ranks."""
+"""The name of torch's process group backend without real other ranks."""
 
 
 def store_of_nobody() -> Any:
-    """Return the store for a process group with the backend `FAKE`, whose collectives return at once.
+    """Return a store with which a process can initialise a process group of the backend `FAKE`, without other ranks.
 
-    Depending on the release, a collective returns this rank's own parts in place of the other ranks' parts, or leaves its
-    output unchanged.
+    Collectives in such a group return at once. Depending on the torch release, a collective copies this rank's part in place
+    of the other ranks' parts, or does not change its output.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -903,7 +939,9 @@ def store_of_nobody() -> Any:
 
 
 def forget_meshes() -> None:
-    """Forget device meshes whose process groups have ended. Otherwise torch would reuse them for equal meshes later."""
+    """Clear torch's caches of device meshes after their process groups have ended. Otherwise a later, equal mesh would reuse
+    them.
+    """
     from torch.distributed import device_mesh
 
     forget_operators_of_meshes()
@@ -915,7 +953,9 @@ def forget_meshes() -> None:
 
 
 def forget_operators_of_meshes() -> None:
-    """Clear torch's cache for sharded operators. Its keys are meshes, and their process groups may have ended."""
+    """Clear torch's cache of decisions about sharded operators, because its keys contain meshes whose process groups have
+    ended.
+    """
     from torch.distributed.tensor import DTensor, debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -926,15 +966,15 @@ def forget_operators_of_meshes() -> None:
 
 @contextmanager
 def gpu_unseen() -> Iterator[None]:
-    """Hide all GPUs from modules that are imported within the context.
+    """Hide all GPUs from modules that are imported within the context, so this process can fork later.
 
-    Some libraries use the GPU when they are imported, and a process that forks later must not. Counting GPUs is already a use
-    (``register_fork_handler_for_device_init``). At the end, torch and transformers forget that they found no GPU. For example,
-    ``torch.utils._triton`` checks only once whether a GPU has Triton.
+    A process must not use CUDA before it forks, but some libraries do so when they are imported. Even counting the GPUs is a
+    use (``register_fork_handler_for_device_init``). When the context ends, caches in torch and transformers are cleared,
+    because they may contain "no GPU". For example, ``torch.utils._triton`` checks only once whether the GPU supports Triton.
     """
     import torch
 
-    # The compiler counts the GPUs only once, when it is loaded. Let it count a single GPU.
+    # The compiler counts the GPUs only once, when it is imported. Let it count a single GPU.
     with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
         try:
             yield

@@ -1,4 +1,4 @@
-"""Find all tensors that Python code can reach from a value, and their memory."""
+"""Find all tensors to which a Python object refers, directly or through other objects, and the tensors' memory."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     import torch
 
 
-# A proxy owns nothing. The object behind it is reached from its own owner.
+# A weak proxy does not own the object behind it, so it is not followed.
 _ATOMS: tuple[type[Any], ...] = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None)),
     *(type, types.ModuleType, types.CodeType),
     *weakref.ProxyTypes,
 )
 T = TypeVar("T")
-# A test's `request` leads to the session, and from there to the values of every other test.
+# Attributes of objects from these packages are not followed. A test's `request` refers to the session, which refers to the
+# fixtures of all other tests.
 NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 
 def alive(kind: type[T]) -> list[T]:
-    """Return the live instances of a class from Python's collector, without frozen objects."""
-    # Check types, because a proxy's ``__class__`` belongs to another object. Each type is checked only once, because this is
-    # faster.
+    """Return all live instances of a class from the garbage collector's list, which lacks frozen objects."""
+    # Check `type(value)`, because a proxy's ``__class__`` is another object's class. Checking each type only once is faster.
     objects = gc.get_objects()
     types_by_id = {id(type(value)): type(value) for value in objects}
     matching_ids = {number for number, candidate in types_by_id.items() if issubclass(candidate, kind)}
@@ -48,7 +48,7 @@ def alive(kind: type[T]) -> list[T]:
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Return every tensor reachable from ``roots``: in containers, attributes, closures, modules, optimizers, gradients.
+    """Return all tensors to which ``roots`` refer: in containers, attributes, closures, modules, optimizers and gradients.
 
     For example, ``[model, optimizer]`` reaches the model's parameters, their gradients and the optimizer's state.
     """
@@ -56,20 +56,20 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
-    """Return the reachable objects from ``roots``, if they can refer to tensors.
+    """Return all objects to which ``roots`` refer, directly or through other objects, if such an object can refer to tensors.
 
-    The walk does not follow a function's globals, classes and modules, because they are shared by all code. Autograd graphs
-    are not followed either, because reading saved tensors would unpack them. The walk never runs the objects' code. An
-    unreadable object counts as empty.
+    Not followed are a function's globals, classes and Python modules, because all code shares them. Autograd graphs are not
+    followed either, because reading their saved tensors would unpack them. No code of the objects is run. An object whose
+    attributes cannot be read is returned, but not followed.
     """
     return (value for value, _ in _walk(roots))
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
-    """Yield each reachable object, with True if the object is a tensor."""
+    """Yield each object to which ``roots`` refer, with True if the object is a tensor."""
     import torch
 
-    # All objects stay referenced, including classes, so no id is reused.
+    # `seen` and `kinds` refer to the objects and classes, so none of them is freed and no id is reused.
     seen: dict[int, object] = {}
     kinds: dict[int, tuple[type, AttributeLayout | None, bool]] = {}
     stack: list[Any] = list(roots)
@@ -99,7 +99,7 @@ def _walk(roots: Iterable[object]) -> Iterator[tuple[Any, bool]]:
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch in order, each once. A batch is a tensor, or nested tuples, lists and mappings."""
+    """Yield each tensor in a batch once, in order. A batch is a tensor, or tuples, lists and mappings that contain tensors."""
     import torch
 
     seen: dict[int, object] = {}
@@ -116,7 +116,10 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def members_of(nest: object) -> dict[Any, Any] | None:
-    """Return the contents of a mapping, tuple or list by key or index; ``None`` for other objects and unreadable mappings."""
+    """Return a mapping's contents by key, or the contents of a tuple or list by index.
+
+    Return ``None`` for other objects, and for a mapping whose methods raise an exception.
+    """
     if is_a(nest, dict):
         return dict(dict.items(nest))
     if is_a(nest, list, tuple):
@@ -131,34 +134,41 @@ def members_of(nest: object) -> dict[Any, Any] | None:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the storages of ``tensors`` on ``device`` (default: any) as a mapping from address to bytes. Views count once."""
+    """Return the address and bytes of each storage that ``tensors`` have on a device, or on any device for ``None``.
+
+    Several views of a storage result in a single entry.
+    """
     return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensors, device)}
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages with memory of ``tensors`` on ``device`` (default: any). A storage may repeat."""
+    """Yield each tensor's storage, if it has memory and is on a device (on any device for ``None``).
+
+    For several views of a storage, the storage is yielded several times.
+    """
     for tensor in tensors:
         own_storage = _own_storage(tensor)
-        # A subclass made of other tensors (DTensor, quantized weights) has no storage. Its parts are reached separately.
+        # A tensor made from other tensors (DTensor, quantized weights) has no storage. Callers pass its parts as well.
         for storage in (own_storage,) if own_storage is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
 
 
 def address_of(storage: torch.UntypedStorage) -> int | None:
-    """Return the address of a storage's memory; ``None`` for a storage without memory."""
+    """Return the address of a storage's memory; ``None`` if the storage has no memory, for example on ``meta``."""
     return storage.data_ptr() if _has_memory(storage) else None
 
 
 def is_on(device: torch.device, target: torch.device) -> bool:
-    """Return whether a device is ``target``. A target without an index matches every device of its type."""
+    """Return whether a device is ``target``. If ``target`` has no index (``cuda``), it matches all devices of its type."""
     return device.type == target.type and target.index in (None, device.index)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a dense tensor; ``None`` if the tensor has no memory.
+    """Return the storage of a dense tensor; ``None`` if the tensor has no memory itself.
 
-    A tensor has no memory if it is fake, on meta, empty, not initialised yet, inside ``vmap``, or made of other tensors.
+    This is so for fake tensors, tensors on ``meta``, empty tensors, parameters of lazy modules before the first call, tensors
+    inside ``vmap``, and tensors made from other tensors.
     """
     storage = _own_storage(tensor)
     return storage if storage is not None and _has_memory(storage) else None
@@ -170,14 +180,14 @@ def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         with outside_torch_function():
             return torch.Tensor.untyped_storage(tensor)
-    except RuntimeError:  # also catches NotImplementedError
+    except RuntimeError:  # NotImplementedError is a subclass
         return None
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Return whether a storage has memory. Fake and empty tensors have storages without memory."""
+    """Return whether a storage has memory. The storages of fake and empty tensors have no memory."""
     with warnings.catch_warnings():
-        # For a fake tensor, torch warns or raises, depending on the release.
+        # For a fake tensor, `data_ptr` warns or raises an exception, depending on the torch release.
         warnings.simplefilter("error")
         try:
             return storage.data_ptr() != 0
@@ -186,7 +196,7 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the component tensors of a sparse tensor; an empty tuple for a dense tensor."""
+    """Return the indices and values of a sparse tensor as tensors; an empty tuple for a dense tensor."""
     import torch
 
     tensor_class = cast("Any", torch.Tensor)
@@ -205,10 +215,10 @@ HOST = "cpu"
 
 
 def is_host(device: torch.device) -> bool:
-    """Return whether tensors on this device are in the host's memory."""
+    """Return whether a device is the CPU, so its tensors are in the host's memory."""
     return device.type == HOST
 
 
 def means_host(word: object) -> bool:
-    """Return whether ``device=word`` means the host: ``None`` or ``"cpu"``."""
+    """Return whether the argument ``device=word`` of a torch function means the CPU: ``None`` or ``"cpu"``."""
     return word in (None, HOST)

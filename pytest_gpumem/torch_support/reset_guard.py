@@ -1,9 +1,10 @@
-"""Read peaks before measured code resets the process's peak statistics.
+"""Read a device's peak before measured code resets torch's peak statistics.
 
-Test suites of model libraries often call ``torch.cuda.reset_peak_memory_stats()``. A process has only one peak per device, so a
-call during a measured test would hide everything before it.
+Test suites of model libraries often call ``torch.cuda.reset_peak_memory_stats()``. torch has only one peak for each device, so
+after such a call in a measured test, the test's earlier peak would be lost.
 
-For example, a step peaks at 40 MB, resets the statistics, and then peaks at 10 MB. `Device.pop_peak` still returns 40 MB.
+For example, a step allocates 40 MB, frees them, resets the statistics, and then allocates 10 MB. `Device.pop_peak` still
+returns 40 MB.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def before_each_reset(read_peak: Callable[[], object], device_type: str) -> Iterator[None]:
-    """Call ``read_peak`` before each torch function that resets a device type's peak statistics.
+    """Within the context, call ``read_peak`` before any torch function resets the peak statistics of a device type.
 
-    A suite may hold a reference to the public function, for example in a table of backends. The public function calls a private
-    function, and this context replaces both.
+    The context replaces torch's public function and the private function called by it, because other code may have stored a
+    reference to the original public function.
     """
     with ExitStack() as stack:
         for module_name, name in peak_resets(device_type):

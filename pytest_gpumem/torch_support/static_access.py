@@ -1,9 +1,10 @@
-"""Inspect foreign objects without running their code, as `inspect.getattr_static` does.
+"""Read the attributes and contents of users' objects without running the objects' code, as `inspect.getattr_static` does.
 
-``isinstance`` reads an object's ``__class__``, which may lie, raise or belong to another object (`weakref.proxy`). An attribute
-may be a property, a container's methods may be overridden, and a metaclass may answer for a class. These functions therefore
-identify an object by its type, and use the methods of the built-in base type. A model may also override
-``named_modules`` and ``named_parameters``. Both methods hash modules, and a module may forbid this.
+Ordinary access may run users' code or raise an exception. ``isinstance`` reads an object's ``__class__``, which may be a
+property or the class of another object (`weakref.proxy`). An attribute may be a property, a container may override its
+methods, and a metaclass may compute the attributes of a class. The functions here therefore use ``type(value)`` and the
+methods of built-in base types. They replace ``named_modules`` and ``named_parameters`` too, because models may override these
+methods, and because both methods need hashable modules.
 
 For example, ``is_a(weakref.proxy(tensor), torch.Tensor)`` is false, but ``isinstance(weakref.proxy(tensor), torch.Tensor)`` is
 true.
@@ -33,41 +34,43 @@ T = TypeVar("T")
 
 _CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, collections.deque)
 _NATIVE = (types.GetSetDescriptorType, types.MemberDescriptorType)
-# Use type's own descriptors, because a metaclass may override the attributes of a class.
+# Use the descriptors of `type`, because a metaclass may override its classes' attributes.
 _mro, _namespace, _module_of, _qualname = (
     type.__dict__[name] for name in ("__mro__", "__dict__", "__module__", "__qualname__")
 )
 
 
 def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Return whether ``value``'s type is among ``kinds`` or inherits from them."""
+    """Return whether the type of ``value`` is one of ``kinds`` or a subclass, whatever ``value.__class__`` returns."""
     return issubclass(type(value), kinds)
 
 
 def class_name(kind: type) -> str:
-    """Return a class's qualified name, without the defining function."""
+    """Return the qualified name of a class. For a class defined in a function, the function's name is left out."""
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
 def module_of(kind: type) -> str:
-    """Return a class's ``__module__``; empty if the class has none."""
+    """Return the ``__module__`` of a class; an empty string if it is not a string."""
     module = _module_of.__get__(kind)
     return module if type(module) is str else ""
 
 
 def package_of(kind: type) -> str:
-    """Return the outermost package of a class's ``__module__``; empty if the class has none."""
+    """Return the top-level package of a class (``torch`` for ``torch.nn.Linear``); an empty string if it has no module."""
     module = _module_of.__get__(kind)
     return module.partition(".")[0] if type(module) is str else ""
 
 
 def class_namespace(kind: type) -> dict[str, Any] | None:
-    """Return the dict with a class's own attributes, not a view; ``None`` if there is no access to the dict."""
+    """Return the dict in which a class stores its own attributes, not a read-only view; ``None`` if the dict is not found."""
     return next((value for value in gc.get_referents(_namespace.__get__(kind)) if type(value) is dict), None)
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """Return the attribute ``name`` from a class or its bases without invoking descriptors; ``None`` if there is none."""
+    """Return an attribute of a class or its bases as it is stored, for example a property itself; ``None`` if it does not
+    exist.
+    """
     for base in _mro.__get__(kind):
         namespace = _namespace.__get__(base)
         if name in namespace:
@@ -76,20 +79,20 @@ def class_attribute(kind: type, name: str) -> Any:
 
 
 def class_values(kind: type) -> Iterator[object]:
-    """Return the attribute values of a class and its bases."""
+    """Yield all attributes' values from a class and its bases, as they are stored."""
     for base in _mro.__get__(kind):
         yield from list(_namespace.__get__(base).values())
 
 
 def instance_dict(value: object) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of ``value``, not a copy; ``None`` if there is no readable dict."""
+    """Return the ``__dict__`` of an object itself, and not a copy; ``None`` if the object has none or it cannot be read."""
     dictionary = layout_of(type(value)).dictionary
     own_dict = None if dictionary is None else dictionary.__get__(value)
     return own_dict if is_a(own_dict, dict) else None
 
 
 def attribute(value: object, name: str) -> Any:
-    """Return an attribute from ``value``, or a plain attribute from its class; ``None`` for computed attributes."""
+    """Return an object's attribute, or its class's attribute if this is a plain value; ``None`` for properties."""
     own_dict = instance_dict(value) or {}
     if dict.__contains__(own_dict, name):
         return dict.__getitem__(own_dict, name)
@@ -103,38 +106,43 @@ def attribute(value: object, name: str) -> Any:
 
 
 def contents_of(value: object) -> Iterable[object]:
-    """Return a container's contents, the bound objects in a function, method or partial, or a generator's locals."""
+    """Return the objects inside a container, a function's closure and defaults, a method, a partial, or a generator's locals.
+
+    The result is empty for all other objects.
+    """
     contents = layout_of(type(value)).contents
     return () if contents is None else contents(value)
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeLayout:
-    """Descriptors and functions that read the attributes and contents of a class's objects.
+    """Descriptors and functions for reading the attributes and contents of a class's objects.
 
     For example, a class with ``__slots__ = ("weight",)`` and no ``__dict__`` has a single member and no dictionary.
     """
 
     package: str
-    """The result of `package_of`."""
+    """The top-level package of the class, as `package_of` returns it."""
     contents: Callable[[Any], Iterable[object]] | None
-    """A function that returns `contents_of` for an object; ``None`` if such objects have no contents."""
+    """A function that returns an object's contents (`contents_of`); ``None`` if the class's objects have no contents."""
     dictionary: Any
-    """The descriptor that returns the ``__dict__``; ``None`` if there is none or only Python code returns it."""
+    """The built-in descriptor that returns an object's ``__dict__``. ``None`` if there is no ``__dict__``, or if the class
+    overrides it in Python code."""
     covered: bool
-    """True if the class defines ``__dict__``, as a native descriptor or in Python code."""
+    """True if the class or a base defines ``__dict__``, by a built-in descriptor or in Python code."""
     members: tuple[types.MemberDescriptorType, ...]
-    """The slots."""
+    """The descriptors of all ``__slots__`` in the class and its bases."""
 
     def attributes(self, value: object) -> list[object]:
-        """Return an object's attribute values, from its ``__dict__`` and its slots."""
+        """Return the values of all attributes in an object's ``__dict__`` and slots."""
         values: list[object] = []
         if self.dictionary is not None:
             own_dict = self.dictionary.__get__(value)
             if issubclass(type(own_dict), dict):
                 values.extend(dict.values(own_dict))
         elif self.covered:
-            # Python code covers the real ``__dict__``, but the collector still visits its values.
+            # The class overrides ``__dict__`` in Python code. The garbage collector still knows to which objects the real dict
+            # refers.
             values.extend(gc.get_referents(value))
         for member in self.members:
             try:
@@ -145,7 +153,7 @@ class AttributeLayout:
 
 
 def layout_of(kind: type) -> AttributeLayout:
-    """Return the places in which objects of a class store their attributes and contents."""
+    """Return the descriptors and functions for reading a class's objects."""
     bases = [_namespace.__get__(base) for base in _mro.__get__(kind)]
     dictionaries = [base["__dict__"] for base in bases if "__dict__" in base]
     return AttributeLayout(
@@ -177,23 +185,23 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`.
+"""Three references to a frame's dict of locals exist in `named_variables_of`: in the frame, the variable and
+`sys.getrefcount`.
 
-If there are more, some code has stored ``locals()``.
-"""
+If there are more references, other code has stored the result of ``locals()``."""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:
-    """Return the values of a function's local variables."""
+    """Return the values of the local variables in a frame."""
     return [*named_variables_of(frame).values()]
 
 
 def named_variables_of(frame: types.FrameType) -> dict[str, object]:
-    """Return a function's local variables."""
+    """Return the local variables in a frame, by name."""
     local = frame.f_locals
     variables = dict(local)
     if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
-        # Until Python 3.12 the frame keeps this dict and all its values alive.
+        # Until Python 3.12, the frame refers to this dict, which would keep all values alive.
         local.clear()
     return variables
 
@@ -201,7 +209,7 @@ def named_variables_of(frame: types.FrameType) -> dict[str, object]:
 _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
     (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
     *((kind, kind.__iter__) for kind in _CONTAINERS),
-    # Return the mapping behind the proxy, because its own methods may be overridden.
+    # Return the mapping behind a read-only proxy, because the mapping's class may override its methods.
     (types.MappingProxyType, gc.get_referents),
     (types.FunctionType, _bound_to_a_function),
     (types.MethodType, lambda value: [value.__self__, value.__func__]),
@@ -211,7 +219,7 @@ _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
 
 
 def tensor_property(tensor: torch.Tensor, name: str) -> Any:
-    """Return a property as `torch.Tensor` defines it, because a subclass may override the property or intercept functions."""
+    """Return a property such as ``shape`` as `torch.Tensor` computes it, even if a subclass overrides the property."""
     import torch
 
     with outside_torch_function():
@@ -219,12 +227,12 @@ def tensor_property(tensor: torch.Tensor, name: str) -> Any:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a leaf's gradient; ``None`` for other tensors, because torch would warn about them."""
+    """Return the gradient of a leaf tensor; ``None`` for other tensors, because reading their gradient causes a warning."""
     return tensor_property(tensor, "grad") if tensor_property(tensor, "is_leaf") else None
 
 
 def clear_gradient(tensor: torch.Tensor) -> None:
-    """Set the gradient of a tensor to ``None``."""
+    """Set the gradient of a tensor to ``None``, even if a subclass overrides ``grad``."""
     import torch
 
     with outside_torch_function():
@@ -232,12 +240,12 @@ def clear_gradient(tensor: torch.Tensor) -> None:
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor consists of other tensors (DTensor, quantized weights) and has no own memory."""
+    """Return whether a tensor is made from other tensors (DTensor, quantized weights) and has no memory itself."""
     return class_attribute(type(tensor), "__tensor_flatten__") is not None
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return a tensor's component tensors, each once. For most tensors this is the tensor itself."""
+    """Yield the tensors from which a tensor is made, each once. For an ordinary tensor, yield the tensor itself."""
     import torch
 
     stack, seen = [tensor], {id(tensor)}
@@ -253,7 +261,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes in a tensor's elements; ``None`` for a sparse tensor, or a tensor made from other tensors."""
+    """Return the bytes in all elements of a tensor; ``None`` for a sparse tensor, or a tensor made from other tensors."""
     import torch
 
     if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
@@ -262,17 +270,19 @@ def dense_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def elements_of(tensor: torch.Tensor) -> int:
-    """Return how many elements a tensor has; 0 for a lazy module's parameter before the first call."""
+    """Return how many elements a tensor has; 0 for a parameter of a lazy module before the module's first call."""
     return math.prod(tensor_property(tensor, "shape"))
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape: ``("float32", (8, 256))``."""
+    """Return the dtype and the shape of a tensor: ``("float32", (8, 256))``."""
     return str(tensor_property(tensor, "dtype")).removeprefix("torch."), tuple(tensor_property(tensor, "shape"))
 
 
 def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Return the modules of a model, each once, with outer modules first. The model itself has the path ``""``."""
+    """Yield each module in a model once, with its path: ``"blocks.0"``. Outer modules come first, and the model's path is
+    ``""``.
+    """
     seen: set[int] = set()
     stack = [("", root)]
     while stack:
@@ -287,7 +297,9 @@ def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def named_tensors(
     root: torch.nn.Module, kind: Literal["parameters", "buffers"]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield each parameter or buffer in a model once: its module's path, its name in the module, and the tensor."""
+    """Yield each parameter or buffer in a model once, as a tuple: the path of its module, its name in the module, and the
+    tensor.
+    """
     seen: set[int] = set()
     for path, module in named_modules(root):
         for name, tensor in _own_parts(module, kind):
@@ -297,11 +309,11 @@ def named_tensors(
 
 
 def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
-    """Return the parameters, buffers or submodules that ``module`` owns directly, by name."""
+    """Yield the module's own parameters, buffers or submodules with their names, but none from inside submodules."""
     import torch
 
     parts = attribute(module, MODULE_PARTS[kind])
-    # Scripted modules store their parts in C++, so use their class's own mapping.
+    # A TorchScript module stores its parts in C++. Its own mapping is safe to use.
     named = dict.items(parts) if is_a(parts, dict) else parts.items() if is_a(module, torch.jit.ScriptModule) else ()
     for name, part in list(named):
         if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
@@ -309,28 +321,28 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return the text for a tensor's dtype and shape: ``float32[8, 256]``."""
+    """Return a dtype and shape as a text: ``float32[8, 256]``."""
     return f"{dtype}{list(shape)}"
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """Return how many parameters a module has. Tied parameters count once."""
+    """Return how many elements all parameters of a module have. Tied parameters count once."""
     return sum(map(elements_of, module.parameters()))
 
 
 def reads_any(function: object, attributes: Collection[str], below: str | None = None) -> bool:
-    """Return whether a function or its callees read any of ``attributes`` from any object.
+    """Return whether a function's code, or the code of its callees, reads an attribute with one of these names.
 
-    The search follows called functions from the same module, and functions from other modules if their file is in
-    the folder ``below`` and is not part of an installed package.
+    The search follows calls to functions in the same module. It follows calls to other modules only if their files are in the
+    folder ``below`` and do not belong to an installed package.
 
-    For example, ``def step(x): return scale(x)`` and ``def scale(x): return x * x.max().item()`` in the same module give true
-    for ``{"item"}``.
+    For example, a module has ``def step(x): return scale(x)`` and ``def scale(x): return x * x.max().item()``. For ``step``
+    and the name ``item``, the result is True.
 
     Args:
         function: The function or method.
-        attributes: The names of attributes.
-        below: A folder; ``None`` to stay in the function's module.
+        attributes: The attribute names to search for: ``{"item", "tolist"}``.
+        below: The folder with modules to search; ``None`` to search only the function's own module.
     """
     seen: set[int] = set()
     pending = [function.__func__ if is_a(function, types.MethodType) else function]
@@ -356,25 +368,25 @@ def reads_any(function: object, attributes: Collection[str], below: str | None =
 
 
 def _is_below(folder: str, code: types.CodeType) -> bool:
-    """Return whether code comes from a file in ``folder``, and not from a package that is installed there."""
+    """Return whether code comes from a file in a folder, except for packages installed in this folder."""
     return code.co_filename.startswith(folder) and "-packages" not in code.co_filename
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
-    """Return a function and its wrapped functions, outermost first. Decorators often come from another module."""
+    """Return a decorated function and its wrapped functions (``__wrapped__``), the outermost first."""
     functions: list[types.FunctionType] = []
     seen: set[int] = set()
     while value is not None and id(value) not in seen:
         seen.add(id(value))
         if is_a(value, types.FunctionType):
             functions.append(value)
-        # Read the instance dict, because objects that compute their attributes have any attribute.
+        # Read `__wrapped__` from the instance dict, because a mock or a similar object has any attribute.
         value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return a function's code, and the code of functions, lambdas and comprehensions inside it."""
+    """Yield a function's code object, and the code objects of all functions, lambdas and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""Exceptions from a repeated step, and the release of objects in tracebacks."""
+"""Exceptions that are ignored when a step runs again, and a function to free the objects in an exception's traceback."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 from pytest_gpumem.torch_support.static_access import instance_dict
 
 RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""Exceptions ignored in a further run of a step, for counts or an explanation, because the first run was measured or failed."""
+"""Exceptions that are ignored when the plugin runs a step again for counts or an explanation.
+
+The step's first run has already decided whether the test passes."""
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of ``error``, its cause, its context, and its collected errors.
+    """Clear the local variables in the tracebacks of an exception and all related exceptions.
 
-    Collected errors are, for example, an exception group's members or a doctest's failed examples.
+    Related are the cause, the context, an exception group's members, and a doctest's failed examples.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
@@ -31,12 +33,12 @@ def clear_frames(error: BaseException) -> None:
             ]
             traceback.clear_frames(current.__traceback__)
             for frame, _ in traceback.walk_tb(current.__traceback__):
-                # Until Python 3.12 a frame keeps the last dict from f_locals. Reading it again removes cleared variables.
+                # Until Python 3.12, a frame stores the last dict from `f_locals`. Reading `f_locals` again updates this dict.
                 _ = frame.f_locals
 
 
 def _of_doctest(error: BaseException) -> list[BaseException]:
-    """Return the errors of a doctest's examples. pytest's error stores them in ``failures``, and each in ``exc_info``."""
+    """Return the exceptions from a doctest's failed examples, as stored in attributes of pytest's or doctest's exception."""
     attributes = instance_dict(error) or {}
     collected = [attributes.get("failures"), attributes.get("exc_info")]
     lists = [values for values in collected if isinstance(values, (list, tuple))]

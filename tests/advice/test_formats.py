@@ -101,7 +101,7 @@ def test_json_has_every_figure_in_bytes_and_why_there_is_none():
 
 
 def test_a_peak_that_could_not_be_recorded_costs_nothing_else():
-    found = advice(LARGE, why_not="it could not be run again to tell what its peak is made of: RuntimeError: planted")
+    found = advice(LARGE, why_not="the measured code could not be run again to explain its peak: RuntimeError: planted")
     assert lines(found)[-1].endswith("RuntimeError: planted")
     assert "RuntimeError: planted" in markdown(found)
     assert json.loads(to_json(found, 0))["recommended"][0]["made_of"] is None

@@ -1,1 +1,1 @@
-"""Compute small tensors on an emulated GPU, and record uses of uncomputed values."""
+"""Compute the values of small tensors on an emulated GPU, and record how a program uses all other values."""

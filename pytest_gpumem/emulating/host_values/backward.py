@@ -1,8 +1,8 @@
-"""Run backward on an emulated GPU: autograd's operators without the mode `HostValues`, and its Python code with the mode.
+"""Leave the dispatch mode `HostValues` while autograd's operators run, and enter it again for Python code in backward.
 
-If any dispatch mode is active, torch's derivatives avoid in-place operators and allocate more (``isTensorSubclassLike`` in
-ATen), so the mode would change the measured peaks. Hooks and autograd functions in Python run within the mode, as the rest of
-the program does.
+If a dispatch mode is active, torch's derivatives use fewer in-place operators and allocate more (``isTensorSubclassLike`` in
+ATen), so the mode would change the measured peaks. Hooks and `torch.autograd.Function` run with the mode, as all other Python
+code does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.host_values.mode import HostValues
 
 _kept: list[ExitStack] = []
-"""The contexts that are left at exit."""
+"""The contexts to leave when the interpreter exits."""
 
 
 def away_in_backward(mode: HostValues) -> None:
-    """Run backward without the mode, except for its Python code."""
+    """From now on, run backward without the mode, except for hooks and other Python code."""
 
     @contextmanager
     def away(roots: Sequence[Any]) -> Iterator[None]:
@@ -41,7 +41,8 @@ def away_in_backward(mode: HostValues) -> None:
             return
         nodes = _nodes(roots)
         leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
-        # The mode does not see additions to gradients. Gradients for host leaves may come from unknown values or from the GPU.
+        # Autograd adds to gradients without the mode. So mark the gradients of GPU leaves as unknown, and the gradients of
+        # host leaves too if they may follow from unknown values or from the GPU.
         on_host = [leaf for leaf in leaves if not leaf.is_cuda]
         unknown = (
             len(on_host) < len(leaves) or any("Copy" in node.name() for node in nodes) or not _are_known(mode, roots)
@@ -56,8 +57,8 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # At interpreter exit, the context ends while torch is still loaded. Since Python 3.14, a process forked by
-    # multiprocessing drops its exit functions. Without a reference in `_kept`, the context would end at that moment.
+    # `atexit` leaves the context while torch is still loaded. Since Python 3.14, a process forked by multiprocessing drops its
+    # exit functions. Without the reference in `_kept`, this would free the context and leave it too early.
     contexts = ExitStack()
     _kept.append(contexts)
     contexts.enter_context(engine_run_within(away))
@@ -70,12 +71,13 @@ def away_in_backward(mode: HostValues) -> None:
 def _in_mode(
     mode: HostValues, call: Callable[..., Any], take: Callable[[Sequence[torch.Tensor]], None] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that runs within the mode when autograd calls it.
+    """Return a replacement for a function. When autograd calls the replacement, the function runs with the mode.
 
     Args:
-        mode: The mode.
+        mode: The mode to enter.
         call: The original function.
-        take: Called with the floating-point results of ``call``, because autograd may add to them without the mode.
+        take: A function to call with the floating-point tensors returned by ``call``. ``take`` marks the tensors as unknown,
+            because autograd may add to them later without the mode.
     """
 
     @wraps(call)
@@ -92,7 +94,7 @@ def _in_mode(
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:
-    """Return all nodes in an autograd graph. Its ``roots`` are tensors, or edges with a node."""
+    """Return all nodes in the autograd graph below ``roots``, which are tensors or edges with a node."""
     waiting = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen = set()
     while waiting:

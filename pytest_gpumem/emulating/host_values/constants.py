@@ -1,12 +1,12 @@
-"""Track tensors with equal elements, all 0 or all 1, although some inputs were not computed.
+"""Track tensors whose elements are all 0 or all 1 ("constant"), although they follow from uncomputed values.
 
-Two assumptions make such tensors. Uncomputed floats are finite. Uncomputed token ids are not among the ids that `torch.isin`
-searches for, so a text is generated up to its maximum length. Neither assumption is certain. The host may read the result as
-a single truth value, and this read is recorded as an assumption. The number of true elements remains unknown.
+This is possible because of two assumptions. Uncomputed floats are finite. Uncomputed token ids are not among the end tokens in
+`torch.isin`, so a text is generated up to its maximum length. Both assumptions may be wrong. So if a program reads a tensor
+that depends on an assumption, the read is recorded.
 
-Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` is `Constant(False, "branch")`. Reading
-``torch.isin(ids, end).any().item()`` returns False, and the line is recorded as a branch decided by an uncomputed value. For
-an uncomputed ``loss``, ``torch.isfinite(loss)`` is `Constant(True, "kept")`, so its read is only counted.
+Example: for uncomputed ``ids`` and a known end token 50256, ``torch.isin(ids, end)`` has the note `Constant(False, "branch")`.
+Then ``torch.isin(ids, end).any().item()`` returns False, and its line is recorded as a branch decided by an uncomputed value.
+For an uncomputed ``loss``, ``torch.isfinite(loss)`` has the note `Constant(True, "kept")`, so reads are only counted.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[2])
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _OF_FINITE = frozenset({"isfinite", "isnan", "isinf", "isposinf", "isneginf"})
-"""Operators that check whether values are finite."""
+"""Operators that check whether floats are finite. For uncomputed floats, the assumed answer is "finite"."""
 _SAME = frozenset({"all", "any", "amax", "amin", "clone", "_to_copy"})
-"""Operators whose result has the same constant as their input. This also holds for `_EXTREMES` with a single argument."""
+"""Operators whose result has the same value as a constant input. This also holds for `_EXTREMES` with a single argument."""
 _VALID = frozenset({"all", "_is_all_true"})
-"""Operators used by `torch.distributions` to refuse invalid values."""
+"""Operators with which `torch.distributions` checks its arguments."""
 _ASKING = _OF_FINITE | _VALID | {"isin"}
 _EXTREMES = frozenset({"max", "min"})
 _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that inference mode does not decompose, each with the operator that torch dispatches outside this mode."""
+"""Operators that torch passes to a dispatch mode only in inference mode, each with the operator that it passes otherwise."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
-"""Operators that fill a tensor with a value. The value is known even if the tensor is too large to compute."""
+"""Operators that fill a tensor with 1 (True) or 0 (False). This value is known even if the tensor is too large for the CPU."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
 _OR = frozenset({"logical_or", "bitwise_or"})
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -55,11 +55,11 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The value that all elements in a tensor have."""
+    """A note about a tensor: all its elements have the same value."""
 
     value: bool
     noted: Use | None = None
-    """The use to record when the host reads the value; ``None`` if the value is certain."""
+    """The use to record when the program reads the value; ``None`` if the value is certain, so reads are not recorded."""
 
 
 def _doubt(constant: Constant) -> int:
@@ -67,15 +67,17 @@ def _doubt(constant: Constant) -> int:
 
 
 def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: object) -> Constant | None:
-    """Return the result of comparing scalar tensors with floats from Python, as if Python had compared the floats.
+    """Return the note for a comparison of scalar host tensors made from Python floats.
+
+    Reading the result is recorded as a decided branch, as for a comparison of the floats in Python.
 
     Args:
-        operator: Any operator on the host.
+        operator: An operator on host tensors.
         args: The operator's arguments.
         result: The operator's result.
 
     Returns:
-        ``None`` if the operator does not compare, if the result is no scalar, or if an operand contains integers.
+        The note. ``None`` if the operator is no comparison, the result has more than one element, or an operand has integers.
     """
     if operator.name not in _COMPARISONS or not isinstance(result, torch.Tensor) or result.dim() > 0:
         return None
@@ -85,21 +87,21 @@ def comparison_of_floats(operator: Operator, args: tuple[Any, ...], result: obje
 
 
 def _validates() -> bool:
-    """Return whether `torch.distributions` is validating its arguments."""
+    """Return whether code in `torch.distributions` called the current operator."""
     files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))  # noqa: SLF001 -- documented
     caller_file = next((file for file in files if not file.startswith(_OURS)), "")
     return caller_file.startswith(_DISTRIBUTIONS)
 
 
 class Constants:
-    """Notes about constant tensors, by storage address."""
+    """All notes about constant tensors, by the storage's address."""
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
         self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
 
     def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
-        """Record a whole storage's constant. ``None`` deletes the note."""
+        """Store the note about a storage. ``None`` deletes the note."""
         if constant is None:
             self._noted.pop(storage.data_ptr(), None)
         else:
@@ -110,12 +112,14 @@ class Constants:
         self._noted.pop(address, None)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:
-        """Return the use to record for reading a boolean tensor; ``None`` if the tensor is certain or not constant."""
+        """Return the use to record when the program reads a boolean tensor; ``None`` if its value is certain or it is not
+        constant.
+        """
         constant = self._of_noted(tensor) if tensor.dtype == torch.bool else None
         return None if constant is None else constant.noted
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
-        """Return the constant for an operator's result if some operands are unknown; ``None`` if it is not constant."""
+        """Return the note for the result of an operator with unknown operands; ``None`` if the result is not constant."""
         name = _BY_SIGN.get(operator.name) or operator.name.removesuffix("_")
         first, second = (*args, None, None)[:2]
         if not isinstance(first, torch.Tensor):
@@ -135,7 +139,7 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the constant for a large filled tensor with integers or booleans, such as a mask; ``None`` for other
+        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other
         results.
         """
         value = _FILLED.get(operator.name)
@@ -143,9 +147,9 @@ class Constants:
         return Constant(value) if value is not None and is_large else None
 
     def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
-        """Return the assumed answer to a check on unknown values; ``None`` if no answer is assumed.
+        """Return the assumed result of a check on unknown values; ``None`` if no result is assumed.
 
-        Floats are finite and valid, and no token id is in ``among``.
+        Floats are assumed to be finite and valid, and token ids not to be in ``among``.
         """
         if name in _VALID:
             return Constant(True) if _validates() else None
@@ -165,9 +169,9 @@ class Constants:
         return Constant((name == "eq") == same, "kept") if same or infinite else None
 
     def _combined(self, first: torch.Tensor, second: torch.Tensor, *, decides: bool) -> Constant | None:
-        """Return the constant for a conjunction or disjunction between two tensors; ``None`` if the result has no constant.
+        """Return the note for ``first & second`` or ``first | second``; ``None`` if the result is not constant.
 
-        An operand with the value ``decides`` decides the result: False in a conjunction, True in a disjunction.
+        If an operand has the value ``decides``, the result has this value too: False for ``&``, True for ``|``.
         """
         if not (is_exact(first) and is_exact(second)):
             return None

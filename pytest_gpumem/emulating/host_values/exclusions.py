@@ -1,11 +1,11 @@
-"""Track indices excluded from a choice among uncomputed scores, because a known mask has set their scores to -inf.
+"""Track which indices an operator such as ``argmax`` cannot choose, because a known mask has set their scores to -inf.
 
-``generate`` masks the end token until the text has its minimum length. Until then, no score decides whether the text ends.
-Scores without a mask are assumed to be finite.
+Example: ``generate`` masks the end token's score until the text has its minimum length. So the text cannot end earlier,
+although the scores are uncomputed. Scores without a mask are assumed to be finite.
 
-Example: ``scores.masked_fill(mask, -inf)`` with four uncomputed scores and the known mask ``[True, False, False, False]``
-excludes index 0. ``argmax(-1)`` then returns an index that is not 0, with the placeholder 1 in memory. Therefore
-``torch.isin(token, end_tokens)`` is False for the end token 0, whatever the scores are.
+In numbers: ``scores.masked_fill(mask, -inf)`` has four uncomputed scores and the known mask ``[True, False, False, False]``,
+so index 0 is *excluded*. A following ``argmax(-1)`` returns an unknown index except 0. Its memory gets the placeholder 1, the
+first allowed index. ``torch.isin(token, end_tokens)`` is therefore False for the end token 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALES = frozenset({"div", "mul"})
 _SHARES = frozenset({"softmax", "_softmax"})
 _HAVE_INFINITY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NEUTRAL = {"mul": 1, "add": 0}
-"""Operators on integers, with their neutral operand."""
+"""Operators on integers, with the second operand for which they return the first operand unchanged."""
 
 
 class _Layout(NamedTuple):
@@ -40,47 +40,48 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Uncomputed floats with some excluded indices in the last dimension."""
+    """A note about uncomputed scores: a choice in the last dimension cannot return some indices."""
 
     excluded: torch.Tensor
-    """A boolean for each index: true if the score is -inf (or the probability 0) in every row."""
+    """A boolean for each index: true if a choice cannot return the index, because its score is -inf (its probability 0) in
+    every row."""
     left: torch.Tensor
-    """A boolean for each index: true if the score is masked in no row."""
+    """A boolean for each index: true if the score is unmasked in every row."""
     layout: _Layout | None = None
-    """Sizes and strides of the tensor. The note holds only for views with this layout, because others may have another last
-    dimension."""
+    """Sizes and strides of the scores. The note is ignored for views with other sizes or strides, because their last dimension
+    may differ."""
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return the values that a chosen index cannot have; ``None`` if every index is excluded."""
+        """Return a note for indices chosen among these scores; ``None`` if every index is excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Integers in a storage. Each is either known or a placeholder for an uncomputed integer."""
+    """A note about integers chosen among uncomputed scores. They cannot have some values."""
 
     excluded: frozenset[int]
-    """Values excluded for uncomputed integers and for their placeholders in memory."""
+    """Values excluded for all unknown integers in the storage. The placeholders in memory do not have these values either."""
     are_new: bool = False
-    """True if no placeholders have been written yet."""
+    """True if the placeholders must still be written to memory."""
 
 
 class Exclusions:
-    """Notes about excluded values and indices, by storage address."""
+    """All notes about excluded indices and values, by the storage's address."""
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
         self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
 
     def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
-        """Record the values excluded by an operator's result.
+        """Store the note about an operator's result, and write placeholders for unknown chosen integers.
 
         Args:
-            tensor: The result, which fills its storage.
-            exclusion: The return value from `result`.
-            has_values: Whether the operator was computed from placeholders for unknown integers.
+            tensor: The operator's result, which fills its storage.
+            exclusion: The note, as returned by `result`.
+            has_values: Whether the CPU has computed the result from placeholders, so the result has values already.
         """
         if isinstance(exclusion, Scores):
             if tensor.dtype not in _HAVE_INFINITY:
@@ -98,12 +99,14 @@ class Exclusions:
         self._noted.pop(address, None)
 
     def scores_of(self, tensor: torch.Tensor) -> Scores | None:
-        """Return the note about a score tensor, if there is one."""
+        """Return the note about a tensor of scores; ``None`` if there is no note."""
         exclusion = self._of(tensor)
         return exclusion if isinstance(exclusion, Scores) else None
 
     def decide(self, values: object, among: object) -> bool:
-        """Return whether no uncomputed integer in ``values`` can be in ``among``, because ``values`` excludes them all."""
+        """Return whether ``torch.isin(values, among)`` is certainly False, because ``values`` cannot have any value in
+        ``among``.
+        """
         if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):
             return False
         exclusion = self._of(values)
@@ -112,7 +115,7 @@ class Exclusions:
         return exclusion.excluded.issuperset(on_host(among).flatten().tolist())
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Scores | Choices | None:
-        """Return the values excluded by an operator's result although operands are unknown; ``None`` if it excludes none."""
+        """Return the note for the result of an operator with unknown operands; ``None`` if nothing is excluded."""
         name = operator.name.removesuffix("_")
         first, second, third = (*args, None, None, None)[:3]
         if name == "cat":
@@ -136,7 +139,7 @@ class Exclusions:
         if name in _SCALES:
             return scores if isinstance(second, (int, float)) and 0 < second < float("inf") else None
         if name == "multinomial":
-            # A single draw never returns an index with probability 0, and torch refuses a row with only zeros.
+            # A single draw never returns an index whose probability is 0, and torch raises an exception if all are 0.
             return scores.choices() if scores.are_probabilities and second == 1 else None
         if not isinstance(second, int) or second % first.dim() != first.dim() - 1:
             return None
@@ -145,7 +148,7 @@ class Exclusions:
         return scores.choices() if name == "argmax" and bool(scores.left.any()) else None
 
     def _selected(self, mask: object, if_true: object, if_false: object) -> Scores | None:
-        """Return the exclusions for ``torch.where(mask, if_true, if_false)``; ``None`` if there are none."""
+        """Return the note for the result of ``torch.where(mask, if_true, if_false)``; ``None`` if nothing is excluded."""
         values = (if_true, if_false)
         sizes = [value.shape[-1] for value in (mask, *values) if isinstance(value, torch.Tensor) and value.dim()]
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or len({*sizes}) != 1 or not mask.dim():
@@ -166,7 +169,7 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return the exclusions for a score tensor, or for a number that replaces each score; ``None`` for probabilities."""
+        """Return a note about a tensor of scores, or about a number in place of all scores; ``None`` for probabilities."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
         exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
         if isinstance(exclusion, Scores):
@@ -174,19 +177,21 @@ class Exclusions:
         return Scores(everything, nothing) if self._is_masking(value) else Scores(nothing, everything)
 
     def _is_masking(self, value: object) -> bool:
-        """Return whether a number or a scalar tensor is -inf."""
+        """Return whether a number, or a scalar tensor with a known value, is -inf."""
         if isinstance(value, torch.Tensor):
             value = None if value.dim() or self._is_unknown(value) else on_host(value).item()
         return value == -float("inf")
 
     def _is_neutral(self, value: object, neutral: int | None) -> bool:
-        """Return whether a tensor is known and each element is the number ``neutral``."""
+        """Return whether a tensor is known and all its elements equal ``neutral``."""
         if neutral is None or not isinstance(value, torch.Tensor) or self._is_unknown(value) or not is_small((value,)):
             return False
         return bool((on_host(value) == neutral).all())
 
     def _joined(self, tensors: list[torch.Tensor]) -> Choices | None:
-        """Return the values excluded by every unknown tensor among ``tensors``; ``None`` if one of them has no exclusions."""
+        """Return the note for the result of ``torch.cat(tensors)``; ``None`` if there is no note about one of the unknown
+        tensors.
+        """
         exclusions = [self._of(tensor) for tensor in tensors if self._is_unknown(tensor)]
         choices = [exclusion for exclusion in exclusions if isinstance(exclusion, Choices)]
         if not choices or len(choices) < len(exclusions):

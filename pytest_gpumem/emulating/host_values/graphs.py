@@ -1,6 +1,6 @@
-"""Forget the values written by a CUDA graph, because a replay computes nothing on an emulated GPU.
+"""Mark tensors as unknown when a CUDA graph writes to them, because a replay computes nothing on an emulated GPU.
 
-The mode `HostValues` sees operators while they are captured, but not when the graph is replayed.
+The mode `HostValues` intercepts operators during the graph's capture, but a replay runs no operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow_graphs(mode: HostValues) -> None:
-    """Record the storages written during each capture, and forget their values at each replay."""
+    """From now on, record to which storages each graph writes during its capture, and mark them as unknown at each replay."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
     written: WeakKeyDictionary[Any, dict[int, StorageWeakRef]] = WeakKeyDictionary()

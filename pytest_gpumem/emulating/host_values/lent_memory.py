@@ -1,4 +1,6 @@
-"""Track host memory shared with NumPy or another library, which reads the memory without an operator."""
+"""Track which host storages share their memory with NumPy or another library, because such a library reads without an
+operator.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,27 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_NOTED = 4096
-"""The number of notes after which the notes about freed storages are deleted."""
+"""If there are more notes than this, the notes about freed storages are deleted."""
 
 
 class LentMemory:
-    """Host storages that share their memory with another library.
+    """The host storages whose memory is shared with another library ("lent").
 
-    Example: after ``array = tensor.numpy()`` the storage is lent until ``array`` is freed.
+    Example: after ``array = tensor.numpy()``, the tensor's storage is lent until ``array`` is freed.
     """
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Each lent storage with the arrays on its memory, by address; ``None`` if the storage is lent for its whole life."""
+        """Each lent storage and the arrays on its memory, by address. ``None`` in place of the arrays if the storage is lent
+        until it is freed."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
-        """Record that another library shares a tensor's memory.
+        """Note a tensor's storage as lent to another library.
 
         Args:
             tensor: The tensor. GPU tensors are ignored.
-            array: The other library's object. The memory is shared until this object is freed; if ``None``, for the storage's
-                life.
+            array: The other library's object. The storage is lent until this object is freed, or with ``None`` until the
+                storage is freed.
         """
         tensor = unwrapped(tensor)
         if tensor.device.type != "cpu" or not has_storage(tensor):
@@ -49,7 +52,7 @@ class LentMemory:
             self._noted[storage.cdata] = storage, [*live_arrays, ref(array)]
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether another library can read a storage's memory."""
+        """Return whether a storage still shares its memory with another library."""
         if not self._noted:
             return False
         _, arrays = self._noted.get(StorageWeakRef(storage).cdata, (None, []))

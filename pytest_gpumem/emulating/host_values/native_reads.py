@@ -1,8 +1,8 @@
-"""Answer C++ code in torch that reads an emulated GPU's memory, in derivatives and in kernels.
+"""Provide the values that torch's C++ code reads from an emulated GPU's memory, in derivatives and in kernels.
 
-`NativeReads.positions` computes the positions of nonzero elements, for example for ``x[mask]`` and its derivative, and torch
-allocates their memory. Every other copy to the host calls `NativeReads.asked`. If the bytes were not computed, the read is
-recorded with its line, and C++ reads 0. Example: ``torch.sparse.softmax`` reads how many rows have elements.
+`NativeReads.positions` replaces ``torch.nonzero``, which C++ code calls for example for ``x[mask]``. Before any other copy
+from the GPU to the host, CUDA's stand-in calls `NativeReads.asked`. If the bytes were not computed, the read is recorded with
+the program's line, and C++ reads 0. Example: ``torch.sparse.softmax`` reads how many rows have elements.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _PASSING_ON = (__file__, private_api.__file__)
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
-"""Operators that copy to the host. The mode records their reads, or notes the written host tensors."""
+"""Operators that copy to the host. `HostValues` itself records their reads, or notes the copy as unknown."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
-"""The number that C++ reads in operators whose memory does not depend on the number.
+"""The number that C++ gets when it reads GPU memory in one of these operators. No read is recorded, because the operators'
+memory does not depend on the number.
 
-``normal`` reads whether the deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed. ``histc`` reads
-the limits of a histogram, and ``_grouped_mm`` the ends of groups in a result with a known size. Reads of unknown values by any
-other operator are recorded.
-"""
+``normal`` reads whether the standard deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed.
+``histc`` reads the limits of a histogram. ``_grouped_mm`` reads the ends of groups, but the size of its result is known
+before."""
 _kept: list[object] = []
-"""The callback for C++, which must live as long as the process."""
+"""The callback for C++ code, and the replaced operators. These references keep both alive until the process ends."""
 
 
 class NativeReads:
-    """Answers for C++ code that reads GPU memory."""
+    """Callbacks that torch's C++ code calls when it reads an emulated GPU's memory."""
 
     def __init__(self, mode: HostValues) -> None:
         self.mode = mode
@@ -64,7 +64,7 @@ class NativeReads:
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the positions of all nonzero elements in ``tensor``, as ``torch.nonzero`` does: ``int64[count, dimensions]``.
 
-        If the tensor is unknown, the read is recorded, and a GPU tensor has no positions.
+        If the tensor is unknown, the read is recorded. The result for an unknown GPU tensor is empty.
         """
         unknown = self.mode.is_unknown(tensor)
         if unknown:
@@ -77,7 +77,7 @@ class NativeReads:
         if not tensor.is_cuda:
             return (
                 positions.t().contiguous().t()
-            )  # torch's own layout, because C++ reads the columns directly from memory
+            )  # use torch's memory layout, because C++ reads each column from memory
         result = torch.empty(0, dtype=torch.int64, device=tensor.device)
         with self.mode.answer.of(len(positions)):
             torch.ops.aten.nonzero.out(tensor, out=result)
@@ -87,23 +87,23 @@ class NativeReads:
         return result
 
     def positions_into(self, tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the positions to the host tensor ``out``, and return it."""
+        """Write the positions of all nonzero elements to the host tensor ``out``, and return ``out``."""
         positions = self.positions(tensor)
         if out.shape != positions.shape:
             out.resize_(positions.shape).as_strided_(positions.shape, positions.stride())
         return out.copy_(positions)
 
     def asked(self, to: int, at: int, nbytes: int, is_number: int) -> int:
-        """Answer a copy by C++ from GPU memory to the host.
+        """Write the bytes that C++ code is about to copy from GPU memory to the host, if the copy itself would be wrong.
 
         Args:
-            to: Host address of the copy's target.
-            at: GPU address of the copy's source.
-            nbytes: The copy's size in bytes.
-            is_number: False if the target is a host tensor, for example in ``infos.cpu()``.
+            to: The address on the host to which C++ copies.
+            at: The address on the GPU from which C++ copies.
+            nbytes: The size of the copy in bytes.
+            is_number: True if C++ copies to a variable. False if it copies to a host tensor, for example in ``infos.cpu()``.
 
         Returns:
-            1 if the answer was written, 0 if C++ must make the copy.
+            1 if the bytes at ``to`` are written already. 0 if C++ must make the copy itself.
         """
         operator, operands = _dispatched()
         number = self._answer(operator, nbytes)
@@ -117,17 +117,17 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return an operator's answer if it is the same for all operands, otherwise ``None``."""
+        """Return the number that C++ reads in an operator for all operands; ``None`` if the number depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
             return _ANSWERS.get(operator.name)
-        # With anomaly detection, backward reads a single boolean: whether a gradient contains NaN.
+        # With anomaly detection, backward reads whether a gradient contains NaN, as one byte. Answer 0 for "no NaN".
         return 0 if nbytes == 1 and torch.is_anomaly_enabled() else None
 
 
 def answer_native_reads(mode: HostValues) -> None:
-    """From now on, answer the reads of GPU memory made by torch's C++ code."""
+    """From now on, provide the values that torch's C++ code reads from GPU memory."""
     reads = NativeReads(mode)
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def answer_native_reads(mode: HostValues) -> None:
 
 
 def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at: int) -> bool:
-    """Return whether C++ reads a scalar float operand, for example the value in `masked_fill`, only to compute with it."""
+    """Return whether C++ reads a scalar float operand, for example the value for `masked_fill`, only to compute with it."""
     if operator is None or operator.reads:
         return False
     return any(
@@ -156,28 +156,30 @@ def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at:
 
 
 def _is_noted(operator: Operator | None, is_number: int) -> bool:
-    """Return whether the mode already notes a copy, because of its operator or a watched method."""
+    """Return whether `HostValues` or a function in `watched_methods` notes a copy to the host anyway."""
     if operator is not None and (operator.name in _NOTED or operator.collective):
         return True
     if operator is None and not is_number:
-        return True  # autograd copies a gradient to a host leaf
+        return True  # autograd copies a gradient to a leaf on the host
     return next((frame.f_code.co_filename for frame in _our_frames()), "") == watched_methods.__file__
 
 
 def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
-    """Return the mode's innermost running operator in this thread, and its operands."""
+    """Return the innermost operator running under `HostValues` in this thread, and the operands."""
     for frame in _our_frames():
         if frame.f_code.co_filename != values_mode.__file__:
             break
         variables = frame.f_locals
-        # An operator with function arguments, such as `torch.cond`, runs before the variable is set.
+        # For an operator with function arguments, such as `torch.cond`, the frame has no variable `operator`.
         if frame.f_code.co_name == values_mode.HostValues.__torch_dispatch__.__name__ and "operator" in variables:
             return variables["operator"], variables["args"]
     return None, ()
 
 
 def _our_frames() -> Iterator[FrameType]:
-    """Yield this package's frames in this thread, the innermost first, except frames that only pass on calls."""
+    """Yield the frames of this package's functions in this thread, the innermost first, except for modules that only wrap
+    calls to torch.
+    """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and file not in _PASSING_ON:

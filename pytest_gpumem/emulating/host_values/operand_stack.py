@@ -1,10 +1,10 @@
-"""Simulate the operand stack over a function's bytecode, for Python 3.10 to 3.15. Pure.
+"""Simulate the operand stack while walking over a function's bytecode, for Python 3.10 to 3.15.
 
-A single pass runs nothing. It visits each loop body once, and each branch on both sides. The code needs no column positions,
-because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
+No bytecode is run. The walk visits each instruction once, in loops and in both branches of an ``if``. It does not use column
+positions, because Python 3.10 does not store them and ``-X no_debug_ranges`` removes them.
 
-Example: for ``a + b``, `steps` yields ``LOAD_FAST a`` with a new cell, ``LOAD_FAST b`` with another cell, and then
-``BINARY_OP`` with both cells in ``taken`` and the result's cell in ``put``.
+Example: for ``a + b``, `steps` yields three steps. ``LOAD_FAST a`` puts a cell on the stack, ``LOAD_FAST b`` puts a second
+cell, and ``BINARY_OP`` takes both cells and puts a new cell for the sum.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _TAKES_ALL = ("STORE_", "POP_", "DELETE_", "RETURN_VALUE", "RAISE", "LIST_", "SET_", "MAP_", "DICT_", "END_", "JUMP_IF")
-"""Prefixes of instructions that take cells and put none."""
+"""Name prefixes of instructions that pop values from the stack and push no result."""
 LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
-"""Prefixes of instructions after which the following instruction does not run."""
+"""Name prefixes of instructions after which the following instruction does not run."""
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
-"""Number of operands that a call takes beside its arguments: the callee, a method's object or NULL, and argument names."""
+"""The number of values popped by a call in addition to its arguments: the callee, a method's object or NULL, and argument
+names."""
 
 _FIXED = {
     **dict.fromkeys(
@@ -31,36 +32,42 @@ _FIXED = {
     "STORE_FAST_LOAD_FAST": (1, 1),
     "RETURN_VALUE": (1, 0),
 }
-"""The cells that an instruction takes and puts, for instructions that `_effect` would misread by the numbers from `dis`."""
+"""The number of popped values and the number of pushed values, for instructions that `dis.stack_effect` does not describe well
+enough. Example: ``STORE_FAST_LOAD_FAST`` pops one value and pushes one, but its stack effect is 0."""
 
 
 @dataclass(eq=False, slots=True)
 class StackCell:
-    """A value on the stack."""
+    """A value on the simulated operand stack."""
 
     name: str | None = None
-    """The last part of the name from which the value was loaded: ``"item"`` for ``loss.item``."""
+    """The last name in the expression for the value: ``"item"`` for ``loss.item``. ``None`` for a computed value."""
     constant: object = None
     kind: str | None = None
-    """The value's kind, which the caller of `steps` sets."""
+    """A mark that the caller of `steps` may set, for example to follow a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction with the cells taken from the stack (the lowest first) and the cells put on it."""
+    """An instruction, the cells that it pops from the stack (``taken``, the lowest first), and the cells that it pushes
+    (``put``).
+    """
 
     instruction: dis.Instruction
     taken: list[StackCell]
     put: list[StackCell]
     below: list[StackCell] = field(default_factory=list)
-    """The cells staying on the stack below."""
+    """All other cells, which remain on the stack while the instruction runs."""
 
     def callee(self) -> str | None:
-        """Return the last part of the called function's name; ``None`` if the instruction is no call or there is no name."""
+        """Return the last part of the called function's name; ``None`` if the instruction is no call or the function has no
+        name.
+        """
         name = self.instruction.opname
         if not name.startswith("CALL"):
             return None
-        # Since 3.11 a method's object or NULL is beside the callee, and in some releases it comes first.
+        # Since Python 3.11, the callee and a method's object (or NULL) are the first two cells, and their order depends on the
+        # release.
         candidates = (
             self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
         )
@@ -68,10 +75,9 @@ class Step:
 
 
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
-    """Yield each instruction with its cells, in order.
+    """Yield a step for each instruction, in order.
 
-    The caller can set a cell's ``kind`` after the instruction that puts it. The instructions that take this cell then see the
-    kind.
+    When a step pushes a cell, the caller can set the cell's ``kind``. A later step pops the same object.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}
@@ -85,23 +91,25 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
         taken = [stack.pop() if stack else StackCell() for _ in range(taken_count)][::-1]
         put = _put(instruction, put_count)
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and put_count > 1:
-            put[1] = taken[0]  # a method's object
+            put[1] = taken[0]  # the object whose method is called
         yield Step(instruction, taken, put, stack)
         stack += put
         if "JUMP" in name or name in ("FOR_ITER", "SEND"):
             target = instruction.argval
             if isinstance(target, int) and target > instruction.offset:
-                # If an `_OR_POP` instruction jumps, the tested value stays on the stack.
+                # If an instruction such as JUMP_IF_TRUE_OR_POP jumps, the tested value remains on the stack.
                 at_target = [*stack, *taken] if name.endswith("_OR_POP") else [*stack]
                 if name == "FOR_ITER" and sys.version_info < (3, 12):
-                    at_target = at_target[:-2]  # since 3.12 END_FOR takes the iterator
+                    at_target = at_target[:-2]  # since Python 3.12, END_FOR pops the iterator
                 waiting[target] = _joined(waiting.get(target), at_target)
         if name.startswith(LEAVES):
             stack = None
 
 
 def _joined(stack: list[StackCell] | None, other_stack: list[StackCell] | None) -> list[StackCell]:
-    """Return the stack at a point that two paths reach. At each depth, a cell with a kind is preferred."""
+    """Return the stack at an instruction with two incoming paths. If the paths differ, a cell whose ``kind`` is set is
+    preferred.
+    """
     if stack is None or other_stack is None:
         return stack or other_stack or []
     shared = min(len(stack), len(other_stack))
@@ -127,14 +135,14 @@ def _rearrange(stack: list[StackCell], instruction: dis.Instruction) -> None:
 
 
 def _effect(instruction: dis.Instruction) -> tuple[int, int]:
-    """Return how many cells an instruction takes and puts."""
+    """Return how many values an instruction pops and pushes."""
     name = instruction.opname
     if name in _BELOW_ARGUMENTS:
         return (instruction.arg or 0) + _BELOW_ARGUMENTS[name], 1
     if name in _FIXED:
         return _FIXED[name]
     change = dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
-    # Since 3.15 GET_ITER puts two cells: the iterator, and an index or NULL.
+    # Since Python 3.15, GET_ITER pushes two values: the iterator, and an index or NULL.
     if name in ("LOAD_ATTR", "LOAD_METHOD", "UNPACK_SEQUENCE", "UNPACK_EX", "GET_ITER"):
         return 1, change + 1
     if name.startswith(_TAKES_ALL) or ("JUMP" in name and "_IF_" in name):
@@ -143,15 +151,15 @@ def _effect(instruction: dis.Instruction) -> tuple[int, int]:
 
 
 def _works(name: str) -> bool:
-    """Return whether an instruction that keeps the stack's depth replaces the top cell."""
+    """Return whether an instruction that does not change the stack's depth pops the top value and pushes a new value."""
     return not name.startswith(("JUMP", "SETUP", "MAKE_CELL", "GEN_START", "SETUP_ANNOTATIONS", "PUSH_EXC", "CHECK_"))
 
 
 def _put(instruction: dis.Instruction, count: int) -> list[StackCell]:
-    """Return new cells for an instruction's results. A load's cells have its name."""
+    """Return new cells for the results of an instruction. If it loads a variable or attribute, the cells have the name."""
     put = [StackCell() for _ in range(count)]
     if instruction.opname == "BUILD_SLICE":
-        put[0].constant = slice(None)  # only its type matters, as for a constant slice
+        put[0].constant = slice(None)  # any slice: callers check only the type
     if not put or not instruction.opname.startswith(("LOAD_", "STORE_FAST_LOAD_FAST")):
         return put
     if instruction.opname == "LOAD_CONST":
@@ -160,7 +168,7 @@ def _put(instruction: dis.Instruction, count: int) -> list[StackCell]:
         for cell, name in zip(put, instruction.argval[-count:], strict=True):
             cell.name = name
     elif isinstance(instruction.argval, str):
-        # LOAD_GLOBAL may put NULL first, instead of a method's object.
+        # LOAD_GLOBAL may push NULL before the value.
         named = put[-1] if instruction.opname == "LOAD_GLOBAL" and instruction.argrepr.startswith("NULL") else put[0]
         named.name = instruction.argval
     return put

@@ -1,10 +1,11 @@
-"""Record reads of uncomputed values on an emulated GPU, with their use and the user's line.
+"""Record where a program reads uncomputed values on an emulated GPU, and for which use.
 
-- If an integer, an order or a size is made from such a value, the read is a *trouble*: memory may depend on the value, so no
-  figure is valid. Example: ``int(loss)`` at train.py:9.
-- If a float decides a branch, memory rarely depends on it. Example: ``if loss < best_loss``. The line is recorded.
-- If a value depends on an assumed routing, the first line with a read is recorded.
-- All other reads are counted by line. Example: ``losses.append(loss.item())``.
+- A read is a *trouble* if the program makes an integer, an order or a size from the value. Memory may depend on the value, so
+  the measurement is invalid. Example: ``int(loss)`` at train.py:9.
+- If a float decides a branch, the line is recorded, but the measurement is valid. Example: ``if loss < best_loss``. Memory
+  rarely depends on such a branch.
+- If the program reads values which depend on an assumed routing, only the first line is recorded.
+- All other reads are counted for each line. Example: ``losses.append(loss.item())``.
 """
 
 from __future__ import annotations
@@ -37,49 +38,51 @@ _TEXTS_OF_PYTEST = f"{_INSTALLED}_pytest{os.sep}_io{os.sep}"
 _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
-"""Functions in transformers and torch that read values only to warn or to raise an error."""
+"""Functions in transformers and torch that read values only before a warning or an exception."""
 
 _MENDS = {
     "a value is read": (
         " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside the measured code)"
     )
 }
-"""Advice about a read, by its clause."""
+"""The advice to the user in a message, by the text about the read."""
 
 Use = Literal["kept", "branch", "order", "integer"]
-"""The use of a float. ``"kept"`` is any use that cannot change memory as far as the code shows, for example a print."""
+"""The way in which a program uses a float: it decides a branch, sorts a list, or becomes an integer. ``"kept"`` is any other
+use, for example a print, because such a use should not change memory."""
 
 
 class Reads:
-    """Record of reads by the host, for uncomputed values."""
+    """Record of all lines in which a program read uncomputed values."""
 
     def __init__(self) -> None:
         self.first_trouble: str | None = None
-        """The process's first trouble or first decided branch, as a clause with its line."""
+        """A text about the first read in this process that was a trouble or decided a branch: ``"a value is read ..., at
+        train.py:9"``."""
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
         self._other: Counter[str] = Counter()
         self._routed: dict[str, str] = {}
         self._ignored = 0
         self._in_backward: list[int] = []
-        """The threads waiting for backward."""
+        """The threads in which a backward pass was started and has not ended, the innermost last."""
 
     def take_trouble(self) -> str | None:
-        """Return the first trouble since the last call, as a clause with its line; ``None`` without trouble."""
+        """Return a text about the first invalidating read since the last call; ``None`` if there was none."""
         trouble, self._trouble = self._trouble, None
         return trouble
 
     def take_others(self) -> UnknownReads:
-        """Return the other reads since the last call."""
+        """Return all reads since the last call that did not make the measurement invalid."""
         other_reads = UnknownReads(self._decided, self._other, self._routed)
         self._decided, self._other, self._routed = Counter(), Counter(), {}
         return other_reads
 
     def invalid(self, clause: str) -> None:
-        """Record a trouble: a read on which memory may depend.
+        """Record a read that makes the measurement invalid, because memory may depend on the value.
 
         Args:
-            clause: The read without its line, for example ``"a value is read"``.
+            clause: The beginning of the message about this read: ``"a value is read"``.
         """
         if self._trouble is None and not self._is_harmless():
             self._trouble = (
@@ -88,11 +91,11 @@ class Reads:
             self.first_trouble = self.first_trouble or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
-        """Record a use of an uncomputed float. By default, the float only leaves the GPU."""
+        """Record how the program uses an uncomputed float. The default ``"kept"`` stands for uses that do not change memory."""
         if use == "order":
-            self.invalid("values are put in an order")
+            self.invalid("the program sorts values")
         elif use == "integer":
-            self.invalid("an integer is made of a value")
+            self.invalid("the program makes an integer from a value")
         elif not self._is_harmless():
             line = self._users_line()
             (self._decided if use == "branch" else self._other)[line] += 1
@@ -100,13 +103,13 @@ class Reads:
                 self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
 
     def of_routing(self, routing: Routing) -> None:
-        """Record that the host reads a value that depends on an assumed routing."""
+        """Record a read of a value from an assumed routing."""
         if routing not in self._routed and not self._is_harmless():
             self._routed[routing] = self._users_line()
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Record no reads inside the context, because values only become text there."""
+        """Ignore all reads within the context, because the code there only prints values."""
         self._ignored += 1
         try:
             yield
@@ -115,7 +118,10 @@ class Reads:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Attribute reads by autograd's threads, which run no Python line, to the caller's line."""
+        """Within the context, record reads in autograd's threads at the line that called ``backward``.
+
+        Autograd's threads run no Python lines themselves.
+        """
         self._in_backward.append(threading.get_ident())
         try:
             yield
@@ -142,10 +148,10 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _of_no_memory() -> bool:
-    """Return whether the current read cannot change memory.
+    """Return whether the currently reading code cannot change memory.
 
-    Such reads happen when weights are initialised (some weights are drawn again if they are out of range), when a library
-    checks values to warn, and when pytest shows values in a failed assertion.
+    Such code initialises weights (some functions draw a weight again if it is out of range), checks values to print a warning,
+    or writes pytest's text about a failed assertion.
     """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)

@@ -1,7 +1,7 @@
-"""Choose experts for tokens by an assumed routing, because the router's scores are not computed.
+"""Choose experts for tokens by an assumed routing, because an emulated GPU does not compute the router's scores.
 
-The choices are valid: the indices in a row are distinct, and a masked score is chosen only if too few other scores remain.
-They depend only on shapes and masks, so a recomputation in backward makes the same choices.
+The chosen indices in a row are distinct, and a masked index is chosen only if a row has too few unmasked indices. The choices
+depend only on shapes and masks, so a recomputation in backward makes the same choices.
 
 Example: four tokens choose two of three experts (``scores`` is ``[4, 3]``, ``scores.topk(2)``). ``balanced`` returns
 ``[[0, 1], [2, 0], [1, 2], [0, 1]]``, so the experts get 3, 3 and 2 tokens. ``worst`` returns ``[[0, 1]] * 4``, so two experts
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.option_words import Routing
 
 CHOOSING = frozenset({"topk", "argmax", "max", "sort", "argsort", "multinomial"})
-"""Operators that choose among scores. ``max`` chooses only if it has a dimension."""
+"""Operators that return the indices of chosen scores. ``max`` returns indices only if it is called with a dimension."""
 MAKE_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero_"})
-"""Operators that return zeros even for large results, because the stand-in fills the memory."""
+"""Operators whose results are known to be zeros even if they are large, because CUDA's stand-in fills their memory."""
 _KEEP_MASKS = frozenset({"clone", "_to_copy", "softmax", "_softmax", "sigmoid", "div", "mul"})
-"""Operators for which masked inputs (set to -inf) stay the smallest values in the result."""
+"""Operators after which masked scores (-inf or 0) are still the smallest values, so a choice still avoids them."""
 
 
 class AssumedRouting:
-    """The assumed routing for the current step, and the masks on uncomputed scores.
+    """The currently assumed routing, and the masks on uncomputed scores.
 
     Args:
-        is_unknown: Returns True for a tensor with uncomputed values.
+        is_unknown: A function that returns True for a tensor with uncomputed values.
     """
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
         self.routing: Routing | None = None
         self.made = 0
-        """Number of choices made so far by the assumed routing."""
+        """The number of operators so far whose indices the assumed routing has chosen."""
         self._masks: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
 
     @contextmanager
     def by(self, routing: Routing | None) -> Iterator[None]:
-        """Assume another routing inside the context. ``None`` keeps the current routing."""
+        """Assume a routing within the context. With ``None``, the current assumption remains."""
         outer = self.routing
         self.routing = routing or outer
         try:
@@ -56,17 +56,17 @@ class AssumedRouting:
             self.routing = outer
 
     def mask(self, name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return a boolean for each score in an operator's result: true if a known mask removes the score.
+        """Return the mask on an operator's result, as a boolean for each score. True marks a score to avoid.
 
-        A score is removed if the operator fills it with 0 or a negative number. Routers fill logits with -inf, and
-        probabilities with 0.
+        An operator such as ``masked_fill`` masks a score if it replaces the score by 0 or a negative number. Routers replace
+        logits by -inf, and probabilities by 0.
 
         Args:
-            name: The operator, for example ``"masked_fill"``.
+            name: The operator's name: ``"masked_fill"``.
             args: The operator's arguments.
 
         Returns:
-            ``None`` if the operator applies no known mask.
+            The mask; ``None`` if the operator masks no scores or its mask is unknown.
         """
         name = name.removesuffix("_")
         if name == "masked_fill":
@@ -88,22 +88,22 @@ class AssumedRouting:
         return removed if earlier_mask is None or earlier_mask.shape != removed.shape else removed | earlier_mask
 
     def note_mask(self, result: torch.Tensor, mask: torch.Tensor) -> None:
-        """Record a mask, as returned by `mask`, for an operator's result."""
+        """Store the mask on an operator's result."""
         self._masks = {address: note for address, note in self._masks.items() if not note[0].expired()}
         storage = result.untyped_storage()
         self._masks[storage.data_ptr()] = StorageWeakRef(storage), mask
 
     def forget(self, address: int) -> None:
-        """Delete the mask on the storage at an address."""
+        """Delete the mask on the scores in the storage at an address."""
         self._masks.pop(address, None)
 
     def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
-        """Write the indices chosen by an operator.
+        """Choose indices by the assumed routing, and write them to an operator's result.
 
         Args:
             arguments: The operator's arguments by name, for example ``{"self": scores, "k": 2, "dim": -1}``.
-            indices: The operator's result on the host, ``int64``. It is overwritten.
-            excluded: A boolean for each index in the last dimension: true if no row can choose the index.
+            indices: The operator's result as a host tensor with dtype ``int64``, which is overwritten.
+            excluded: A boolean for each index in the last dimension: true if the index must not be chosen in any row.
 
         Returns:
             False if nothing was written, because no routing is assumed or there are too many scores.
@@ -123,14 +123,14 @@ class AssumedRouting:
         number = shape[-1] if sorts else int(arguments.get("k", arguments.get("num_samples", 1)))
         chosen = chosen_of_rows(routing, shape[:-1].numel(), shape[-1], number, 1 if sorts else number, mask)
         if sorts and not arguments["descending"]:
-            chosen = chosen.flip(-1)  # the best scores come last
+            chosen = chosen.flip(-1)  # an ascending sort returns the best scores last
         chosen = chosen.reshape(*shape[:-1], number)
         indices.copy_((chosen if dim is None else chosen.movedim(-1, dim)).reshape(indices.shape))
         self.made += 1
         return True
 
     def _number(self, value: object) -> float | None:
-        """Return a number, or the value of a known scalar tensor; ``None`` for anything else."""
+        """Return the float for a number or for a known scalar tensor; ``None`` for other values."""
         if isinstance(value, torch.Tensor):
             return None if value.dim() or self._is_unknown(value) else float(on_host(value))
         return float(value) if isinstance(value, (int, float)) else None
@@ -143,10 +143,11 @@ class AssumedRouting:
 def chosen_of_rows(
     routing: Routing, rows: int, size: int, number: int, step: int, excluded: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the indices chosen by an assumed routing in each row.
+    """Choose ``number`` indices in each row by an assumed routing. A row is a token, and an index is an expert.
 
-    ``balanced`` starts each row ``step`` indices after the previous row with the same mask. If ``step`` equals ``number``, all
-    indices are chosen equally often (the counts differ by at most 1). ``worst`` chooses the first allowed indices in each row.
+    With ``balanced``, a row's choices begin ``step`` indices after the choices of the previous row with the same mask. If
+    ``step`` equals ``number``, every index is chosen equally often (the counts differ by at most 1). With ``worst``, every row
+    chooses its first allowed indices.
 
     Example:
         ``chosen_of_rows("balanced", 3, 4, 2, 2, excluded)``, with index 0 excluded in each row, returns
@@ -157,11 +158,12 @@ def chosen_of_rows(
         rows: Number of rows.
         size: Number of scores in a row.
         number: Number of choices in a row.
-        step: Offset between the choices in two rows.
-        excluded: ``bool[rows, size]``: true for an index that is chosen only if too few other indices are allowed.
+        step: The distance from a row's first choice to the next row's first choice, for ``balanced``.
+        excluded: ``bool[rows, size]``. An index with the value true is chosen only if too few other indices are allowed.
+            ``None`` if all indices are allowed.
 
     Returns:
-        ``int64[rows, number]`` with values below ``size``, distinct in a row if ``number`` is at most ``size``.
+        The chosen indices, ``int64[rows, number]``. The indices in a row are distinct if ``number`` is at most ``size``.
     """
     within = torch.arange(number) % size
     if excluded is None:
@@ -179,7 +181,7 @@ def chosen_of_rows(
 
 
 def _earlier(rows: torch.Tensor) -> torch.Tensor:
-    """Return for each row the number of equal rows before it."""
+    """Return for each row how many earlier rows are equal to it."""
     weights = torch.randint(2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
     _, kinds = torch.unique((rows * weights).sum(1), return_inverse=True)
     order = kinds.argsort(stable=True)

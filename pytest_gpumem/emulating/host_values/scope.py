@@ -1,7 +1,7 @@
-"""Enter the mode `HostValues` for the whole process, except for backward's operators.
+"""Enter the dispatch mode `HostValues` for the whole process, except for the operators in backward.
 
-The importing thread enters the mode once and never leaves it. Each thread started later by Python enters it as well, and
-autograd's threads inherit it. Methods for reading a tensor are watched in every thread.
+The thread calling `begin` enters the mode and never leaves it. Each thread started later by Python enters the mode too, and
+autograd's threads inherit it. The methods that read a tensor (`watched_methods`) are replaced in the whole process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _mode: HostValues | None = None
 
 
 def begin() -> HostValues:
-    """Enter the mode for the rest of the process. torch must be imported."""
+    """Enter `HostValues` for the rest of the process, and replace torch's functions that read values without an operator."""
     global _mode
     if _mode is None:
         _mode = HostValues()
         _mode.__enter__()
-        # Use a single thread. The host computes only small tensors, and threads that share a core would wait for each other
-        # and take 40 times as long.
+        # Let the CPU use a single thread, because it computes only small tensors. If several threads shared a core, they would
+        # wait for each other, and a step would take 40 times as long.
         torch.set_num_threads(1)
         UnknownFloat.reads = _mode.reads
         watch_methods(_mode)
@@ -49,12 +49,12 @@ def begin() -> HostValues:
 
 
 def current() -> HostValues | None:
-    """Return this process's mode; ``None`` if no GPU is emulated."""
+    """Return the `HostValues` of this process; ``None`` if no GPU is emulated."""
     return _mode
 
 
 def _watch_threads(mode: HostValues) -> None:
-    """Enter the mode in each new thread from now on."""
+    """From now on, make each new Python thread enter the mode."""
 
     def within(function: Callable[..., object]) -> Callable[..., None]:
         def run_within(*args: Any, **named: Any) -> None:
@@ -79,5 +79,5 @@ def _watch_threads(mode: HostValues) -> None:
     ) -> int:
         return begin_thread(within(function), args, named or {})
 
-    # `threading` imported the original function, so `Thread.start` is replaced as well.
+    # `threading` still calls the original function, because it imported it earlier. So `Thread.start` is replaced too.
     _thread.start_new_thread = _thread.start_new = begin_within

@@ -1,4 +1,4 @@
-"""Record reads by ``tolist`` in TorchScript, which reads memory without an operator or a Python method."""
+"""Record reads by ``tolist`` in TorchScript code. TorchScript reads the memory without an operator or a Python method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Record a read for each list in a script, if the script takes unknown host tensors, or copies unknown tensors."""
+    """From now on, record a read for each ``tolist`` in a TorchScript function with unknown tensors.
+
+    This is the case if an argument is an unknown host tensor, or if the function copies an unknown tensor to the host.
+    """
 
     @contextmanager
     def noting(script: Any, args: tuple[Any, ...]) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""Keep the notes about known and unknown tensors when tensors are pickled, saved, sent to another process or moved to shared
-memory.
+"""Let a tensor remain known or unknown when it is pickled, saved, sent to another process or moved to shared memory.
 
-A pickled tensor may have attributes, which torch sets when it loads the tensor. The attribute `MARK` says whether the tensor's
-values are unknown. It passes through `torch.save`, `pickle`, queues and `DataLoader` workers, including other processes.
+The pickled form of a tensor may contain attributes, which torch sets when the tensor is loaded. Here the attribute `MARK` says
+whether the tensor's values are unknown. So the mark survives `torch.save`, `pickle`, queues and `DataLoader` workers, even in
+other processes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.host_values.mode import HostValues
 
 MARK = "_gpumem_not_computed"
-"""The attribute on a pickled tensor. Without an emulated GPU, the loaded tensor only has an additional attribute."""
+"""The name of the attribute in a tensor's pickled form. If the tensor is loaded without an emulated GPU, the attribute is an
+ordinary attribute without an effect."""
 
 
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """Mark tensors as known or unknown when they are pickled, and restore the notes when they are loaded or moved.
+    """From now on, add `MARK` to tensors when they are pickled, and restore the notes about them when they are loaded or
+    moved.
 
     Args:
-        mode: The mode with the notes.
-        is_unknown: Returns True for a tensor with uncomputed values.
+        mode: The mode with the notes about tensors.
+        is_unknown: A function that returns True for a tensor with uncomputed values.
     """
 
     def marked(reduce: Callable[..., Any], *, also_known: bool = False) -> Callable[..., Any]:
@@ -64,7 +66,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
     def sent(tensor: torch.Tensor, *args: Any) -> Any:
         if is_unknown(tensor):
-            mode.reads.of_float()  # reads in the other process are not recorded
+            mode.reads.of_float()  # count a read, because the other process will not record its reads
         return reductions.reduce_tensor(tensor, *args)  # type: ignore[no-untyped-call]
 
     for kind in (torch.Tensor, torch.nn.Parameter):
@@ -73,7 +75,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
 
 
 def _is_gpus(tensor: torch.Tensor) -> bool:
-    """Return whether `pickle` loads a tensor into GPU memory, which no operator shows."""
+    """Return whether `pickle` restores a tensor to GPU memory. No operator does this, so `HostValues` cannot intercept it."""
     with outside_torch_function():
         return is_ordinary(type(tensor)) and tensor.is_cuda and has_storage(tensor)
 

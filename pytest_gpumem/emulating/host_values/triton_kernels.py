@@ -1,7 +1,8 @@
-"""Forget the values of tensors to which a Triton kernel may write, because the kernel does not run.
+"""Mark tensors as unknown if a Triton kernel may write to them, because an emulated GPU does not run the kernel.
 
-A kernel's written arguments follow from its Triton intermediate representation (TTIR), or from Inductor's argument names. Both
-are found in the Python frames that launch the kernel. Nothing is known about kernels launched by other libraries.
+The arguments to which a kernel writes follow from its Triton intermediate representation (TTIR), or from Inductor's names for
+the arguments. Both are attributes of objects in the Python frames around the launch. Kernels launched by other libraries are
+ignored.
 
 Example: in ``tt.store %4, %7`` the pointer ``%4`` is computed from ``%out_ptr``, so the kernel writes to ``%out_ptr``.
 """
@@ -27,16 +28,16 @@ _INITIAL = re.compile(r"(%[\w$.-]+) = (%[\w$.#-]+)")
 _WRITES = re.compile(r"^tt\.(\w*store|atomic_\w+|descriptor_(reduce|scatter)|call|elementwise_inline_asm)\b")
 _COMPILED_BY = ("triton.", "torch._inductor.")
 _OF_INDUCTOR = "out_ptr"
-"""A part in the names of all arguments to which Inductor's kernels write, for example ``out_ptr0`` and ``in_out_ptr1``."""
+"""Inductor's kernels write to the arguments whose names contain this text, for example ``out_ptr0`` and ``in_out_ptr1``."""
 
 
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _kept: list[object] = []
-"""The callback for C++, which must live as long as the process."""
+"""The callback for C++ code. This reference keeps the callback alive until the process ends."""
 
 
 def forget_what_kernels_write(mode: HostValues) -> None:
-    """From now on, forget the values of tensors to which a launched kernel may write."""
+    """From now on, mark tensors as unknown when the program launches a Triton kernel that may write to them."""
     written: dict[int, tuple[int, ...]] = {}
 
     def launched(function: int, arguments: Any) -> None:
@@ -56,10 +57,10 @@ def forget_what_kernels_write(mode: HostValues) -> None:
 
 
 def written_by(function: int) -> tuple[int, ...]:
-    """Return the arguments' positions to which a kernel writes. The kernel is being launched in this thread.
+    """Return the positions of the arguments to which a kernel writes, while this thread launches the kernel.
 
     Args:
-        function: The driver's handle for the kernel.
+        function: The handle by which the CUDA driver knows the kernel.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         for value in list(frame.f_locals.values()):
@@ -71,17 +72,17 @@ def written_by(function: int) -> tuple[int, ...]:
 
 
 def _written_of_inductor(kernel: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments to which a kernel launched by Inductor writes."""
+    """Return the positions of the arguments to which a kernel from Inductor writes."""
     constants = set(getattr(kernel, "full_constexprs", ()))
     names = [name for at, name in enumerate(getattr(kernel, "arg_names", ())) if at not in constants]
     return tuple(at for at, name in enumerate(names) if _OF_INDUCTOR in name)
 
 
 def written_arguments(ttir: str) -> tuple[int, ...]:
-    """Return the positions of the pointer arguments to which a kernel writes, directly or at an offset.
+    """Return the positions of the pointer arguments to which a kernel writes, with or without an added offset.
 
     Args:
-        ttir: The kernel's intermediate representation in Triton, as text.
+        ttir: The text of the kernel's Triton intermediate representation.
     """
     lines = [line.strip() for line in ttir.splitlines()]
     starts = [at for at, line in enumerate(lines) if line.startswith("tt.func public")]
@@ -89,13 +90,16 @@ def written_arguments(ttir: str) -> tuple[int, ...]:
         return ()
     arguments: list[tuple[str, str]] = _ARGUMENT.findall(lines[starts[0]])
     if any("tensordesc" in kind for _, kind in arguments):
-        return ()  # the driver gets several arguments for a tensor descriptor, so positions differ
+        return ()  # a tensor descriptor is passed to the driver as several arguments, so positions would be wrong
     reached = _stored_to(lines[starts[0] + 1 :])
     return tuple(at for at, (name, kind) in enumerate(arguments) if name in reached and kind.startswith("!tt.ptr"))
 
 
 def _stored_to(lines: list[str]) -> set[str]:
-    """Return the names of the stored-to pointers, and of all values from which they are computed, except loaded values."""
+    """Return the names of all pointers to which TTIR instructions store, and of all values from which these are computed.
+
+    The search ends at values loaded from memory.
+    """
     made_of: dict[str, set[str]] = {}
     stored: list[str] = []
     loops: list[tuple[str, list[str]]] = []
@@ -125,7 +129,9 @@ def _stored_to(lines: list[str]) -> set[str]:
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Record in ``made_of`` the possible values for a loop's results and variables: initial values and yielded values."""
+    """Record in ``made_of`` that a loop's results and variables can have the given values: initial values or yielded
+    values.
+    """
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

@@ -1,4 +1,4 @@
-"""Floats that represent the uncomputed values on an emulated GPU.
+"""The class of the floats that a program gets in place of uncomputed values on an emulated GPU.
 
 Example: ``loss.item()`` returns an `UnknownFloat`. ``loss.item() * 2`` is another `UnknownFloat`, ``f"{loss.item():.1e}"`` is
 ``"7.5e-37"``, and ``if loss.item() < 3.0`` records a branch.
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.host_values.reads import Reads
 
 UNKNOWN = 2.0**-120
-"""The number that represents every uncomputed float.
+"""The value of every uncomputed float on the host.
 
-Programs do not use this number by themselves, so the mode recognises it if it returns to a tensor. float32 represents it
-exactly.
-"""
+No program uses this number itself. So `HostValues` can recognise an uncomputed value in a tensor by this number. float32
+represents this number exactly."""
 
 
 class UnknownFloat(float):
-    """An uncomputed float. Programs can store it, format it and compute with it. It records its uses in `reads`."""
+    """An uncomputed float. A program can store, format and compute with it. Its methods record its uses in `reads`."""
 
     __slots__ = ()
     reads: ClassVar[Reads]
-    """The record of all uses."""
+    """The record to which all `UnknownFloat` objects add their uses."""
 
     def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is new in Python 3.11
-        # Python's modules create instances of their arguments' class, for example `statistics.mean`.
+        # `statistics.mean` calls the class of its arguments with its result.
         return float.__new__(cls, UNKNOWN)
 
     def __bool__(self) -> bool:
@@ -60,7 +59,7 @@ class UnknownFloat(float):
         return int(self) if digits is None else self
 
     def __float__(self) -> float:
-        # The result is an ordinary float, so its uses are found in the caller's code.
+        # The result is an ordinary float, which records no uses. So analyse the caller's bytecode.
         self.reads.of_float(use_of_conversion(sys._getframe(1)))  # noqa: SLF001 -- the interpreter's, documented
         return UNKNOWN
 
@@ -71,7 +70,9 @@ class UnknownFloat(float):
         return self
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **named: Any) -> Any:
-        """Compute with NumPy. A scalar result is an `UnknownFloat`, and an array is an ordinary array."""
+        """Compute a NumPy function with this float. The result is an `UnknownFloat` if it is a scalar, otherwise an ordinary
+        array.
+        """
         numbers = (UNKNOWN if isinstance(number, UnknownFloat) else number for number in inputs)
         result = getattr(function, method)(*numbers, **named)
         if function.__name__ not in ("isnan", "isinf", "isfinite") and result.dtype == bool and result.ndim == 0:
@@ -85,7 +86,7 @@ def _computing(name: str) -> Callable[..., Any]:
     original = getattr(float, name)
 
     def compute(_: UnknownFloat, *operands: Any) -> Any:
-        # Compute with 1 instead: a division by 0 still raises, and nothing overflows.
+        # Compute with 1 in place of 2**-120. A division by 0 still raises an exception, and no result overflows.
         result = original(1.0, *operands)
         if result is NotImplemented:
             return result
@@ -132,8 +133,8 @@ for _method in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
 
 
 def is_unknown_number(value: object) -> bool:
-    """Return whether a number is `UNKNOWN`, or a list contains it."""
+    """Return whether a value is the number `UNKNOWN`, or a list of numbers with `UNKNOWN` among them."""
     if isinstance(value, (list, tuple)):
-        # The first element shows the type of the rest. Lists of tensors are long, so they are not searched.
+        # A list is searched only if it begins with a number, because searching long lists of tensors would take time.
         return bool(value) and isinstance(value[0], (int, float)) and any(map(is_unknown_number, value))
     return isinstance(value, float) and float.__eq__(value, UNKNOWN)

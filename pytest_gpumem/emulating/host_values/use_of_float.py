@@ -1,10 +1,10 @@
-"""Find how the following bytecode uses a float: a branch, an order or an integer. Pure.
+"""Analyse a function's bytecode to find how it uses a float: for a branch, for an order, or as an integer.
 
-The search follows a number through its expression, through variables in its function, and through returns to callers.
-It runs nothing, so a use counts even if this call does not reach it.
+The analysis follows the float through expressions, local variables and returns to callers. No bytecode is run, so a use counts
+even if the program does not reach it.
 
-Example: in ``best = min(best, float(loss))`` the number is an argument for ``min``, so its use is ``"branch"``. In
-``range(int(float(loss)))`` the use is ``"integer"``, and in ``print(f"{float(loss):.3f}")`` it is ``"kept"``.
+Example: in ``best = min(best, float(loss))`` the float is an argument of ``min``, so its use is ``"branch"``. In
+``range(int(float(loss)))`` the use is ``"integer"``, and in ``print(f"{float(loss):.3f}")`` the use is ``"kept"``.
 """
 
 from __future__ import annotations
@@ -23,50 +23,49 @@ if TYPE_CHECKING:
 
 _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("int", "round", "floor", "ceil", "trunc", "range"), "integer"),
-    # The number determines a size: `torch.arange(number + 3)`, `interpolate(x, scale_factor=number)`.
+    # The float determines a tensor's size: `torch.arange(number + 3)`, `interpolate(x, scale_factor=number)`.
     **dict.fromkeys(("arange", "interpolate"), "integer"),
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
-"""The use of a float argument, by the function's name."""
+"""The use of a float as a function's argument, by the function's name."""
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
-"""Functions that check whether a float is finite (uncomputed floats are assumed to be), or ignore its value."""
+"""Functions whose result does not depend on a float's value, because uncomputed floats are assumed to be finite."""
 _OF_NUMBERS = frozenset(
     {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round", "elapsed_time"}
 )
-"""Functions that compute a number from numbers."""
+"""Functions whose result is a number computed from their arguments."""
 _TEXTS = frozenset({"str", "repr", "format"})
 _ORDER: tuple[Use, ...] = ("kept", "branch", "order", "integer")
-"""Uses in rising order of importance."""
+"""All uses of a float. If a float has several uses, the last of them in this order is reported."""
 _MOST_CALLERS = 4
-"""Number of callers through which a returned number is followed."""
+"""A returned float is followed through at most this many functions: the converting function and its callers."""
 NUMBER, LIST, TEXT, PART = "number", "list", "text", "part"
-"""Kinds of stack cells.
+"""The kinds of stack values made from the followed float.
 
-``NUMBER`` is the number itself or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is the number
-as text. ``PART`` is any other object made from it, for example a tuple, and is followed only to the end of its expression.
-"""
+``NUMBER`` is the float itself, or a number computed from it. ``LIST`` is a list with such numbers, and ``TEXT`` is the float
+as a string. ``PART`` is any other object, for example a tuple, and is followed only to the end of the expression."""
 
 
 def use_of_comparison(frame: FrameType | None) -> Use:
-    """Return how a frame uses its current comparison.
+    """Return how a frame uses its current comparison with an uncomputed float.
 
     Returns:
-        ``"order"`` in a call such as ``sorted``, and ``"branch"`` in all other cases, including ``min`` and ``max`` without a
-        key.
+    ``"order"`` if the frame calls a function such as ``sorted``. ``"branch"`` in all other cases, also for ``min`` and ``max``
+    without a key.
     """
     return "branch" if frame is None else _of_comparison(frame.f_code, frame.f_lasti)
 
 
 def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
-    """Return how a frame uses a number or text that it makes from a tensor.
+    """Return how a frame and its callers use a float or string made from a tensor.
 
     Args:
         frame: The frame that converts the tensor, for example by ``float(loss)``.
-        kind: The conversion's result, `NUMBER` or `TEXT`.
+        kind: `NUMBER` if the conversion returns a float, `TEXT` if it returns a string.
 
     Returns:
-        The strongest use in the code of this frame and its callers.
+        The most important use (the last in `_ORDER`) in the code of this frame and its callers.
     """
     use: Use = "kept"
     for number in range(_MOST_CALLERS):
@@ -76,7 +75,7 @@ def use_of_conversion(frame: FrameType | None, kind: str = NUMBER) -> Use:
         use = _stronger(use, frame_use)
         if returned is None:
             break
-        # A lambda's result may be a sort key.
+        # The result of a lambda may be the key for a sort.
         use = _stronger(use, "branch") if frame.f_code.co_name == "<lambda>" else use
         frame, kind = frame.f_back, returned
     return use
@@ -103,21 +102,21 @@ def _of_comparison(code: CodeType, at: int) -> Use:
 
 @lru_cache(maxsize=1024)
 def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> tuple[Use, str | None]:
-    """Return how a function uses a value, and the kind as which it returns the value.
+    """Return how a function uses a value, and if it returns the value, the kind of the returned object.
 
     Args:
         code: The function's code.
-        at: Offset of the instruction that makes the value.
-        kind: The value's kind.
-        is_returned: True if the instruction calls a function that returns the value. False if it calls a conversion such as
-            ``float``, which may return something else.
+        at: The offset of the instruction whose result is the value.
+        kind: The value's kind, for example `NUMBER`.
+        is_returned: True if the instruction calls a Python function that returns the value. False if it calls a conversion
+            such as ``float``.
     """
     instructions = list(dis.get_instructions(code))
     at = _of_call(instructions, at)
     walk = _Walk(at, kind, is_returned)
     for step in steps(instructions):
         walk.take(step)
-    # Walk again through the enclosing loop, because its variables may hold the value when the next iteration starts.
+    # Analyse the enclosing loop again up to this instruction, because a variable may contain the value in the next iteration.
     backward = [
         jump.argval for jump in instructions if jump.offset > at and "JUMP" in jump.opname and jump.argval is not None
     ]
@@ -129,7 +128,7 @@ def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> 
 
 @dataclass(eq=False)
 class _Walk:
-    """Walk over a function's instructions to follow a single number."""
+    """The state of the analysis while it follows a single float through a function's instructions."""
 
     at: int
     kind: str
@@ -138,7 +137,7 @@ class _Walk:
     returned: str | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _waiting: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Variables at the targets of forward jumps, by offset."""
+    """The kinds of variables at the target of each forward jump, by the target's offset."""
     _has_left: bool = False
     _begun: bool = False
 
@@ -189,7 +188,7 @@ class _Walk:
             self._use(step, name, kinds)
 
     def _use(self, step: Step, name: str, kinds: list[str]) -> None:
-        """Record how an instruction uses followed values, and follow its result."""
+        """Record how an instruction uses the followed float, and follow the instruction's result."""
         if name.startswith("CALL"):
             self._call(step, kinds)
         elif name in ("COMPARE_OP", "CONTAINS_OP"):
@@ -222,7 +221,7 @@ class _Walk:
             _mark(step.put, PART)
 
     def _store(self, step: Step) -> None:
-        """Update the variables with followed values."""
+        """Update the kinds of the variables to which an instruction assigns."""
         name = step.instruction.argval
         names = name if isinstance(name, tuple) else (name,)
         taken = step.taken[::-1]
@@ -238,13 +237,15 @@ class _Walk:
 
 
 def _asks_whether_finite(step: Step) -> bool:
-    """Return whether a comparison compares a number with itself or with infinity."""
+    """Return whether an instruction compares a number with itself or with infinity, to check whether the number is finite."""
     names = [cell.name for cell in step.taken]
     return (len(set(names)) == 1 and names[0] is not None) or not {"inf", "nan", "infty"}.isdisjoint(names)
 
 
 def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
-    """Return the kind of an instruction's result, except for calls and comparisons; ``None`` if it need not be followed."""
+    """Return the kind of an instruction's result; ``None`` if the result is not followed. Calls and comparisons are not
+    handled.
+    """
     first = kinds[0]
     if name in ("TO_BOOL", "GET_ITER", "CONVERT_VALUE", "UNARY_NOT"):
         return first
@@ -252,7 +253,7 @@ def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
         return TEXT if first == NUMBER else PART
     if name == "BINARY_SUBSCR" or (
         name == "BINARY_OP" and step.instruction.argrepr == "[]"
-    ):  # "BINARY_OP []" since Python 3.14
+    ):  # Python 3.14 has "BINARY_OP []" in place of BINARY_SUBSCR
         return _kind_of_element(step)
     if name.startswith(("BINARY_", "INPLACE_", "UNARY_")):
         if any(isinstance(cell.constant, str) for cell in step.taken):
@@ -274,12 +275,15 @@ def _mark(cells: list[StackCell], kind: str | None) -> None:
 
 
 def _keeps_digits(step: Step, callee: str | None) -> bool:
-    """Return whether a call is ``round(number, digits)``, which returns no integer."""
+    """Return whether a call is ``round(number, digits)``, because ``round`` with digits returns a float."""
     return callee == "round" and (step.instruction.arg or 0) > 1
 
 
 def _of_call(instructions: list[dis.Instruction], at: int) -> int:
-    """Return the offset of a frame's current call. The frame may be at the call's caches or, in 3.11, at ``PRECALL``."""
+    """Return the offset of a frame's current call instruction.
+
+    The frame's own offset may be inside the instruction's caches or, in Python 3.11, at the preceding ``PRECALL``.
+    """
     index = max((number for number, instruction in enumerate(instructions) if instruction.offset <= at), default=None)
     if index is None:
         return at
@@ -287,7 +291,7 @@ def _of_call(instructions: list[dis.Instruction], at: int) -> int:
 
 
 def _has_key(code: CodeType, preceding: list[dis.Instruction]) -> bool:
-    """Return whether the call after the ``preceding`` instructions has an argument called ``key``."""
+    """Return whether the call after the ``preceding`` instructions has a keyword argument ``key``."""
     constants = [
         code.co_consts[instruction.arg]
         for instruction in preceding[-3:]

@@ -1,4 +1,4 @@
-"""Watch the methods and functions that read or copy a tensor on the host without an operator visible to the mode.
+"""Replace methods and functions in torch that read or copy tensors without an operator visible to `HostValues`.
 
 Example: ``loss.tolist()`` reads memory without an operator. Its replacement records the read and returns an `UnknownFloat`.
 """
@@ -42,7 +42,7 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file
 def watch_methods(mode: HostValues) -> None:
     """Replace torch's methods and functions for reading tensors, for the rest of the process.
 
-    The replacements record reads even if the mode is not active, for example in backward.
+    The replacements record reads even in threads or passes without the mode, for example in backward.
     """
     remember_functions_that_take_a_device()
     for name, on_unknown in _READING.items():
@@ -63,18 +63,18 @@ def watch_methods(mode: HostValues) -> None:
         (comm, "broadcast_coalesced", _broadcast),
         (comm, "reduce_add", _add),
         (plateau, "step", _step),
-        (torch.cuda.Event, "elapsed_time", _elapse),  # the method in `torch.Event` cannot be replaced
+        (torch.cuda.Event, "elapsed_time", _elapse),  # a method of the base class `torch.Event` cannot be replaced
     ):
         setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
 
 def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement that records the reads by a function or method.
+    """Return a replacement for a function or method. The replacement calls ``watching``.
 
     Args:
-        mode: The mode for recording.
-        original: The function or method.
-        watching: The function to call instead, with ``mode`` and ``original`` before the call's own arguments.
+        mode: The mode whose `HostValues.reads` records reads.
+        original: The function or method to replace.
+        watching: The function that runs instead. It is called with ``mode``, ``original`` and then the program's arguments.
     """
 
     @never_compiled
@@ -82,7 +82,8 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
     def watched(*args: Any, **named: Any) -> Any:
         if not is_tracing():
             return watching(mode, original, *args, **named)
-        # In a trace, sizes are tensors, so using a size here would call this function again.
+        # While `torch.jit.trace` records, sizes are tensors. So any use of a size here would call this function again without
+        # end.
         with untraced() as traced:
             return watching(mode, traced(original), *args, **named)
 
@@ -90,7 +91,7 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
 
 
 def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValues) -> Callable[..., Any]:
-    """Replace a module's function, or a method in `torch.Tensor`, under the same name, so pickle finds it."""
+    """Replace a function in a module, or a method in `torch.Tensor`. The replacement has the same name, so pickle finds it."""
     function = _watched(mode, getattr(owner, name), watching)
     is_method = owner is torch.Tensor
     function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
@@ -99,7 +100,7 @@ def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValu
 
 
 def _number(value: Any) -> Any:
-    """Return an element, or nested lists with elements, with an `UnknownFloat` for each float."""
+    """Replace each float in the result of ``item`` or ``tolist`` by an `UnknownFloat`."""
     if isinstance(value, list):
         return [_number(element) for element in value]
     return UnknownFloat() if isinstance(value, float) else value
@@ -107,7 +108,7 @@ def _number(value: Any) -> Any:
 
 def _as_item(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if mode.constants.noted_as(tensor) is not None:
-        return value  # the operator has recorded the read
+        return value  # `HostValues` has already recorded this read
     return _as_number(mode, tensor, value)
 
 
@@ -136,7 +137,7 @@ def _as_float(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if mode.constants.noted_as(tensor) is not None:
-        return value  # the operator has recorded the read
+        return value  # `HostValues` has already recorded this read
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
         return value
@@ -146,7 +147,7 @@ def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
 
 def _as_array(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if is_exact(tensor):
-        mode.reads.invalid("NumPy or another library is given values")
+        mode.reads.invalid("NumPy or another library gets values")
     mode.reads.of_float()
     return value
 
@@ -164,10 +165,11 @@ _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
     "__index__": _as_integer,
     "__bool__": _as_bool,
     "is_nonzero": _as_bool,
-    "numpy": _as_array,  # also for GPU tensors, because `numpy(force=True)` copies them
+    "numpy": _as_array,  # `numpy(force=True)` also reads GPU tensors
     "__dlpack__": _as_memory,
 }
-"""Methods that read a tensor, each with a function for unknown tensors: it records the read and returns the program's value."""
+"""Methods for reading a tensor, by name. If the tensor is unknown, the function here records the read and returns the value
+for the program."""
 
 
 def _read(
@@ -185,7 +187,7 @@ def _read(
         value = original(tensor, *args, **named)
     finally:
         mode.is_watched = outer
-    # A wrapper around other tensors has no values of its own, so the call reads the wrapped tensors.
+    # If the tensor is a wrapper, the original method has read the wrapped tensors, and `values_read` has increased.
     is_unknown = _is_unknown(mode, tensor) or (mode.values_read > earlier_reads and not outer)
     with outside_torch_function():
         return on_unknown(mode, unwrapped(tensor), value) if is_unknown else value
@@ -195,14 +197,14 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
     if not is_ordinary(type(tensor)):
         return False
     try:
-        with outside_torch_function():  # a subclass may override the called methods
+        with outside_torch_function():  # a subclass may override the methods called here
             return mode.is_unknown(tensor)
-    except (RuntimeError, NotImplementedError):  # a tensor in a transformation (`torch.func`) has no storage
+    except (RuntimeError, NotImplementedError):  # a tensor inside a `torch.func` transformation has no storage
         return False
 
 
 def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Record that another library gets a tensor's memory."""
+    """Call ``numpy`` or ``__dlpack__``, and note the tensor's memory as shared with another library."""
     value = original(tensor, *args, **named)
     if is_ordinary(type(tensor)):
         with outside_torch_function():
@@ -211,7 +213,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Record a new tensor on the memory of a NumPy array or another buffer."""
+    """Call ``from_numpy`` or a similar function, and note the new tensor's memory as shared with an array or buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
         mode.lent.note(tensor)
@@ -219,7 +221,7 @@ def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Call a method that passes each element to a function, and record the reads."""
+    """Call ``apply_`` or a similar method, which passes each element to a Python function, and record the reads."""
     unknown = [operand for operand in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, operand)]
     result = original(tensor, *args, **named)
     if unknown:
@@ -232,7 +234,7 @@ def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
-    """Return ``data_ptr``, and record a read if the program gets the address of unknown host memory."""
+    """Call ``data_ptr``, and record a read if the program gets the address of an unknown host tensor."""
     value = original(tensor)
     if not tensor.is_cuda and _is_unknown(mode, tensor):
         caller = _caller()
@@ -242,7 +244,9 @@ def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _format(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Return a tensor's text, and record a read if the tensor has integers, or if the text becomes a number again."""
+    """Format a tensor as a string. For an unknown scalar, record a read if it is an integer, or if the program uses the string
+    for more than printing.
+    """
     with mode.reads.ignored():
         text = original(tensor, *args, **named)
     if tensor.dim() == 0 and _is_unknown(mode, tensor):
@@ -262,35 +266,40 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a tensor from a list, and record whether the list contains unknown tensors, because no operator reads them."""
+    """Call ``torch.tensor`` or a similar function, and mark the result as unknown if it is made from a list with unknown
+    tensors.
+    """
     listed = [arg for arg in args if isinstance(arg, (list, tuple))]
     with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
 
 
 def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``tensor_split``, and record its read if it has unknown indices in a host tensor."""
+    """Call ``tensor_split``, and record a read if the indices are an unknown tensor."""
     if any(_is_unknown(mode, indices) for indices in (*args[1:], *named.values())):
         mode.reads.invalid("tensor_split reads values")
     return original(*args, **named)
 
 
 def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Make a sparse tensor, and record the read if its size follows from unknown indices."""
-    count = 2 if original.__name__ == "sparse_coo_tensor" else 3  # number of arguments before the size
+    """Call a function that makes a sparse tensor, and record a read if the tensor's size follows from unknown indices."""
+    count = 2 if original.__name__ == "sparse_coo_tensor" else 3  # the number of arguments before `size`
     is_sized = len(args) > count or named.get("size") is not None
     parts = [*args[: count - 1], *(value for name, value in named.items() if name.endswith("indices"))]
     indices = [] if is_sized else tensors_among(parts)
     if any(_is_unknown(mode, tensor) for tensor in indices):
-        mode.reads.invalid("a size is made of indices")
+        mode.reads.invalid("the program makes a sparse tensor's size from indices")
     elif count > 2 and any(tensor.is_cuda for tensor in indices):
-        # Compute the size on the host first. Otherwise C++ would compute the size without an operator.
+        # Compute the size from tensors on the CPU. Otherwise C++ code would read the indices on the GPU without an operator.
         named["size"] = original(*on_host(args), **on_host(named)).shape
     return original(*args, **named)
 
 
 def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``ctc_loss`` without the mode, and record unknown lengths. With the mode, torch reads the lengths elsewhere."""
+    """Call ``ctc_loss``, and record a read if the lengths are unknown. `HostValues` is inactive during the call.
+
+    If a dispatch mode is active, torch reads the lengths in a different way.
+    """
     arguments = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
     probabilities, targets = arguments.get("log_probs"), arguments.get("targets")
     if not isinstance(probabilities, torch.Tensor) or not probabilities.is_cuda:
@@ -311,7 +320,7 @@ def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
 
 
 def _decide(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``is_nonzero``, and record its read."""
+    """Call ``torch.is_nonzero``, and record a decided branch if the tensor is unknown."""
     value = original(*args, **named)
     tensor = next(iter((*args, *named.values())))
     with outside_torch_function():
@@ -319,7 +328,7 @@ def _decide(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _give(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
-    """Call ``to_dlpack``, and record that another library gets unknown values."""
+    """Call ``to_dlpack``, and record a read if another library gets unknown values on the host."""
     return _as_memory(mode, tensor, original(tensor)) if _is_unknown(mode, tensor) else original(tensor)
 
 
@@ -327,7 +336,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "numpy": _lend,
     "__dlpack__": _lend,
     "__format__": _format,
-    "__repr__": _format,  # `str` calls this method
+    "__repr__": _format,  # `str(tensor)` calls this method too
     "cpu": _copy,
     "to": _copy,
     "__deepcopy__": _copy,
@@ -336,7 +345,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _make,
     "tensor_split": _split,
 }
-"""Methods for reading or copying a tensor or sharing its memory, with their replacements."""
+"""Tensor methods for reading, copying or sharing memory, by name, with their replacements."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make,
@@ -347,17 +356,20 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sparse_coo_tensor": _size,
     **{f"sparse_{kind}_tensor": _size for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
-"""Functions in torch for reading tensors, with their replacements."""
+"""Functions in torch for reading tensors, by name, with their replacements."""
 
 
 def _broadcast(
     mode: HostValues, original: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Record which of `DataParallel`'s model copies are known, because the mode sees no operator for these copies."""
+    """Call ``broadcast_coalesced``, with which `DataParallel` copies a model to other GPUs, and note which copies are known.
+
+    The copies are made without an operator visible to the mode.
+    """
     copied = original(tensors, *args, **named)
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
-        # Several copies share a storage.
+        # Several copies have the same storage.
         unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
         for copy, tensor in pairs:
             if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
@@ -368,9 +380,9 @@ def _broadcast(
 def _add(
     mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
 ) -> Any:
-    """Record whether the sum over several GPUs is known. The NCCL stand-in computes this sum."""
+    """Call ``reduce_add``, and note the sum over several GPUs as known if all inputs are known."""
     total = original(inputs, *args, **named)
-    if total.dtype != torch.float16:  # the stand-in does not compute half precision
+    if total.dtype != torch.float16:  # NCCL's stand-in does not compute sums in float16
         mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
     return total
 
@@ -378,14 +390,19 @@ def _add(
 def _step(
     mode: HostValues, original: Callable[..., Any], scheduler: Any, metrics: Any, *args: Any, **named: Any
 ) -> Any:
-    """Call the scheduler's ``step``, and record an unknown metric, because the scheduler compares it as a float."""
+    """Call ``ReduceLROnPlateau.step``, and record a decided branch if the metric is unknown, because the scheduler compares
+    it.
+    """
     if is_unknown_number(metrics) or _is_unknown(mode, metrics):
         mode.reads.of_float("branch")
     return original(scheduler, metrics, *args, **named)
 
 
 def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call an event's ``elapsed_time``, and record a decision by its result, because no time passes on an emulated GPU."""
+    """Call ``elapsed_time``, and record a decided branch if the program uses the time for more than printing.
+
+    An emulated GPU does not measure times.
+    """
     value, caller = original(*args, **named), _caller()
     is_in_program = caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS)
     if is_in_program and use_of_conversion(caller) != "kept":
@@ -394,7 +411,7 @@ def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
 
 
 def _caller() -> FrameType | None:
-    """Return the frame that called the watched method; ``None`` if Python code did not call it."""
+    """Return the frame that called the replaced method; ``None`` if C++ code called it without a Python frame."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the interpreter's, documented
     while frame is not None and frame.f_code.co_filename in (__file__, never_compiled.__code__.co_filename):
         frame = frame.f_back

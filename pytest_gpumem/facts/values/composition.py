@@ -1,4 +1,8 @@
-"""The composition of a peak: its live bytes in rows by category, module, line, dtype and shape. Frozen values."""
+"""A peak's composition: one row for each category, module, line, dtype and shape, with the live bytes.
+
+All classes here are frozen dataclasses. Example: if the parameters from line 9 take 65,536 bytes at the peak, their row is
+``Row("parameter", 65536, "blocks.*.0", "model.py:9")``.
+"""
 
 from __future__ import annotations
 
@@ -20,101 +24,109 @@ if TYPE_CHECKING:
 
 CATEGORIES = {
     "parameter": "A module that ran, a fixture or the function passed to `measure` refers to the block as a "
-    "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
-    "buffer": "One of these objects refers to the block as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, "
-    "float32[64], 256 B.",
-    "gradient": "A parameter refers to the block as its gradient, or `DistributedDataParallel` sends gradients in it "
-    "and the rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
-    "optimizer state": "An optimizer that ran, or in a fixture's value, keeps the block for its parameters. "
-    "Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
+    "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four layers, 4 x float32[512, 128], 1.05 MB.",
+    "buffer": "A module that ran, a fixture or the function passed to `measure` refers to the block as a buffer. "
+    "Example: `running_mean` in `BatchNorm2d(64)`, float32[64], 256 B.",
+    "gradient": "A parameter refers to the block as its gradient. In a rank that runs alone, the blocks in which "
+    "`DistributedDataParallel` sends gradients are gradients too. Example: the gradients of `blocks.*.mlp.0`, 4 x "
+    "float32[512, 128], 1.05 MB.",
+    "optimizer state": "An optimizer keeps the block as the state of its parameters. The optimizer ran in the step, "
+    "or a fixture's value contains it. Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], "
+    "2.10 MB.",
     "input": "The block was allocated before the recording, and the batch, the function passed to `measure` or a "
     "fixture's value refers to the block. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
-    "activation": "Python code in forward or in a recomputed part allocated the block, and it was still alive when the "
-    "innermost module returned (outside modules: when backward began its next node). Example: outputs of `addmm` that four "
-    "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
-    "temporary": "The block was allocated like an activation and freed earlier, but after its operator returned. Or an "
-    "autograd node allocated it in backward. Or an optimizer allocated and freed it in its step. Example: logits "
-    "that `flatten` copies in the loss, float32[8, 255, 256], 2.09 MB.",
-    "workspace": "The block was freed before the allocating operator, or the call of this operator, returned. Memory that"
-    " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
+    "activation": "Python code in forward, or in a checkpoint that backward recomputes, allocated the block. The "
+    "block was still allocated when the innermost module returned. For a block allocated outside modules, it was "
+    "still allocated when backward began its next node. Example: outputs of `addmm` that the four layers save for "
+    "backward, 4 x float32[2048, 512], 16.78 MB.",
+    "temporary": "The block was allocated like an activation and freed before its module returned, but after its "
+    "operator returned. Blocks that an autograd node allocates in backward are temporary too, and blocks that an "
+    "optimizer allocates and frees in its step. Example: logits that `flatten` copies in the loss, float32[8, 255, "
+    "256], 2.09 MB.",
+    "workspace": "The block was freed before its operator, or the call of this operator, returned. Memory that the "
+    "backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
-    "other": "No rule above holds: the block was allocated before the recording, or outside modules without a backward,"
-    " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
-    "unattributed": "The step's bytes without a recorded block are one row. Example: a step has 40 MB, and "
-    "its recorded blocks have 38 MB, so 2 MB are unattributed.",
+    "other": "No other rule matches the block. These are blocks from before the recording that no known object refers "
+    "to, blocks allocated outside modules in a step without backward, and blocks that an optimizer allocates in its "
+    "step and does not free. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
+    "unattributed": "A single row for all bytes of the step that are in no recorded block. Example: a step has 40 MB, "
+    "and its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
-"""The categories for a block, each with its rule and an example.
+"""Each category for a memory block, with the rule for its blocks and an example.
 
-The first matching rule decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
+A block gets the first category whose rule matches. The examples with a GPT come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
-"""The peak's share that a baseline's rows cover."""
+"""A baseline stores a peak's largest rows until they cover this share of the peak's bytes."""
 MOST_KEPT = 100
-"""The most rows in a baseline. In a transformer, 30 rows cover 95 %. In a U-Net, 100 to 190 rows cover 95 %, because its
-blocks differ."""
+"""A baseline stores at most this many rows. In a transformer, 30 rows cover 95 % of the peak. In a U-Net, 100 to 190 rows
+cover 95 %, because its layers differ from each other."""
 MOST_TIED = 50
-"""The most additional rows in a baseline. Such a row has the same size as the last row within the limit."""
+"""A baseline stores at most this many rows in addition, if they have exactly as many bytes as the smallest stored row."""
 REST = "smaller rows"
-"""The operator in a row for the sum over all unlisted rows in a category."""
+"""`Row.operator` in the row for the sum over all small rows in a category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
 
 
-NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
-"""Prefix of a note if the step raised an exception when it ran once more for the explanation."""
+NOT_EXPLAINED = "the measured code could not be run again to explain its peak"
+"""Prefix of the note in a report if the step raised an exception when the plugin ran it once more to record its memory."""
 
 
 class MissingComposition(AttributeError):
-    """Raised if a measurement's composition was not recorded. The message says how to record one."""
+    """Raised if a test reads a composition and none was recorded. The message says how to record the composition."""
 
 
 class CompositionError(ValueError):
-    """The text is not a row. The message has the expected form."""
+    """Raised if a text in the store is not a row. The message shows the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Memory blocks with the same category, module, line, operator, dtype and shape.
 
-    A row in backward has the module and line from the forward operator that made the autograd node. Code that backward calls (a
-    checkpointed part, or the ``backward`` method in a ``torch.autograd.Function``) has its own module and line.
+    If an autograd node allocates memory in backward, its row names the module and line from which forward created the node. If
+    backward calls Python code, for example in a recomputed checkpoint or a ``torch.autograd.Function``, the row names the
+    module and line of this code.
 
     Example:
         ``Row("parameter", 65536, "blocks.*.0", "model.py:9", tensor="float32[64, 64]", count=4)``
     """
 
     category: str
-    """The blocks' use, such as ``activation``; see [the categories](#categories)."""
+    """The blocks' use, for example ``activation``. [The categories](#categories) lists all values."""
     nbytes: int
-    """Requested bytes in all blocks together."""
+    """The requested bytes, summed over all blocks in this row."""
     module: str = ""
-    """The innermost module's path, with layer numbers folded: ``blocks.*.attn``. The model itself
-    has the name of its class. If several models ran, the path in a further model begins with its class:
-    ``Discriminator.fc``. Empty outside modules."""
+    """The innermost running module's path, with ``*`` for layer numbers: ``blocks.*.attn``. For the model itself, this is the
+    name of the model's class. If a step runs several models, paths in all models after the first begin with the model's class:
+    ``Discriminator.fc``. Empty for code outside modules."""
     site: str = ""
-    """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty
-    without a frame in your own code."""
+    """File and line for the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
+    your code was not running."""
     library: str = ""
-    """The library's line below ``site``, with its package and release:
-    ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch itself."""
+    """The innermost line in an installed package called by ``site``, with the package's name and release: ``transformers
+    4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
     operator: str = ""
-    """The operator that allocated (``_softmax``), or in backward the autograd node (``MulBackward0``). Under
-    autocast, an operator such as ``linear`` copies a weight at the weight's first use. This copy has the operator
-    ``autocast's cached cast``."""
+    """The allocating operator (``_softmax``), or in backward the autograd node (``MulBackward0``). Under autocast, the first
+    operator with a weight also casts the weight to a lower precision. The row for this cast has the operator ``autocast's
+    cached cast``."""
     tensor: str = ""
-    """Dtype and shape: ``float32[8, 12, 1024, 1024]``. Empty if no tensor was seen in the blocks."""
+    """The dtype and shape in each block: ``float32[8, 12, 1024, 1024]``. Empty if no recorded operator had a tensor in these
+    blocks as an argument."""
     count: int = 1
-    """The number of blocks."""
+    """The number of memory blocks in this row."""
     layers: Layers = ()
-    """The row's layer numbers, if layers differ: ``((0, 2),)``, with one inner tuple for each ``*`` in ``module``.
-    ``()`` stands for all layers."""
+    """The layers in this row, as one tuple of numbers for each ``*`` in ``module``: ``((0, 2),)`` means the layers 0 and 2.
+    ``()`` means all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The callers of the row's line, innermost first, with a tuple for each chain of callers:
-    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 chains. Rows that differ only in their
-    callers are equal, and baselines do not keep callers."""
+    """The lines from which the allocating line was called, one tuple for each call stack, with the innermost caller first:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. A row lists at most 4 call stacks. A comparison of two rows
+    ignores the callers, and baselines do not store callers."""
     named: str = field(default="", compare=False)
-    """A caller shown before the line, for example a changed caller. Empty without such a caller."""
+    """A caller for reports to show before the allocating line, for example because the caller's line was changed. Empty to
+    show no caller."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -124,40 +136,42 @@ class Row:
 
     @property
     def path(self) -> str:
-        """``module`` with ``layers``: ``blocks.{0,2}.attn``, or ``blocks.*.attn`` for all layers."""
+        """The module path with its layer numbers: ``blocks.{0,2}.attn`` for the layers 0 and 2, ``blocks.*.attn`` for all
+        layers.
+        """
         return with_layers(self.module, self.layers)
 
     @property
     def dtype(self) -> str:
-        """The dtype in ``tensor``: ``float32``. Empty if unknown."""
+        """The dtype of the tensors in this row: ``float32``. Empty if unknown."""
         return self.tensor.partition("[")[0]
 
     @property
     def shape(self) -> str:
-        """The shape in ``tensor``: ``[8, 12, 1024, 1024]``. Empty if unknown."""
+        """The shape of each tensor in this row: ``[8, 12, 1024, 1024]``. Empty if unknown."""
         return self.tensor[len(self.dtype) :]
 
     @property
     def where(self) -> str:
-        """``named``, ``library`` and ``site`` in one text."""
+        """The allocating line as a report shows it: a text made from ``named``, ``library`` and ``site``."""
         return line_of(self.site, self.library, self.named)
 
     @property
     def what(self) -> str:
-        """``count`` and ``tensor`` in one text: ``24 x float32[8, 12, 1024, 1024]``."""
+        """The blocks' number, dtype and shape: ``24 x float32[8, 12, 1024, 1024]``."""
         return f"{self.count} x {self.tensor or 'block'}"
 
     def text(self) -> str:
-        """Return the row as a line in the store.
+        """Return the row as a text. Baseline files contain these texts.
 
-        Its form is ``category | module | operator | line | library's line | count x dtype[shape] | bytes``.
+        The text has the form ``category | module | operator | line | library's line | count x dtype[shape] | bytes``.
         """
         parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
 
 def text_with_callers(row: Row) -> str:
-    """Return a row's text, followed by the callers and the named caller if there are any."""
+    """Return a row's text, and append the callers and the named caller if the row has them."""
     if not row.callers and not row.named:
         return row.text()
     more = (chains_to_text(row.callers), row.named)
@@ -165,7 +179,7 @@ def text_with_callers(row: Row) -> str:
 
 
 def row_from_text(text: str) -> Row:
-    """Return the row that `Row.text` or `text_with_callers` wrote.
+    """Return the row from a text that `Row.text` or `text_with_callers` returned.
 
     Raises:
         CompositionError: The text is not a row.
@@ -183,7 +197,8 @@ def row_from_text(text: str) -> Row:
     count, times, tensor = tensors.partition(" x ")
     if not times or not count.isdecimal():
         raise CompositionError(f"{text!r}: {tensors!r} is no count of tensors, like '4 x float32[8, 64]'")
-    # Unattributed bytes are negative if the recorded blocks have more bytes than the step. No other row can be negative.
+    # The bytes of an "unattributed" row are negative if the recorded blocks have more bytes than the step's peak. No other row
+    # can be negative.
     digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
     if not digits.isdecimal():
         raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
@@ -202,18 +217,19 @@ def row_from_text(text: str) -> Row:
 
 
 RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
-"""A row in its text form, with callers."""
+"""A row in JSON reports: a text with callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
-    """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
+    """The live memory at a moment in a step, as rows. The rows' bytes and ``rest`` add up to ``total`` exactly.
 
-    A pattern matches a module's folded path, or the path to a module around it: ``blocks.*.attn`` includes
-    ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may also match its ``path``.
+    Methods with a ``module`` argument select rows by a pattern for the module's path. A pattern also selects all modules
+    inside a matching module, so ``blocks.*.attn`` includes ``blocks.*.attn.qkv``. ``*`` matches any text, including dots. If a
+    row lists its layers, ``blocks.0`` also matches `Row.path`.
 
-    Memory that earlier steps left behind (a list of losses) counts as kept by this step. On CUDA, memory from before the
-    recording is known only if the step or the test refers to the memory.
+    Memory that earlier steps left behind, for example in a list of losses, is part of this step's composition. On CUDA, memory
+    allocated before the recording appears only if the step or the test still refers to its tensors.
 
     Example::
 
@@ -225,22 +241,21 @@ class Composition(FrozenValue):
     """
 
     total: int
-    """Bytes in all blocks."""
+    """The bytes in all live blocks together."""
     rows: tuple[RowText, ...]
-    """The rows, the largest first."""
+    """The rows, sorted by bytes. The largest row comes first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The number of calls that backward repeated, by the module's folded path."""
+    """For each module path (``blocks.*``), how many calls backward repeated because they were checkpointed."""
     notes: tuple[str, ...] = ()
-    """Clauses, for example if the recorded run had another peak than the measured run."""
+    """Remarks, for example about a recorded run whose peak differs from the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
-    """The calls with grad mode off (``no_grad``, ``inference_mode``), by module: ``(1, 1)`` is 1 of 1 call. For a function
-    (``step()``), the numbers count its own calls to torch functions."""
+    """For each module path, how many calls ran with grad mode off (``no_grad``, ``inference_mode``): ``(1, 2)`` means 1 of 2
+    calls. For a function (``step()``), the numbers count the function's own calls to torch functions."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
-    """The calls in forward with grad mode on that backward did not reach (``detach``, parameters without gradients), by
-    module. Calls without a part in the graph and without allocations are left out.
-    """
+    """For each module path, how many forward calls with grad mode on backward did not reach, for example after ``detach``. A
+    call is not counted if it added nothing to the autograd graph and allocated nothing."""
     phase: str = ""
-    """The phase of the moment: forward, backward or optimizer, also in code without phases. Empty if unknown."""
+    """The phase in which the live memory was recorded: forward, backward or optimizer. Empty if unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_by_size)))
@@ -249,20 +264,20 @@ class Composition(FrozenValue):
         )
 
     def __repr__(self) -> str:
-        # Short, because every failed assertion about a composition shows it.
+        # The text is short, because pytest prints it in every failed assertion about a composition.
         return f"<Composition: {format_bytes(self.total)} in {counted(len(self.rows), 'row')}>"
 
     @property
     def rest(self) -> int:
-        """The bytes in no row. The result is 0 unless only the largest rows were kept."""
+        """The bytes outside all rows. This is 0 if the composition has all its rows."""
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return a category's bytes in modules with a matching path.
+        """Return the bytes in a category, summed over all modules whose path matches a pattern.
 
         Args:
-            category: One of [the categories](#categories).
-            module: A pattern: ``"blocks.*.attn"``.
+            category: One of [the categories](#categories), for example ``"activation"``.
+            module: A pattern for module paths: ``"blocks.*.attn"``.
 
         Raises:
             ValueError: The category is unknown.
@@ -272,29 +287,29 @@ class Composition(FrozenValue):
         return sum(row.nbytes for row in self.rows if row.category == category and _is_within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the tensors' dtypes in modules with a matching path: ``{"bfloat16", "float32"}``.
+        """Return the dtypes of all tensors in modules whose path matches a pattern: ``{"bfloat16", "float32"}``.
 
         Args:
-            module: A pattern: ``"*.attn"``.
-            category: One of [the categories](#categories); ``None`` for all.
+            module: A pattern for module paths: ``"*.attn"``.
+            category: One of [the categories](#categories), or ``None`` for all categories.
         """
         return frozenset(
             row.dtype for row in self.rows if row.dtype and category in (None, row.category) and _is_within(row, module)
         )
 
     def kept(self) -> Composition:
-        """Return the composition in the form that a baseline keeps, with at most 100 rows.
+        """Return this composition as a baseline stores it: with the largest rows, and a sum for the smaller rows.
 
-        The largest rows are kept until they cover 95 % of all bytes, and 95 % of the bytes without workspaces. The other
-        rows are joined to one row for each category, with the operator ``smaller rows``. ``no_grad`` and ``no_backward`` keep
-        the sum over all modules as ``(all)``, and only modules that differ from the module around them.
+        The result has the largest rows, at most 100, until they cover 95 % of all bytes and 95 % of the bytes outside
+        workspaces. All smaller rows in a category become a single row with the operator ``smaller rows``. `outermost` removes
+        the redundant entries from ``no_grad`` and ``no_backward``.
 
-        If at most 50 further rows have the same size as the last row, they are kept as well. Example: ``to_q``, ``to_k`` and
-        ``to_v`` have equal sizes. If the baseline lacked ``to_v``, nobody could tell ``to_v`` from a new row with this size.
-        Of more than 50 equal rows, only some are kept.
+        Rows with exactly as many bytes as the smallest stored row are stored too, if there are at most 50. Example: the rows
+        for ``to_q``, ``to_k`` and ``to_v`` have equal bytes. If the baseline lacked ``to_v``, a later comparison would report
+        ``to_v`` as new memory.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
-        # Negative rows must stay, because otherwise the kept rows could add up to more than the total.
+        # Negative rows are always stored. Without them, the stored rows could add up to more than the total.
         kept_rows = [row for row in self.rows if row.nbytes < 0]
         old_sums = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
         rows = [row for row in self.rows if row.nbytes >= 0 and row.operator != REST]
@@ -320,7 +335,7 @@ class Composition(FrozenValue):
 
 
 def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Add up rows that differ only in count and bytes."""
+    """Add up rows if only their counts and bytes differ."""
     sums: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
@@ -333,7 +348,10 @@ def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
-    """Return a row for each layer in ``row.layers``, by its numbers; empty without layers, or if the row has no equal parts."""
+    """Split a row over several layers into one row for each layer, by layer numbers.
+
+    The result is empty if the row lists no layers, or if its bytes or blocks cannot be divided equally among the layers.
+    """
     layers = numbers_in(row.layers) or set()
     if not layers or row.nbytes % len(layers) or row.count % len(layers):
         return {}
@@ -342,15 +360,15 @@ def each_layer(row: Row) -> dict[Numbers, Row]:
 
 
 def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
-    """Join rows with single layers to as few rows as possible.
+    """Join rows for single layers to as few rows as possible, without a change in any layer's bytes.
 
     Example:
-        ``_softmax`` has three rows with 8 MB each in the layers 0, 1 and 2, and a row with 4 MB in layer 3. The result is a row
-        with 24 MB for ``h.{0-2}.attn`` and a row with 4 MB for ``h.3.attn``.
+        ``_softmax`` has four rows: 8 MB each in the layers 0, 1 and 2, and 4 MB in layer 3. The result has two rows: 24 MB for
+        ``h.{0-2}.attn``, and 4 MB for ``h.3.attn``.
 
     Args:
-        rows: The rows.
-        all_layers: All layers of each module, by folded path.
+        rows: The rows to join.
+        all_layers: All layer numbers in the model, by module path with ``*`` (``h.*.attn``).
     """
     layers_of: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
     callers: dict[Row, dict[Chain, None]] = {}
@@ -372,7 +390,7 @@ def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers
 
 
 def item_bits(dtype: str) -> int:
-    """Return the bits in an element: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, and 0 for an unknown dtype."""
+    """Return an element's size in bits: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, 0 for an unknown dtype."""
     digits = _DIGITS.search(dtype)
     return 8 if dtype == "bool" else int(digits.group()) if digits else 0
 
@@ -382,7 +400,7 @@ def _by_size(row: Row) -> tuple[int, str]:
 
 
 def _is_within(row: Row, pattern: str) -> bool:
-    """Return whether the pattern matches a row's module, or a module around it."""
+    """Return whether a pattern matches the path to a row's module, or to a module around it."""
     paths = [path.split(".") for path in {row.module, row.path}]
     return any(
         fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for parts in paths for count in range(1, len(parts) + 1)
@@ -392,44 +410,43 @@ def _is_within(row: Row, pattern: str) -> bool:
 KEPT_IN = "kept in"
 HOLDER_NOT_FOUND = "holder not found"
 MOST_ALTERNATIVES = 3
-"""The most alternatives that a holder's path names."""
+"""If several holders are possible, a holder's text names at most this many paths."""
 FIRST_USE = "filled by the first use"
-"""The text before a holder that is a cache: the measured run filled the cache, and the next run added nothing."""
+"""Prefix of a report's text about a cache, which the step's first run fills and further runs leave unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder(FrozenValue):
-    """An attribute, variable or autograd graph that keeps tensors alive, with these tensors.
+    """An attribute, variable or autograd graph that keeps tensors alive after the step, with these tensors' composition.
 
     Example:
         ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
     """
 
     path: str
-    """``"Net.seen[...]"``, ``"the autograd graph of losses[...]"``; empty if no holder was found.
+    """The holder's name: ``"Net.seen[...]"`` or ``"the autograd graph of losses[...]"``. Empty if no holder was found.
 
-    ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
-    """
+    If several holders are possible, the text names them: ``"Net.seen[...] or Net.last"``. In ``"perhaps Net.seen[...]"``, the
+    real holder may also be another object, which was not found."""
     kept: Composition
-    """The tensors' composition."""
+    """The composition of the tensors kept alive by this holder."""
     first_use: bool = False
-    """True for a cache: the measured run filled the cache, and the next run added nothing."""
+    """True if the holder is a cache: the measured run filled the cache, and the next run added nothing to it."""
     alternatives: tuple[str, ...] = ()
-    """The paths to several possible holders, if nothing proves which holder keeps the tensors; otherwise empty.
+    """All possible holders' names, if it is not known which holder keeps the tensors. Otherwise empty.
 
-    An empty path stands for a holder that was not found.
-    """
+    An empty name stands for an unknown holder."""
 
     @property
     def text(self) -> str:
-        """The text in every report: ``"kept in: Net.seen[...]"``."""
+        """The holder's text in reports: ``"kept in: Net.seen[...]"``."""
         if not self.path:
             return HOLDER_NOT_FOUND
         return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
 
 
 def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
-    """Return the holder at a path, or a holder with alternatives if there are several paths.
+    """Return a holder with a name. If several names are possible, the holder's ``path`` joins them with "or".
 
     Example:
         ``holder_at(["Net.seen[...]", "Net.last"], composition)`` has the path ``"Net.last or Net.seen[...]"``.
@@ -446,49 +463,50 @@ def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
 
 
 def sort_holders(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Return holders sorted by their kept bytes, the largest first."""
+    """Sort holders by the bytes in the tensors kept alive. The holder with the most bytes comes first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The result from a step's recorded run, a frozen value."""
+    """The compositions from a further run of the step. In this run, the plugin records every allocation with its line."""
 
     peak: Composition
-    """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before that moment."""
+    """The composition at the step's peak, available to tests as `Measurement.composition`. If memory ran out, the composition
+    just before the failed allocation."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory left behind by the step, after garbage collection."""
+    """The composition of all memory still allocated after the step and a garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory freed only by Python's cyclic collector."""
+    """The composition of all memory freed only by Python's cyclic collector, because the tensors were in reference cycles."""
     cycles: tuple[str, ...] = ()
-    """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
+    """At most 5 reference cycles that kept tensors alive, each as its objects' types: ``"Trainer -> dict -> method ->
+    Trainer"``."""
     asked: int | None = None
-    """The bytes that were requested when memory ran out; ``None`` if memory did not run out."""
+    """The failed allocation's size in bytes. ``None`` if memory did not run out."""
     over_time: OverTime | None = None
-    """The step's bytes over time, if a report is written (``--gpumem-report``); otherwise ``None``.
-
-    If a step is explained only because it may be accepted later, the value is also ``None``.
-    """
+    """The step's live bytes over time. ``None`` if the session writes no report (``--gpumem-report``), or if the step was
+    recorded only for a later `gpumem accept`."""
     holders: tuple[Holder, ...] = ()
-    """The holders for the tensors in ``retained``, the most bytes first. All their rows add up to ``retained``."""
+    """The holders that keep the memory in ``retained`` alive, sorted by bytes. Their rows together are the rows in
+    ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of replaced inputs, such as ``self.last_output``: each step frees such an input and makes a new one. A
-    failure lists the holders and the line that makes the inputs under ``what grew``. If several lines make tensors with this
-    size, the line is left out."""
+    """The holders whose tensor each step replaces by a new tensor, for example ``self.last_output``. If such a tensor grew,
+    the failed test's message lists the holder under ``what grew``, with the line that makes the tensor. If several lines make
+    tensors with this size, the message does not name a line."""
     gpu: str | None = None
-    """The run's GPU, ``"cuda:1"``, if the process sees several GPUs."""
+    """The GPU whose memory was recorded: ``"cuda:1"``. ``None`` if the process sees only one GPU."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """The compositions at the peaks of all other phases with allocations."""
+    """For every other phase with allocations, the composition at the phase's own peak."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """The callers with grad mode on, by the folded path of the called module or function (``step()``, ``Net.target()``)."""
+    """For each module or function (``step()``, ``Net.target()``), the callers with grad mode on."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """The function around each line with grad mode on, except lines in a module's ``forward``: ``step()``."""
+    """For each line outside a module's ``forward`` that ran with grad mode on, the function around the line: ``step()``."""
 
     def kept(self) -> Explanation:
-        """Return the explanation with only the largest rows in each composition, as `Composition.kept`.
+        """Return this explanation with only the largest rows in each composition (`Composition.kept`).
 
-        Another phase is kept if its peak is at least half the step's peak, because the peak may move there. The peak's
-        composition keeps all module calls.
+        The result has a composition for another phase only if the phase's peak is at least half the step's peak, because the
+        step's peak may move to this phase later. The peak's composition keeps all entries in ``no_grad`` and ``no_backward``.
         """
         near = {
             phase: composition.kept()
@@ -507,12 +525,12 @@ class Explanation:
 
 
 def without_callers(composition: Composition) -> Composition:
-    """Return a composition without callers in its rows."""
+    """Return a composition whose rows have no callers."""
     return replace(composition, rows=tuple(replace(row, callers=()) for row in composition.rows))
 
 
 def explanation_without_callers(explanation: Explanation) -> Explanation:
-    """Return an explanation without callers in its rows."""
+    """Return an explanation in which no row has callers."""
 
     def without(holders: Iterable[Holder]) -> tuple[Holder, ...]:
         return tuple(replace(holder, kept=without_callers(holder.kept)) for holder in holders)

@@ -1,7 +1,8 @@
-"""Events of a recorded step: allocations and frees, and the operators and marks around them.
+"""Events in a recorded step: memory blocks were allocated or freed, and operators or autograd nodes began or ended.
 
-The CPU's profiler, CUDA's allocator history, and fake tensors all produce these events. They have the order in which they
-happened, and spans nest. The module does not use torch, so a recording can be stored and read anywhere.
+The events are made from PyTorch's profiler on the CPU, from the CUDA allocator's history, or from fake tensors. A recording
+lists its events in the order in which they happened, and spans are nested. This module does not import torch, so a recording
+can be stored and read on a machine without torch.
 
 Example: ``a @ b`` is ``SpanBegin(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``SpanEnd(180)``.
 """
@@ -14,13 +15,14 @@ SpanKind = Literal["operator", "node", "mark"]
 
 
 NOWHERE = 0
-"""The address in an allocation with 0 bytes, which marks the moment when memory ran out."""
+"""When memory runs out, the recording gets an allocation with 0 bytes at this address."""
 
 
 class AllocationEvent(NamedTuple):
-    """A block's allocation (``nbytes`` > 0) or free (``nbytes`` < 0).
+    """A memory block was allocated (``nbytes`` > 0) or freed (``nbytes`` < 0).
 
-    An event with ``from_other_thread`` comes from another thread, so the operators, nodes and calls around it did not cause it.
+    If ``from_other_thread`` is true, another thread allocated or freed the block, and the spans around this event did not
+    cause it.
     """
 
     time_ns: int
@@ -30,10 +32,10 @@ class AllocationEvent(NamedTuple):
 
 
 class SpanBegin(NamedTuple):
-    """The beginning of a span: an operator (``aten::addmm``), a running autograd node, or a mark from this package.
+    """A span begins: an operator (``aten::addmm``) or autograd node starts to run, or this package sets a mark.
 
-    ``sequence`` is autograd's number, which a node shares with its operator; -1 without a number. ``mark`` is
-    the index of a mark; -1 for other spans.
+    ``sequence`` is autograd's sequence number, or -1 if there is none. A forward operator and its autograd node have the same
+    number. ``mark`` is the index of a mark in the recording, or -1 for operators and nodes.
     """
 
     time_ns: int
@@ -44,13 +46,13 @@ class SpanBegin(NamedTuple):
 
 
 class SpanEnd(NamedTuple):
-    """The end of the innermost open span."""
+    """The innermost open span ends."""
 
     time_ns: int
 
 
 class TensorRecord(NamedTuple):
-    """A tensor that an operator took as an argument: its address, dtype (``float32``) and shape (``(8, 256)``)."""
+    """An operator's tensor argument: the address, dtype (``float32``) and shape (``(8, 256)``)."""
 
     address: int
     dtype: str
@@ -58,7 +60,10 @@ class TensorRecord(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """The thread that ran an operator or a node, and the thread that made the node (0 for operators), by torch's numbers."""
+    """Two threads by torch's numbers: the thread that ran an operator or autograd node, and the thread that created the node.
+
+    ``made_by`` is 0 for operators.
+    """
 
     run_by: int
     made_by: int

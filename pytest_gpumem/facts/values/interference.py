@@ -1,4 +1,4 @@
-"""Interference with a timed step, as readings of counters (stolen seconds), which only grow, and gauges (a clock rate)."""
+"""Interference with a timed step by other work, read from counters (stolen seconds) and from the GPU's clock rate."""
 
 from __future__ import annotations
 
@@ -6,66 +6,71 @@ import math
 from dataclasses import dataclass
 
 PACE = 1.6
-"""The exponent with which a lost pace may slow a step. If the pace is halved, the exponent
-explains a time that is 2**1.6 = 3.03 times longer.
+"""The exponent for converting a lower processor speed (`Round.pace`) into an upper bound on a step's slowdown.
 
-The speed of a virtual machine changed by a factor of 1.75 with little other work. In 577 pairs of runs there, the exponent's
-median was 1.1 and its 90th percentile 1.66. Other work that uses memory slows the step more, and other factors cover this.
-With the exponent 2, 5 % of the steps with twice the time could not be distinguished from a slow machine, with 1.6 about 1 %.
-With both exponents, comparisons of a step with itself failed equally often (8 in 3,000)."""
+If the speed is halved, a step may take up to 2**1.6 = 3.03 times as long.
+
+The value comes from a virtual machine whose speed varied by a factor 1.75 with little other work. In 577 pairs of runs, the
+median exponent was 1.1 and the 90th percentile was 1.66. Other work with much memory traffic slows a step more, and
+`Slowdown.refilled` covers this. With the exponent 2, a step with twice the time was mistaken for a slow machine in 5 % of all
+runs, and with the exponent 1.6 in about 1 %. With both exponents, comparing a step with itself failed equally often (8 in
+3,000)."""
 UNREAD_PACE = 3
-"""The exponent for a sample's factor if no pace can be compared. Sharing alone made steps up to 1.76 times as long."""
+"""If the processor's speed was not read, the upper bound on a sample's slowdown is raised to this power. In experiments,
+sharing the processor made steps up to 1.76 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The readings at a moment. ``None`` means that the device or machine does not support a reading.
+    """Counters and clock rates, read before and after a round. A field is ``None`` if the machine cannot report its value.
 
     For counters (retries, graphs, seconds), only the difference between two readings has a meaning.
     """
 
     seconds: float
-    """The monotonic clock's time in seconds."""
+    """The time on the monotonic clock in seconds."""
 
     retries: int | None = None
-    """The number of times when the allocator found no memory, released its cache and tried again."""
+    """The number of times that the CUDA allocator found no free memory, released its cached blocks and tried again."""
     graphs: int | None = None
-    """Graphs that torch.compile has compiled in this process."""
+    """The number of graphs compiled by torch.compile in this process."""
 
     waited: float | None = None
-    """Seconds for which this thread was ready to run and had no core."""
+    """Seconds for which this thread was ready to run but waited for a core."""
     stolen: float | None = None
-    """Seconds stolen by the hypervisor, summed over all cores and counted in ticks."""
+    """Seconds in which the hypervisor ran other virtual machines, summed over all cores and counted in ticks."""
     other_cpu_seconds: float | None = None
-    """CPU seconds in other processes except this process's children, summed over all cores and counted in ticks."""
+    """CPU seconds in all other processes, except this process's children, summed over all cores and counted in ticks."""
     cores: int | None = None
-    """The number of cores in ``stolen`` and ``other_cpu_seconds``."""
+    """The number of cores summed in ``stolen`` and ``other_cpu_seconds``."""
     tick: float = 0.01
-    """Seconds in a tick, the unit for ``stolen`` and ``other_cpu_seconds``."""
+    """A tick in seconds. The system counts ``stolen`` and ``other_cpu_seconds`` in whole ticks."""
 
     clock_events: frozenset[str] | None = None
-    """Limits on the GPU's clock by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``, ..."""
+    """The current limits on the GPU's clock by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``."""
     sm_clock: float | None = None
-    """The GPU's SM clock in Hz."""
+    """The GPU's current SM clock in Hz."""
     sm_clock_default: float | None = None
     """The GPU's default SM clock in Hz."""
     other_processes: int | None = None
-    """The number of processes from other sessions on the GPU, without processes that NVML reports as idle."""
+    """The number of processes from outside this session on the GPU, except processes reported as idle by NVML."""
     other_pids: frozenset[int] = frozenset()
-    """The pids of these processes. Empty if only their number is known, because a container has other pids."""
+    """The process ids of ``other_processes``. Empty in a container, because NVML reports the host's process ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """The largest factors by which other work can have slowed a sample."""
+    """Upper bounds on the factors by which other work slowed a sample."""
 
     shared: float = 1.0
-    """The factor for slowdowns visible in the pace."""
+    """Upper bound on slowdowns that also lower the processor's measured speed (`Round.pace`), such as sharing a core."""
     refilled: float = 1.0
-    """The factor for slowdowns not visible in the pace, such as cold caches."""
+    """Upper bound on slowdowns without an effect on the measured speed, for example because caches must be refilled."""
 
     def by(self, lost: float) -> float:
-        """Return the factor for a pace that is lower by the ratio ``lost``, at least 1.
+        """Return the upper bound on a slowdown in a sample whose processor ran slower than usual.
+
+        ``lost`` is the usual speed divided by the speed in the sample, at least 1.
 
         Example:
             ``Slowdown(shared=1.2, refilled=1.1).by(1.5)`` is max(1.2, 1.1 * 1.5**1.6) = 2.10.
@@ -74,5 +79,5 @@ class Slowdown:
 
     @property
     def alone(self) -> float:
-        """The factor if no pace can be compared."""
+        """The upper bound on a slowdown if the processor's speed was not read."""
         return max(self.shared, self.refilled) ** UNREAD_PACE

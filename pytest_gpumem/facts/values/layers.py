@@ -1,6 +1,6 @@
-"""Layers of a repeated module: module paths with folded layer numbers, and the numbers. Pure.
+"""Fold the module paths of repeated layers: replace the layer numbers by ``*``, and list the numbers. Pure functions.
 
-Example: ``h.0.attn``, ``h.1.attn`` and ``h.2.attn`` are the path ``h.*.attn`` with the numbers 0, 1 and 2.
+Example: the paths ``h.0.attn``, ``h.1.attn`` and ``h.2.attn`` become the folded path ``h.*.attn`` with the numbers 0, 1 and 2.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Numbers = tuple[int, ...]
-"""The layer numbers in one path: 3 and 5 in ``layers.3.experts.5``."""
+"""The layer numbers in one module path: ``(3, 5)`` for ``layers.3.experts.5``."""
 Layers = tuple[tuple[int, ...], ...]
-"""The selected layers, with a tuple of numbers for each ``*`` in a path.
+"""Some layers for a folded path, as one tuple of numbers for each ``*``.
 
-All combinations of these numbers are selected. ``()`` selects all layers. Example: ``((0, 1), (5,))`` in
-``layers.*.experts.*`` means ``layers.0.experts.5`` and ``layers.1.experts.5``."""
+Example: for ``layers.*.experts.*``, the value ``((0, 1), (5,))`` means ``layers.0.experts.5`` and ``layers.1.experts.5``. The
+value ``()`` means all layers."""
 
 FOLDED = "*"
 _NAMED = re.compile(r"\d+|\{\d+(-\d+)?(,\d+(-\d+)?)*\}")
 
 
 def folded(path: str) -> str:
-    """Return a module's path without layer numbers: ``h.0.attn`` is ``h.*.attn``."""
+    """Replace layer numbers in a module path by ``*``: ``h.*.attn`` for ``h.0.attn``."""
     return split_layers(path)[0]
 
 
 def split_layers(path: str) -> tuple[str, Layers]:
-    """Split a path into the folded path and its layers: ``h.{0-2}.attn`` is ``h.*.attn`` and ``((0, 1, 2),)``."""
+    """Split a module path into its folded path and its layers: ``h.{0-2}.attn`` into ``h.*.attn`` and ``((0, 1, 2),)``."""
     if not any(character.isdigit() for character in path):
         return path, ()
     parts, layers = [], []
@@ -44,7 +44,7 @@ def split_layers(path: str) -> tuple[str, Layers]:
 
 
 def with_layers(path: str, layers: Layers) -> str:
-    """Return a folded path with its layers, the inverse of `split_layers`."""
+    """Insert layer numbers into a folded path: ``h.{0-2}.attn`` for ``h.*.attn`` and ``((0, 1, 2),)``."""
     remaining = iter(layers)
     return (
         ".".join(_part(next(remaining, ())) if part == FOLDED else part for part in path.split(".")) if layers else path
@@ -52,16 +52,17 @@ def with_layers(path: str, layers: Layers) -> str:
 
 
 def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
-    """Return path numbers as few combinations of layers.
+    """Return layer numbers as the shortest possible list of `Layers`.
 
-    If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` gets an empty tuple.
+    For all layers, the result is ``[()]``. If all existing numbers occur at a ``*``, its tuple is empty.
 
     Example:
+        A model has the layers ``h.0``, ``h.1`` and ``h.2``. The paths ``h.0`` and ``h.2`` need a single entry:
         ``fewest_combinations({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
 
     Args:
-        numbers: The layer numbers in the paths.
-        all_numbers: All layer numbers that occur for the same path with ``*`` (``blocks.*``), if known.
+        numbers: The layer numbers, as one tuple for each path.
+        all_numbers: The layer numbers for all paths in the model with this folded path (``blocks.*``). Empty if not known.
     """
     numbers, all_numbers = set(numbers), set(all_numbers)
     if numbers == all_numbers or not numbers:
@@ -70,7 +71,7 @@ def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Nu
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
-    """Return all layers by the module's folded path."""
+    """Return all modules' layer numbers by folded path: ``{"h.*": {(0,), (1,)}}`` for ``h.0`` and ``h.1``."""
     layers_by_path: dict[str, set[Numbers]] = {}
     for path, layers in map(split_layers, paths):
         layers_by_path.setdefault(path, set()).update(numbers_in(layers) or ())
@@ -78,12 +79,12 @@ def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
 
 
 def numbers_in(layers: Layers) -> set[Numbers] | None:
-    """Return the numbers in each selected path; ``None`` if a ``*`` stands for all layers."""
+    """Return one tuple of numbers for each path in ``layers``; ``None`` if ``layers`` has an empty tuple for all layers."""
     return set(product(*layers)) if layers and all(layers) else None
 
 
 def is_selected(numbers: Numbers, layers: Layers) -> bool:
-    """Return whether the layers include a path with these numbers."""
+    """Return whether ``layers`` include the module path with the layer numbers ``numbers``."""
     return not layers or all(not meant or number in meant for number, meant in zip(numbers, layers, strict=True))
 
 
@@ -104,7 +105,7 @@ def _combinations(numbers: set[Numbers]) -> list[Layers]:
 
 
 def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Layers:
-    """Return a combination with an empty tuple for each ``*`` at which all numbers occur."""
+    """Return ``layers`` with an empty tuple for each ``*`` at which all layer numbers occur."""
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])
@@ -129,14 +130,14 @@ def _numbers(part: str) -> tuple[int, ...]:
 
 
 def _part(numbers: tuple[int, ...]) -> str:
-    """Return ``*``, ``3``, ``{2,3}`` or ``{0-2,7}``."""
+    """Return layer numbers as a module path contains them: ``*`` for all layers, ``3``, ``{2,3}`` or ``{0-2,7}``."""
     if len(numbers) < 2:
         return str(numbers[0]) if numbers else FOLDED
     return "{" + ",".join(runs(numbers, "-")) + "}"
 
 
 def runs(numbers: Iterable[int], to: str) -> Iterator[str]:
-    """Yield ascending numbers as texts, three or more consecutive numbers as a range.
+    """Yield ascending numbers as texts. Three or more consecutive numbers become a range.
 
     Example:
         ``runs([0, 1, 2, 7], "-")`` yields ``"0-2"`` and ``"7"``.
@@ -154,14 +155,14 @@ def runs(numbers: Iterable[int], to: str) -> Iterator[str]:
 def kinds_of(
     amounts: Mapping[Numbers, tuple[int, ...]], all_layers: Collection[Numbers]
 ) -> list[tuple[Layers, int, tuple[int, ...]]]:
-    """Return layers with equal amounts as few combinations.
+    """Group layers by equal amounts, for example equal bytes.
 
     Args:
-        amounts: The amounts by layer.
-        all_layers: All layers of the module.
+        amounts: The amounts in each layer, for example ``(bytes, blocks)``, by layer numbers.
+        all_layers: The numbers of all layers with the same folded path.
 
     Returns:
-        For each combination, a tuple with the layers, the number of layers, and the amounts in one layer.
+        For each group, a tuple: the layers, their number, and the amounts in a single layer.
     """
     layers_with: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():

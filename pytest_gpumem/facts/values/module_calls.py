@@ -1,6 +1,8 @@
-"""Module calls with a property: grad mode was off, or backward did not reach the call. Pure.
+"""Count how many calls to each module ran with grad mode off, or were not reached by backward. Pure functions.
 
-Example: ``Calls(6, 12)`` for ``blocks.*`` means that 6 of 12 calls ran with grad mode off.
+The same functions count both, so *property* stands for either here: "grad mode was off", or "backward did not reach the call".
+
+Example: if 6 of the 12 calls to the modules ``blocks.*`` ran with grad mode off, the result is ``{"blocks.*": Calls(6, 12)}``.
 """
 
 from __future__ import annotations
@@ -13,47 +15,47 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 EVERYWHERE = "(all)"
-"""The path for all modules together."""
+"""The key for the sum over all modules. Other keys are module paths."""
 
 _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
 
 class Calls(NamedTuple):
-    """A module's calls with a property, and all its calls, as a named tuple."""
+    """Counts of calls to a module: all calls, and calls with a property (grad mode off, or not reached by backward)."""
 
     these: int
-    """The calls with the property."""
+    """The number of calls with the property."""
     total: int
-    """All calls."""
+    """The number of all calls to the module."""
 
     @property
     def others(self) -> int:
-        """The calls without the property."""
+        """The number of calls without the property."""
         return self.total - self.these
 
     def text(self, path: str) -> str:
-        """Return the text in the store: ``"6 of 12 x blocks.*"``. `calls_from_text` is the inverse."""
+        """Return these counts as baselines store them: ``"6 of 12 x blocks.*"``. `calls_from_text` converts them back."""
         return f"{self.these} of {self.total} x {path}"
 
 
 class Caller(NamedTuple):
-    """A caller of a module, as a named tuple."""
+    """The code from which a module was called."""
 
     module: str
-    """The folded path to the module around the call; empty outside modules."""
+    """The path to the calling module (``blocks.*``); empty if code outside all modules made the call."""
     line: str
-    """The calling line: ``models.py:41``; empty if unknown."""
+    """The calling file and line: ``models.py:41``. Empty if unknown."""
 
 
 ModuleCalls = dict[str, Calls]
-"""Calls by the folded path of their module (``blocks.*.attn``)."""
+"""The counts for each module, by module path with ``*`` for layer numbers (``blocks.*.attn``)."""
 
 
 def calls_from_text(text: str) -> tuple[str, Calls]:
-    """Return the path and the calls from a text by `Calls.text`.
+    """Convert a text from `Calls.text` back to the module path and the counts.
 
     Raises:
-        ValueError: The text has another form.
+        ValueError: The text does not have the form ``6 of 12 x blocks.*``.
     """
     match = _TEXT.fullmatch(text)
     if match is None or int(match.group(1)) > int(match.group(2)):
@@ -62,7 +64,7 @@ def calls_from_text(text: str) -> tuple[str, Calls]:
 
 
 def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
-    """Count calls by path. Each call is a module's path, with ``True`` if the call has the property."""
+    """Count calls by module. Each call is a tuple: the module's path, and True if the call has the property."""
     counts: ModuleCalls = {}
     for path, has_property in calls:
         these, total = counts.get(path, (0, 0))
@@ -71,13 +73,15 @@ def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 
 
 class KindsOfSteps:
-    """Module calls in several steps, with each kind of step counted once.
+    """The sum of the module calls over all kinds of steps. If several steps make the same calls, the sum contains only one of
+    these steps.
 
-    Two steps have the same kind if, in each module, the same share of the calls has the property.
+    Two steps are the same kind if each module has the same share of calls with grad mode off, and the same share of calls not
+    reached by backward.
 
     Example:
-        Ten training steps and two validations are two kinds. The result has the calls from one training step and one
-        validation, regardless of how many steps ran.
+        A loop runs ten training steps and two validations. These are two kinds, so the result has the calls from one training
+        step and from one validation.
     """
 
     def __init__(self) -> None:
@@ -87,12 +91,12 @@ class KindsOfSteps:
     def add(
         self, no_grad: ModuleCalls, no_backward: ModuleCalls, callers: Mapping[str, tuple[Caller, ...]] | None = None
     ) -> None:
-        """Add a step's calls.
+        """Add the module calls from a further step.
 
         Args:
-            no_grad: The calls with grad mode off.
-            no_backward: The calls that backward did not reach.
-            callers: The callers by module.
+            no_grad: Counts of calls with grad mode off, by module path.
+            no_backward: Counts of calls not reached by backward, by module path.
+            callers: Each module's callers, by module path.
         """
         self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
         for path, module_callers in (callers or {}).items():
@@ -100,12 +104,12 @@ class KindsOfSteps:
 
     @property
     def no_grad(self) -> ModuleCalls:
-        """The calls with grad mode off, and all calls."""
+        """For each module path, how many calls ran with grad mode off."""
         return _added(no_grad for no_grad, _ in self._kinds.values())
 
     @property
     def no_backward(self) -> ModuleCalls:
-        """The calls that backward did not reach, and all calls with a part in the graph."""
+        """For each module path, how many calls backward did not reach. Only calls with a part in the autograd graph count."""
         return _added(no_backward for _, no_backward in self._kinds.values())
 
     @property
@@ -128,14 +132,17 @@ def _added(steps: Iterable[ModuleCalls]) -> ModuleCalls:
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """Return the fewest entries that imply all other entries. A module without an entry is like the module around it.
+    """Remove a module's entry if its share of calls with the property is the same as in the module around it.
 
-    The result has an entry for all modules together. If all modules are alike, it is the only entry. A result from `outermost`
-    is returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
+    The result also has an entry ``(all)`` with the sum over all modules. If all calls have the property, ``(all)`` is the only
+    entry, and if no call has the property, the result has no entries for modules. A function (``step()``) has an entry if at
+    least one of its calls has the property. A module without an entry has the same share as the module around it, or no calls
+    with the property if no module around it has an entry. A result from `outermost` is returned unchanged.
 
     Example:
-        Grad mode was off in both calls to ``teacher`` and ``teacher.blocks.*``, and on in the call to ``student``. The
-        result has entries for ``(all)`` and ``teacher``. ``teacher.blocks.*`` follows from ``teacher``.
+        All calls to ``teacher`` and ``teacher.blocks.*`` ran with grad mode off, and the call to ``student`` with grad mode
+        on. The result has entries for ``(all)`` and ``teacher``. The entry for ``teacher.blocks.*`` is removed, because
+        ``teacher`` has the same share.
     """
     if EVERYWHERE in calls:
         return dict(calls)
@@ -148,7 +155,7 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
 
 
 def is_function(path: str) -> bool:
-    """Return whether the path belongs to a function (``Net.target()``) instead of a module."""
+    """Return whether a path names a function (``Net.target()``) and not a module."""
     return path.endswith("()")
 
 
@@ -170,19 +177,19 @@ def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
 
 
 def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
-    """Return the module's calls with the property in ``baseline``, if fewer calls have the property in ``current``.
+    """Return a module's counts in the baseline, if fewer calls to the module have the property now.
 
-    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise the calls with
-    the property may have disappeared, and other calls may be new.
+    If only some calls in the baseline have the property, the module must have equally many calls now. Otherwise the calls with
+    the property may have been removed and other calls added, so the counts cannot be compared.
 
     Args:
-        baseline: The calls in the baseline, possibly reduced by `outermost`.
-        current: The calls in this step, with every called module.
-        module: A module's or function's path.
+        baseline: The counts in the baseline, possibly shortened by `outermost`.
+        current: The counts in the current step, with an entry for every called module.
+        module: The path to a module or function.
 
     Returns:
-        The module's calls in ``baseline``. If the module has no entry, the calls to the module around it. ``None`` if no fewer
-        calls have the property.
+        The module's counts in ``baseline``. If the module has no entry, the counts for the module around it. ``None`` if as
+        many calls as before have the property, or if the counts cannot be compared.
     """
     module_calls = current.get(module)
     path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)
@@ -203,7 +210,7 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
 
 
 def _outer_paths(path: str) -> Iterator[str]:
-    """Yield the paths to the modules around a module, from the innermost to the outermost."""
+    """Yield the paths to all modules around a module, the innermost first: ``a.b`` and ``a`` for ``a.b.c``."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

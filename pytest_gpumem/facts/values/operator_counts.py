@@ -1,4 +1,8 @@
-"""A step's counts by operator, line and module. Frozen values and their text form."""
+"""Counts of operator calls by calling line and module, and the texts for these counts in baselines.
+
+A `Tally` has a count, and its `OperatorSite` ("place") has the calling line and module. Example: if line 58 called ``addmm`` 8
+times in the modules ``blocks.*.mlp.0``, the text is ``blocks.*.mlp.0 | gpt.py:58 | | 8 addmm``.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +23,41 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.layers import Numbers
 
 MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.is_counted_by_operator)
-"""The metrics that count operators."""
+"""The metrics whose value is a sum over operators, for example ``flops``."""
 MOST_PLACES = 150
-"""The most places that a baseline keeps for a metric. Calls at all other places are stored by operator, without a place.
-
-A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators."""
+"""A baseline stores at most this many lines with modules for each metric. For calls from all other lines, a baseline stores
+only the operators and their counts. A Llama trained with DoRA calls operators with FLOPs from 38 lines, and all operators from
+116."""
 
 _SEPARATOR = " | "
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """The place of an operator's call. In backward, this is the place of the forward call behind the autograd node.
+    """The line and module from which an operator was called.
 
-    All fields are empty if the place is unknown.
+    For an autograd node's operator in backward, these are the line and module from which forward created the node. All fields
+    are empty if the line is unknown.
     """
 
     module: str = ""
-    """The innermost module's path, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
+    """The innermost running module's path, with a layer number (``blocks.3.attn``), or with ``*`` for all layers."""
     site: str = ""
-    """File and line for the innermost frame in your own code."""
+    """File and line for the innermost call in your own code: ``gpt.py:58``."""
     library: str = ""
-    """Package, file and line of the library's frame below ``site``. Empty without a library."""
+    """The innermost line in an installed package called by ``site``, with the package's name and release. Empty if your code
+    called torch directly."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The callers of the line, in the same form as in `Row`."""
+    """The call stacks from which the line was called, in the same form as `Row.callers`."""
     named: str = field(default="", compare=False)
-    """A caller shown before the line, for example a changed caller. Empty without such a caller."""
+    """A caller for reports to show before the line, for example because the caller's line was changed. Empty to show no
+    caller."""
     reason: str = field(default="", compare=False)
-    """A clause about the line: ``"changed line"``."""
+    """The reason for which a report lists this line first: ``"changed line"``. Empty without a reason."""
 
     @property
     def where(self) -> str:
-        """The place in one text."""
+        """The calling line as a report shows it: a text made from ``site``, ``library`` and ``named``."""
         return line_of(self.site, self.library, self.named)
 
 
@@ -59,23 +66,23 @@ NOWHERE = OperatorSite()
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The calls to an operator at one place.
+    """The number of calls to an operator from a line in a module.
 
     Example:
-        ``Tally("addmm", 8, OperatorSite("blocks.*.mlp.0", "gpt.py:58"))`` are 8 calls.
+        ``Tally("addmm", 8, OperatorSite("blocks.*.mlp.0", "gpt.py:58"))`` means 8 calls to ``addmm`` from line 58.
     """
 
     operator: str
-    """``addmm`` for an ATen operator, ``library::name`` for other operators. For syncs and launches, the name may belong to a
-    function or a kernel."""
+    """The operator's name: ``addmm`` for an ATen operator, ``library::name`` for other operators. For the metrics ``syncs``
+    and ``launches``, this may also be a function's or kernel's name."""
     amount: int
-    """Calls, FLOPs, syncs or launches."""
+    """The number of calls, FLOPs, syncs or launches, depending on the metric."""
     place: OperatorSite = NOWHERE
-    """The call's place. It is empty if lines were not recorded."""
+    """The calling line and module. All fields in it are empty if lines were not recorded."""
 
 
 def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return tallies in a fixed order, added up by operator and place, without empty tallies."""
+    """Add up all tallies with the same operator, line and module, remove sums equal to 0, and sort by line."""
     amounts: dict[tuple[OperatorSite, str], int] = {}
     callers: dict[OperatorSite, dict[Chain, None]] = {}
     for tally in tallies:
@@ -91,15 +98,17 @@ def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 MOST_KINDS = 3
-"""The most kinds of layers at a line. If a line has more kinds, all layers become one row."""
+"""If the layers' counts at a line have more different values than this, `of_layers` adds up all layers."""
 
 
 def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:
-    """Join tallies with single layers to as few tallies as possible.
+    """Join tallies for single layers to as few tallies as possible.
+
+    Example: 4 calls each in the layers 0, 1 and 2 become a single tally with 12 calls for ``h.{0-2}``.
 
     Args:
-        tallies: The tallies.
-        all_layers: All layers by the module's folded path.
+        tallies: The tallies to join.
+        all_layers: All layer numbers in the model, by module path with ``*`` (``blocks.*``).
     """
     layers_by_kind: dict[Tally, dict[Numbers, tuple[int, ...]]] = {}
     joined = []
@@ -124,12 +133,15 @@ def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numb
 
 
 def each_layer(tally: Tally) -> list[Tally]:
-    """Return a tally for each named layer, or the tally itself without named layers or equal parts."""
+    """Split a tally over several layers into one tally for each layer.
+
+    A tally is returned as it is if it lists no layers, or if its amount cannot be divided equally.
+    """
     return in_layers(tally, numbers_in(split_layers(tally.place.module)[1]) or ())
 
 
 def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
-    """Return equal parts of a tally at some layers, or the tally itself if equal parts are impossible."""
+    """Divide a tally equally among ``layers``. If the amount cannot be divided equally, return the tally as it is."""
     if not layers or tally.amount % len(layers):
         return [tally]
     path = folded(tally.place.module)
@@ -140,23 +152,25 @@ def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
 
 
 def layer_of(place: OperatorSite) -> Numbers | None:
-    """Return the numbers of a place's only layer; ``None`` without a layer or with several."""
+    """Return the layer numbers in the module's path: ``(3,)`` for ``blocks.3.attn``; ``None`` if the path has none or several
+    layers.
+    """
     layers = numbers_in(split_layers(place.module)[1]) or set()
     return next(iter(layers)) if len(layers) == 1 else None
 
 
 def of_any_layer(place: OperatorSite) -> OperatorSite:
-    """Return a place with layer numbers folded."""
+    """Replace layer numbers in the module's path by ``*``."""
     return replace(place, module=folded(place.module))
 
 
 def reduced_tallies(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
-    """Return the tallies that a baseline keeps.
+    """Return tallies as a baseline stores them: with line and module only for the ``most`` lines with the largest amounts.
 
-    The places with the largest amounts are kept. Tallies at other places keep only their operator.
+    All other tallies are added up by operator.
     """
     if len({tally.place for tally in tallies} - {NOWHERE}) > most:
-        # The place is more useful than the layer.
+        # Fold layer numbers first, because a reader needs the line more than the layer.
         tallies = sum_tallies(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
     amounts: dict[OperatorSite, int] = {}
     for tally in tallies:
@@ -167,35 +181,35 @@ def reduced_tallies(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[
 
 
 def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return the tallies with their operators only."""
+    """Add up tallies by operator, without lines and modules."""
     return sum_tallies(replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def tallies_without_callers(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return the tallies without callers."""
+    """Return tallies in which no line has callers."""
     return tuple(
         replace(tally, place=replace(tally.place, callers=())) if tally.place.callers else tally for tally in tallies
     )
 
 
 def total(tallies: Iterable[Tally]) -> int:
-    """Return the sum over the amounts, which is the metric's value."""
+    """Return the sum over all amounts, which is the metric's value."""
     return sum(tally.amount for tally in tallies)
 
 
 def varied_clause(metric: str, lowest: int, highest: int) -> str:
-    """Return a clause on a varying count."""
+    """Return a text about a varying count: ``"Operators between 250 and 254 from step to step"``."""
     return f"{METRICS[metric].title} between {format_count(lowest)} and {format_count(highest)} from step to step"
 
 
 def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[str]:
-    """Return a line for each place: ``module | line | library's line | 4 addmm, 8 mm``. `from_texts` is the inverse.
+    """Return tallies as texts: ``module | line | library's line | 4 addmm, 8 mm``. `from_texts` converts them back.
 
-    Tallies without a place have a line for each operator.
+    All operators called from the same line are in a single text. A tally without a line has its own text.
 
     Args:
-        tallies: The tallies.
-        with_callers: Whether to append a place's callers, named caller and reason, if there are any.
+        tallies: The tallies to write.
+        with_callers: Whether to append a line's callers, named caller and reason, if the line has them.
     """
     texts = []
     for place, group in groupby(sum_tallies(tallies), key=lambda tally: tally.place):
@@ -211,21 +225,21 @@ def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[st
 
 
 def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
-    """Return the tallies that `to_texts` wrote.
+    """Convert texts from `to_texts` back to tallies.
 
     Raises:
-        ValueError: A text has another form.
+        ValueError: A text does not have the form ``module | line | library's line | 4 addmm, 8 mm``.
     """
     return sum_tallies(tally for text in texts for tally in _from_text(text))
 
 
 Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], partial(to_texts, with_callers=True), from_texts)]
-"""Tallies in the text form of their places."""
+"""Tallies in JSON reports: the texts from `to_texts`."""
 KeptTallies = Annotated[
     tuple[Tally, ...],
     Form(tuple[str, ...], lambda tallies: to_texts(reduced_tallies(tallies), with_callers=True), from_texts),
 ]
-"""Tallies in the same text form. Only the places with the largest amounts are written."""
+"""Tallies in JSON reports, after `reduced_tallies` has removed the lines with small amounts."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:
@@ -249,7 +263,7 @@ def _plain(text: str) -> str:
 
 
 def _order(place: OperatorSite) -> tuple[bool, str, int, str, str]:
-    """Return the sort key: the file and the line. Tallies without a place come last."""
+    """Return the sort key for a tally's line: file, line number, library and module. A tally without a line comes last."""
     file, _, line = place.site.rpartition(":")
     number = int(line) if line.isascii() and line.isdecimal() and len(line) <= 18 else 0
     return place == NOWHERE, file, number, place.library, place.module

@@ -1,4 +1,4 @@
-"""Words in options: devices, and the baselines to update."""
+"""Words that options, settings and environments contain: devices, update modes and assumed routings."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_DEVICE = "cuda"
-"""The device if neither an option, a setting nor a marker names a device."""
+"""The device that is measured if no option, setting or marker names a device."""
 EMULATED = "emulated:"
-"""Prefix for emulated GPUs."""
+"""Prefix of an emulated GPU's name in ``--gpumem-device``: ``emulated:h100``."""
 NO_CUDA = "no CUDA device"
-"""Beginning of the reason if a test is unmeasured without a GPU."""
+"""Prefix of the reason for which a test stays ``unmeasured`` on a machine without a GPU."""
 NO_CUDNN = "none"
-"""The release of cuDNN in an environment's details if convolutions ran and cuDNN did not plan them."""
+"""Recorded in place of cuDNN's release in a baseline's environment, if convolutions ran without cuDNN."""
 LACKS_WORKSPACES = "without cuDNN the peak lacks workspaces of convolutions"
-"""Prefix of a measurement's note if a workspace may have raised the peak."""
+"""Prefix of the note on a measurement whose true peak may be higher, because cuDNN was not there to report workspaces."""
 LOWER_BOUND = "lower bound"
-"""The detail of an environment for recurrent layers on an emulated GPU, whose memory is a lower bound."""
+"""Recorded in a baseline's environment if recurrent layers ran on an emulated GPU, because their memory is a lower bound."""
 EMULATED_SLUG = "emulated-"
 
 
 def nearest_device(word: str, valid: list[str]) -> str:
-    """Return the valid name nearest to a word. ``gpu`` stands for ``cuda``, even if other names are spelled more alike."""
+    """Return the valid device name that is spelled most like a word. The word ``gpu`` always means ``cuda``."""
     from pytest_gpumem.base.units import nearest
 
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
@@ -33,8 +33,9 @@ UpdateMode = Literal["new", "improved", "all"]
 UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "improved", "all")
 Routing = Literal["balanced", "worst"]
 ROUTINGS: Mapping[str, str] = {
-    "balanced": "The experts get tokens in turn, so all have the same share. If a router masks groups of experts, the turn is "
-    "among the experts that are left to tokens with the same mask.",
-    "worst": "The first experts that are not masked get all tokens.",
+    "balanced": "Tokens choose the experts in turn, so every expert gets the same share of the tokens. If a router masks "
+    "some experts for a token, all tokens with the same mask choose in turn among the other experts.",
+    "worst": "Every token chooses the first experts that are not masked, so these experts get all tokens.",
 }
-"""Assumptions about the choice of experts, for devices that do not compute router values."""
+"""The assumptions that a user can make about the choice of experts on an emulated GPU, which does not compute router
+scores."""

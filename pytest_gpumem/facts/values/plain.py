@@ -1,8 +1,9 @@
-"""Conversion of values to and from JSON, by the annotations of their types.
+"""Convert frozen values to JSON and back, by the type annotations of their fields.
 
-A dataclass becomes an object with a key for each field, a named tuple an array, and a frozen set a sorted array. If an array
-from an older version lacks the last fields of a named tuple, they get their defaults. A `Form` in an annotation replaces these
-rules. `KEY` in a field's metadata names a key that differs from the field's name.
+A dataclass becomes a JSON object with a key for each field. A named tuple becomes an array, and a frozen set becomes a sorted
+array. If an array was written by an older version and is too short for its named tuple, the last fields get their defaults. A
+field whose annotation contains a `Form` is converted by this form's two functions. If a field's key in JSON differs from the
+field's name, the entry `KEY` in the field's metadata contains the key.
 
 Example: ``to_plain(PhaseSpan("forward", 0, 900))`` is ``{"name": "forward", "begin": 0, "end": 900}``.
 """
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 KEY = "key"
-"""The entry in a field's metadata with the field's key in JSON."""
+"""The name of the metadata entry that contains a field's key in JSON: ``field(metadata={KEY: "idle_budgets"})``."""
 
 
 class Form(NamedTuple):
-    """A codec in ``Annotated``: ``write`` converts a value to the type ``plain``, and ``read`` converts it back."""
+    """Functions in ``Annotated[T, Form(...)]`` that convert a ``T`` to the type ``plain`` for JSON (``write``) and back
+    (``read``).
+    """
 
     plain: Any
     write: Callable[[Any], Any]
@@ -34,35 +37,38 @@ class Form(NamedTuple):
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as dicts, lists, texts and numbers. `from_plain` is the inverse."""
+    """Convert a dataclass to dicts, lists, strings and numbers. `from_plain` converts them back."""
     kind: Any = type(value)
     return _codec(kind).write(value)
 
 
 def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
-    """Return the ``kind`` that `to_plain` turned into plain values.
+    """Convert the result of `to_plain` back to a dataclass of the class ``kind``.
 
-    The texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"`` are accepted as numbers. Keys without a field are ignored, and
-    fields without a key get their defaults. A report is checked against its schema before this function is called.
+    The strings ``"Infinity"``, ``"-Infinity"`` and ``"NaN"`` are accepted as numbers. Keys that are no field are ignored, and
+    fields that are missing in ``plain`` get their defaults. Callers check a report against its JSON schema first.
 
     Args:
-        kind: The class of the value.
-        plain: The plain value.
+        kind: The dataclass to create.
+        plain: The dicts, lists, strings and numbers.
 
     Raises:
-        ValueError: The plain value does not fit. ``TypeError`` and ``KeyError`` are raised as well.
+        ValueError: A part of ``plain`` does not fit the field's type. Other misfits raise ``TypeError`` or ``KeyError``.
     """
     value: _T = _codec(kind).read(plain)
     return value
 
 
 class FrozenValue:
-    """A frozen dataclass with read-only mappings. It is pickled in its plain form, because these mappings cannot be pickled."""
+    """Base class for frozen dataclasses with read-only mappings.
+
+    Python cannot pickle a read-only mapping, so an object is pickled as the result of `to_plain`.
+    """
 
     __slots__ = ()
 
     def _freeze(self, **mappings: Mapping[str, Any]) -> None:
-        """Set fields to copies of mappings that cannot be changed."""
+        """Set each named field to a read-only copy of a mapping."""
         for name, mapping in mappings.items():
             object.__setattr__(self, name, MappingProxyType(dict(mapping)))
 
@@ -88,7 +94,7 @@ def _whole(plain: Any) -> Any:
 
 
 _UNCHANGED = _Codec(_unchanged, _unchanged)
-# JSON does not distinguish 2.0 from 2.
+# A JSON file may contain 2.0 for an int and 2 for a float.
 _NUMBERS = {int: _Codec(int, _unchanged), float: _Codec(_number, _unchanged)}
 
 
@@ -153,7 +159,7 @@ def _mapping(_: Any, kind: Any) -> _Codec:
 
 
 def _union(*kinds: Any) -> _Codec:
-    """Return the codec for a type or ``None``, or for several JSON types."""
+    """Return the codec for ``T | None``, or for a union of several types that JSON has itself, such as ``int | str``."""
     types = [kind for kind in kinds if kind is not NoneType]
     read, write = _codec(types[0]) if len(types) == 1 else _UNCHANGED
     if len(types) > 1 and int in types and float not in types:

@@ -1,4 +1,4 @@
-"""A rank in a distributed job, and measurement names with ranks. Pure."""
+"""A rank in a distributed job, and the names of measurements, which end with their rank. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED = re.compile(r"(.*) rank (\d+) of (\d+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rank:
-    """A rank, from 0 to ``world - 1``. Its text is ``"rank 3 of 4"``."""
+    """A process in a distributed job with ``world`` processes. Ranks begin at 0. ``str(Rank(3, 4))`` is ``"rank 3 of 4"``."""
 
     number: int
     world: int
@@ -27,18 +27,18 @@ class Rank:
 
 
 def name_on(rank: Rank, name: str) -> str:
-    """Return a measurement's name on a rank: ``"train_step rank 3 of 4"``."""
+    """Append a rank to a measurement's name: ``"train_step rank 3 of 4"``."""
     return f"{name} {rank}"
 
 
 def rank_in(name: str) -> Rank | None:
-    """Return the rank at the end of a measurement's name; ``None`` if the name has no rank."""
+    """Return the rank with which a measurement's name ends; ``None`` if the name does not end with a rank."""
     match = _NAMED.fullmatch(name)
     return None if match is None else Rank(int(match[2]), int(match[3]))
 
 
 def without_rank(name: str) -> str:
-    """Return a measurement's name without its rank."""
+    """Remove the rank from a measurement's name: ``"train_step"`` for ``"train_step rank 3 of 4"``."""
     match = _NAMED.fullmatch(name)
     return name if match is None else match[1]
 

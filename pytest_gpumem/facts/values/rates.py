@@ -1,4 +1,4 @@
-"""Rates between two steps: the memory saving, the time increase, and the saving divided by the increase. Pure."""
+"""Ratios between two steps: how much memory a technique saves, how much time it costs, and saving divided by cost."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 WORTH_IT = 1.5
-"""The smallest return (saving divided by cost) at which a technique is recommended."""
+"""A technique is recommended if its memory saving is at least 1.5 times its time cost, both as a share of the original."""
 
 
 class Rate(float):
-    """A ratio whose text in a failed assertion includes the compared figures."""
+    """A ratio that shows the two compared figures in a failed assertion: ``0.250 (peak 30.00 MB against 40.00 MB)``."""
 
     __slots__ = ("figures",)
     figures: str
@@ -31,7 +31,7 @@ class Rate(float):
 
 
 def return_on(saving: float, cost: float) -> float:
-    """Return ``saving / cost``, infinity without a cost, and 0 without a saving.
+    """Return ``saving / cost``; infinity if the technique costs no time, and 0 if the technique saves no memory.
 
     Example:
         A technique saves 30 % of the peak and adds 20 % to the time, so its return is 1.5.

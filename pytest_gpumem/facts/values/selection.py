@@ -1,4 +1,4 @@
-"""A session's collected and selected tests. Frozen."""
+"""The tests that a pytest session collected, and those that it selected to run, as a frozen value."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass, field
 from pytest_gpumem.facts.values.plain import KEY
 
 Test = tuple[str, str]
-"""A test as (file, test)."""
+"""A test as its file and its name: ``("tests/test_a.py", "test_forward[fp32]")``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The collected and the selected tests, each as ``[file, test]``."""
+    """The measured tests that a session collected and selected. JSON stores each test as ``[file, test]``."""
 
     measured: frozenset[tuple[str, str]] = frozenset()
-    """The selected measured tests."""
+    """The measured tests that the session selected to run."""
     files: frozenset[str] = frozenset()
-    """The test files whose tests were all selected."""
+    """The test files in which no test was deselected."""
     budgets_without_effect: tuple[str, ...] = field(default=(), metadata={KEY: "idle_budgets"})
-    """Sentences on settings without an effect: patterns (``budget``, ``mark``) without a matching test, and a table
-    ``[tool.gpumem]`` above pytest's root directory, which pytest does not read."""
+    """A sentence for each setting that has no effect. Examples are a pattern in ``budget`` or ``mark`` that matches no test,
+    and a table ``[tool.gpumem]`` in a directory above pytest's root directory, which pytest does not read."""
     error: str | None = None
-    """The usage error, if one stopped the collection."""
+    """The message of the usage error that stopped the collection; ``None`` if the collection succeeded."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The collected measured tests, including deselected tests, which another shard may run."""
+    """The measured tests that the session collected, including deselected tests, because another shard may run these."""
     collected_files: frozenset[str] = frozenset()
-    """The completely collected test files, even if tests were deselected."""
+    """The test files whose tests were all collected, even if some of them were deselected later."""
     skipped: frozenset[tuple[str, str]] = frozenset()
-    """The tests with baselines in files that skipped themselves (``pytest.importorskip``). They are in ``measured`` as well.
-    In strict mode each file is an entry in the report's ``errors``."""
+    """The tests that have baselines and whose file skipped itself during collection (``pytest.importorskip``). These tests are
+    in ``measured`` as well. With ``--gpumem-strict``, the report's ``errors`` have an entry for each such file."""
     uncollected: frozenset[tuple[str, str]] = frozenset()
-    """The tests with baselines in collected files that ``python_functions`` or ``python_classes`` leave out. Their baselines
-    are not unused."""
+    """The tests that have baselines and that pytest no longer collects because of ``python_functions`` or ``python_classes``.
+    The session does not report their baselines as unused."""
     omitted: tuple[str, ...] = ()
-    """Sentences on tests with baselines if settings, and not typed options, leave them out:
-    ``"tests/test_a.py was not collected ..."``. In strict mode they are ``errors``."""
+    """A sentence for each file or test with baselines that settings, and not command-line options, excluded from the session:
+    ``"tests/test_a.py was not collected ..."``. With ``--gpumem-strict``, the report's ``errors`` contain these sentences."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on settings without an effect, and on tests left out by settings."""
+        """The sentences from ``budgets_without_effect`` and ``omitted`` together."""
         return (*self.budgets_without_effect, *self.omitted)

@@ -1,4 +1,4 @@
-"""The peaks of the steps in a measurement."""
+"""Peak memory of each step in a measurement that ran several steps, and its variation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """The peaks of all measured steps, in order and in bytes.
+    """The peak of each measured step in bytes, in the order of the steps.
 
     Example:
         >>> StepPeaks((900, 700, 700), left_out=1).repeated
@@ -22,52 +22,53 @@ class StepPeaks:
     """
 
     allocated: tuple[int, ...] = ()
-    """The allocated bytes at each step's peak."""
+    """The highest number of allocated bytes in each step."""
     reserved: tuple[int, ...] = ()
-    """The reserved bytes at each step's peak. Empty if the device does not reserve memory."""
+    """The highest number of bytes that the allocator reserved in each step. Empty if the device does not reserve memory."""
     left_out: int = 0
-    """The number of first steps, which create state. Budgets include these steps. Metrics and baselines leave them out."""
+    """The number of steps at the beginning that create state, for example AdamW's averages. Budgets include these steps, but
+    metrics and baselines ignore them."""
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """``allocated`` without the first steps, which create state. `peak_allocated` is the highest of these peaks."""
+        """The allocated peaks of the steps after the first `left_out` steps. The metric `peak_allocated` is their maximum."""
         return self.allocated[self.left_out :]
 
     @property
     def differ(self) -> bool:
-        """True if the peaks in ``repeated`` are not all equal."""
+        """True if at least two steps after the first `left_out` steps have different allocated peaks."""
         return len({*self.repeated}) > 1
 
     def of(self, metric: str) -> tuple[int, ...]:
-        """Return the peaks for ``peak_allocated`` or ``peak_reserved``. Other metrics have no peaks."""
+        """Return each step's peak for the metric ``peak_allocated`` or ``peak_reserved``; empty for other metrics."""
         return {"peak_allocated": self.allocated, "peak_reserved": self.reserved}.get(metric, ())
 
 
 def spread(peaks: Sequence[int]) -> str:
-    """Return a clause: ``"between 7.24 MB and 45.00 MB in 19 steps, median 12.10 MB"``."""
+    """Return peaks as a text: ``"between 7.24 MB and 45.00 MB in 19 steps, median 12.10 MB"``."""
     lowest, highest, middle = map(format_bytes, (min(peaks), max(peaks), median_low(peaks)))
     return f"between {lowest} and {highest} in {len(peaks)} steps, median {middle}"
 
 
 def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
-    """Return whether a higher maximum may be chance, because the steps' peaks vary.
+    """Return whether chance may explain that one measurement's highest peak exceeds another's, because steps' peaks vary.
 
-    The higher maximum is not chance in four cases:
+    In four cases, chance does not explain the difference:
 
     - The peaks in ``lower`` are all equal.
-    - Each step needs at least as much as the same step in ``lower``. This happens in a loop with a fixed seed, and is
-      unlikely by chance.
-    - The lowest peak in ``higher`` is above the maximum in ``lower``.
-    - The maximum is higher than in ``lower`` by more than the range in ``lower``.
+    - Each step in ``higher`` needs at least as much as the same step in ``lower``. With a fixed seed, a regression looks like
+      this. With chance, some steps would need less.
+    - Even the lowest peak in ``higher`` exceeds all peaks in ``lower``.
+    - The maximum of ``higher`` exceeds the maximum of ``lower`` by more than the range of ``lower`` (maximum minus minimum).
 
     Example:
-        ``differ_by_chance((10, 30, 20), (25, 10, 12), 1)`` is ``True``: the maximum is 5 higher, the range of ``lower`` is
-        15, and the first step needs less than before.
+        ``differ_by_chance((10, 30, 20), (25, 10, 12), 1)`` is ``True``. The maximum grew from 25 to 30, but the peaks in
+        ``lower`` range from 10 to 25, and the first step needs less than in ``lower``.
 
     Args:
-        higher: Peaks in order, in bytes. Their maximum exceeds the maximum in ``lower`` by more than ``allowed``.
-        lower: Peaks in order, in bytes.
-        allowed: A difference in bytes that is ignored.
+        higher: Each step's peak in bytes. The maximum exceeds the maximum of ``lower`` by more than ``allowed``.
+        lower: Each step's peak in the other measurement, in bytes.
+        allowed: A difference of at most this many bytes counts as equal.
     """
     most = max(lower)
     if max(higher) - most > allowed + most - min(lower) or min(higher) - most > allowed:

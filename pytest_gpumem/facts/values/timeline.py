@@ -1,4 +1,4 @@
-"""A step's live bytes over time, by category. Frozen values."""
+"""The live bytes during a step, over time and by category, for a report's chart. Frozen values."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from itertools import pairwise
 from pytest_gpumem.facts.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
-"""The number of moments in a picture. Each bucket contributes its highest and its lowest moment."""
+"""About how many moments a report's chart of the bytes over time has."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A phase of the step."""
+    """The time span of a phase in a step."""
 
     name: str
-    """forward, backward or optimizer."""
+    """The phase's name: forward, backward or optimizer."""
     begin: int
-    """Nanoseconds from the step's first event."""
+    """The phase's beginning, in nanoseconds after the step's first event."""
     end: int
-    """Nanoseconds from the step's first event."""
+    """The phase's end, in nanoseconds after the step's first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverTime(FrozenValue):
-    """A step's bytes at each moment, from its beginning to its end. All series have the same length.
+    """The live bytes in a step after each allocation and free. All series have the same length.
 
-    Recording takes time, so the moments are further apart than in an unrecorded step.
+    The recorded step is slower than an unrecorded step, because recording takes time.
     """
 
     time_ns: tuple[int, ...]
-    """Nanoseconds from the first event: the beginning, then one moment for each allocation and free."""
+    """The time of each moment, in nanoseconds after the step's first event. The first moment is the step's beginning, and each
+    allocation or free is a further moment."""
     total: tuple[int, ...]
-    """The step's bytes from each moment to the next."""
+    """The live bytes after each moment, until the next."""
     categories: Mapping[str, tuple[int, ...]]
-    """Bytes by category. At each moment they add up to ``total``."""
+    """The live bytes after each moment in each category (``"activation"``). The categories add up to ``total``."""
     peak: int
-    """The peak's index."""
+    """The index of the moment with the peak."""
     phases: tuple[PhaseSpan, ...] = ()
-    """The phases in order."""
+    """The time span of each phase, in the order in which the phases ran."""
 
     def __post_init__(self) -> None:
         self._freeze(categories=self.categories)
@@ -51,7 +52,11 @@ class OverTime(FrozenValue):
             raise ValueError(f"over_time.peak is {self.peak}, expected the number of one of the {moments} moments")
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
-        """Return the series with about ``most`` moments: the first, the last, the peak, and extremes in between."""
+        """Return the series with about ``most`` moments, so a chart is small but shows all extremes.
+
+        The result contains the first moment, the last moment and the peak. All moments are divided into buckets, and the
+        result contains the highest and the lowest moment of each bucket.
+        """
         count = len(self.time_ns)
         if count <= most:
             return self

@@ -1,4 +1,8 @@
-"""Step times: rounds, samples with rounds, and a measurement's times. Frozen values."""
+"""The measured times of a step: a `Round` times some steps together, a `Sample` has several rounds, and `Times` has the
+samples.
+
+All classes here are frozen dataclasses. Example: a sample with 20 rounds of 10 steps each has timed 200 steps.
+"""
 
 from __future__ import annotations
 
@@ -16,51 +20,56 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEWEST_ROUNDS = 6
-"""The number of rounds whose smallest and largest time enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
+"""The smallest number of rounds for a confidence interval at 95 %. The true median is between the smallest and the largest of
+six times with a probability of 1 - 2 / 2**6 = 96.9 %."""
 MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
-"""The most interference in a run that may become a baseline: a slowdown by 1.25, and a factor of 1.1 for other work's time.
+"""Upper bounds on other work's interference with a run whose times become a baseline.
 
-With the factor 1.1, a thread waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
-exactly known than waiting (`pytest_gpumem.measuring.timing.validity`)."""
+Other work may have slowed the step by at most a factor of 1.25. Waiting for other work on the core may have made the step's
+rounds longer by at most a factor of 1.1. The first bound is higher, because a slowdown is only estimated, and the time for
+other work is measured (`pytest_gpumem.measuring.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Several steps timed together, about 20 ms in total."""
+    """One timing of several consecutive steps, which take about 20 ms together."""
 
     seconds: float
     """Seconds per step."""
     pace: float | None = None
-    """The clock rate: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
-    piece of work. ``seconds * pace`` is a step's time in cycles."""
+    """The processor's speed in this round: on a GPU the SM clock in Hz, on the CPU how often per second a fixed piece of work
+    ran. ``seconds * pace`` is a step's time in cycles."""
     disturbed: str | None = None
-    """A clause on other work on the machine; ``None`` if the round was quiet."""
+    """A text about the other work that disturbed this round; ``None`` if the round was undisturbed."""
     taken: float = 1.0
-    """The largest factor by which other work can have made the round longer."""
+    """Other work made this round longer by at most this factor."""
 
     @property
     def own(self) -> float:
-        """Seconds per step without the longest possible time for other work."""
+        """Seconds per step, minus the time that other work may have taken."""
         return self.seconds / self.taken
 
     @property
     def cycles(self) -> float | None:
-        """Cycles per step; ``None`` without a pace."""
+        """Cycles per step; ``None`` if the processor's speed was not read."""
         return None if self.pace is None else self.seconds * self.pace
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Consecutive rounds. An invalid sample has both ``invalid`` and ``slowed``, and a valid sample has neither."""
+    """Rounds that were timed one after the other. An invalid sample sets both ``invalid`` and ``slowed``, a valid sample
+    neither.
+    """
 
     rounds: tuple[Round, ...]
-    """The rounds in order."""
+    """All rounds, in the order in which they ran."""
     steps: int = 1
-    """The number of steps in a round."""
+    """The number of steps in each round."""
     invalid: str | None = None
-    """A clause with the reason why a verdict needs more than this sample; ``None`` for a valid sample."""
+    """The reason for which this sample alone cannot decide a verdict, for example because the GPU was throttled. ``None`` for
+    a valid sample."""
     slowed: Slowdown | None = None
-    """The largest factors by which an invalid sample can have been slowed."""
+    """Upper bounds on the factors by which other work slowed an invalid sample."""
 
     def __post_init__(self) -> None:
         if (self.invalid is None) != (self.slowed is None):
@@ -70,75 +79,80 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The counted rounds: the quiet rounds if there are at least 6, otherwise all rounds."""
+        """The rounds from which the sample's figures are computed: the undisturbed rounds if there are at least 6, otherwise
+        all.
+        """
         quiet = tuple(timed for timed in self.rounds if timed.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds per step in each counted round."""
+        """Seconds per step in each round of `counted`."""
         return tuple(timed.seconds for timed in self.counted)
 
     @property
     def median(self) -> float:
-        """Median seconds per step."""
+        """The median of the seconds per step over the rounds in `counted`."""
         return statistics.median(self.seconds)
 
     @property
     def at_least(self) -> float:
-        """The least seconds per step that a quiet machine may need, according to this sample."""
+        """A lower bound on the seconds per step on an undisturbed machine, according to this sample."""
         return self.own / (self.slowed or Slowdown()).alone
 
     @property
     def is_a_measure(self) -> bool:
-        """True if other work disturbed this sample at most a little, so later runs may be compared with it."""
+        """True if other work disturbed this sample so little that the sample can become a baseline for later runs."""
         taken = statistics.median(timed.taken for timed in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWDOWN_OF_RUN and taken <= MOST_TIME_FACTOR_OF_RUN)
 
     @property
     def own(self) -> float:
-        """Median seconds per step without time for other work, such as waiting for a core."""
+        """The median of the seconds per step, minus the time for other work, such as waiting for a core."""
         return statistics.median(timed.own for timed in self.counted)
 
     @property
     def spent(self) -> float:
-        """Seconds in all rounds together."""
+        """The total time of all rounds in seconds."""
         return sum(timed.seconds for timed in self.rounds) * self.steps
 
     @property
     def cycles(self) -> float | None:
-        """Median cycles per step; ``None`` if the clock was not read in every counted round."""
+        """The median of the cycles per step; ``None`` if a round in `counted` has no clock rate."""
         cycles = [timed.cycles for timed in self.counted]
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds per step that ``percent`` of all rounds do not exceed (nearest rank)."""
+        """Return a percentile of the seconds per step over all rounds, by the nearest rank: 50 returns about the median."""
         ordered = sorted(timed.seconds for timed in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval for the median in seconds. ``level`` is its confidence: 0.95 is 95 %."""
+        """Return a confidence interval for the median of the seconds per step. ``level`` is the confidence: 0.95 for 95 %."""
         return interval_of_median(self.seconds, level)
 
     @property
     def most_disturbed_by(self) -> str | None:
-        """The other work that disturbed most rounds; ``None`` if no round was disturbed."""
+        """The text in `Round.disturbed` that most disturbed rounds have; ``None`` if no round was disturbed."""
         counts = Counter(timed.disturbed for timed in self.rounds if timed.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """A sample in its written form: series over its rounds, and values of single rounds by their numbers."""
+    """A sample as JSON stores it: a list for each field of `Round`, instead of a list of rounds.
+
+    Fields that most rounds do not need are mappings from the round's number to the value.
+    """
 
     seconds: tuple[float, ...]
-    """`Round.seconds` in each round."""
+    """`Round.seconds` of every round."""
     pace: tuple[float | None, ...]
-    """`Round.pace` in each round."""
+    """`Round.pace` of every round."""
     disturbed: Mapping[str, str]
-    """`Round.disturbed` by round number, for disturbed rounds."""
+    """`Round.disturbed` by round number. Undisturbed rounds have no entry."""
     taken: Mapping[str, float]
-    """`Round.taken` by round number, for values other than 1."""
+    """`Round.taken` by round number. Rounds with the value 1 have no entry."""
     steps: int
     """`Sample.steps`."""
     invalid: str | None
@@ -175,41 +189,44 @@ def _sample(columns: SampleColumns) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Times(FrozenValue):
-    """The times of a step."""
+    """All timings of a step in one measurement."""
 
     samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
-    """One sample, or several samples if the first left doubt."""
+    """The step's samples. A second sample is taken if the first does not decide the verdict."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Median seconds by phase."""
+    """The median of the seconds in each phase: forward, backward and optimizer."""
 
     def __post_init__(self) -> None:
         self._freeze(phases=self.phases)
 
     @property
     def best(self) -> Sample:
-        """The fastest sample, possibly invalid. It counts because other work only adds time."""
+        """The sample with the lowest median, even if it is invalid. Other work only adds time, so the fastest sample is the
+        closest to an undisturbed one.
+        """
         return min(self.samples, key=lambda sample: sample.median)
 
     @property
     def median(self) -> float:
-        """Median seconds per step in the best sample."""
+        """The median of the seconds per step in the fastest sample."""
         return self.best.median
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """Seconds per step in each round of the best sample, including disturbed rounds."""
+        """Seconds per step in each round of the fastest sample, including disturbed rounds."""
         return tuple(timed.seconds for timed in self.best.rounds)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds per step that ``percent`` of the best sample's rounds do not exceed."""
+        """Return a percentile of the seconds per step over all rounds of the fastest sample."""
         return self.best.percentile(percent)
 
 
 def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:
-    """Return a confidence interval for the median of the distribution behind ``values``.
+    """Return a confidence interval for the median of the distribution from which ``values`` were drawn.
 
-    The interval uses ranks, so it holds for any distribution: the number of values below the median is binomial with p = 1/2.
-    Its confidence is at least ``level``. If there are too few values, the smallest and the largest value are returned.
+    The bounds are two of the sorted values. The number of values below the true median is binomial with p = 1/2 for any
+    distribution, so the interval contains the true median with a probability of at least ``level``. With too few values, the
+    smallest and the largest value are returned.
 
     Example:
         ``interval_of_median([1, 2, 3, 4, 5, 6], 0.95)`` is ``(1, 6)``, with a confidence of 96.9 %.
@@ -217,7 +234,8 @@ def interval_of_median(values: Sequence[float], level: float) -> tuple[float, fl
     ordered = sorted(values)
     count = len(ordered)
     outside, below = 0.0, 0
-    # Cut `below` values off each side. The median is among them with a probability of at most (1 - level) / 2.
+    # Remove the `below` smallest and the `below` largest values. The probability that the true median is on one of the two
+    # sides is at most (1 - level) / 2.
     while below < (count - 1) // 2:
         outside += math.comb(count, below) / 2**count
         if outside > (1 - level) / 2:

@@ -1,4 +1,4 @@
-"""Reads of values that an emulated GPU did not compute, by line."""
+"""Counts of reads, by line, for values that an emulated GPU does not compute, and the notes about these reads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from dataclasses import dataclass, field
 from pytest_gpumem.base.units import word_form
 
 DECIDED = "an uncomputed value decided a branch"
-"""Prefix of a note on a decided branch. In strict mode the note fails a test, because the right value may need other memory."""
+"""Prefix of the note about ``if loss < best:`` with an uncomputed loss. With ``--gpumem-strict`` this note fails the test,
+because the program may take the other branch on a real GPU and need other memory."""
 _MOST_LINES = 5
-"""The most lines in a note."""
+"""A note names at most this many lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownReads:
-    """The number of reads of uncomputed floats at each line (``"/path/train.py:88"``)."""
+    """Counts of reads, by line (``"/path/train.py:88"``), for floats that the emulated GPU does not compute."""
 
     decided: Mapping[str, int] = field(default_factory=dict)
-    """Reads that decided a branch."""
+    """The number of reads that decided a branch (``if loss < best:``), by line."""
     other: Mapping[str, int] = field(default_factory=dict)
-    """All other reads: the use of the value is unknown, or does not affect memory."""
+    """The number of all other reads, by line. The program used the value in a way that does not affect memory, or in an
+    unknown way."""
     routed: Mapping[str, str] = field(default_factory=dict)
-    """The first line with a read from an assumed routing, by the routing's name."""
+    """For each assumed routing (``"balanced"``), the first line that read a value which depends on the assumption."""
 
     def __add__(self, more: UnknownReads) -> UnknownReads:
         return UnknownReads(
@@ -33,7 +35,9 @@ class UnknownReads:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on branches, other reads and an assumed routing, with their lines; empty without reads."""
+        """Return the measurement's notes about decided branches, other reads and an assumed routing; empty if nothing was
+        read.
+        """
         notes = [f"{DECIDED} at {_listed(self.decided)}"] if self.decided else []
         other_reads = {line: times for line, times in self.other.items() if line not in self.decided}
         if other_reads:
@@ -51,12 +55,12 @@ NOTHING_READ = UnknownReads()
 
 
 def decided_a_branch(notes: Iterable[str]) -> str | None:
-    """Return the note that an uncomputed value decided a branch; ``None`` without this note."""
+    """Return the note that an uncomputed value decided a branch; ``None`` if ``notes`` do not contain such a note."""
     return next((note for note in notes if note.startswith(DECIDED)), None)
 
 
 def _listed(lines: Mapping[str, int]) -> str:
-    """Return lines with their number of reads. Only the first lines are listed."""
+    """Return lines as a text, with the number of reads if a line read several times: ``"train.py:9 (2 times) and 3 more"``."""
     shown = [line if times == 1 else f"{line} ({times} times)" for line, times in list(lines.items())[:_MOST_LINES]]
     more = len(lines) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
