@@ -198,7 +198,7 @@ def measured(word: str) -> dict[str, Any]:
     from pytest_gpumem.measuring.step_config.config import StepConfig
     from pytest_gpumem.tools.advise.cards import begin, try_on
     from pytest_gpumem.tools.advise.trial import subject_by_name
-    from pytest_gpumem.torch_support.private_api import gpu_unseen
+    from pytest_gpumem.torch_support.private_api.allocator import gpu_unseen
 
     case, began = CASES[word], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from torchtitan.config_manager import ConfigManager, JobConfig
 from torchtitan.protocols import train_spec
 from torchtitan.train import Trainer
 
-from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+from pytest_gpumem.torch_support.private_api.distributed import FAKE, store_of_nobody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

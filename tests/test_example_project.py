@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from pytest_gpumem.facts.values.composition import MOST_KEPT
 from pytest_gpumem.judging.baselines.format import parse
 from pytest_gpumem.tools.main import main
-from pytest_gpumem.torch_support.private_api import bfloat16_instructions
+from pytest_gpumem.torch_support.private_api.numerics import bfloat16_instructions
 from tests import preloaded
 from tests.pages import COMPARED, FENCE, blocks_of, command, follows, output, read
 from tests.support.processes import LEFT_OUT, hide_what_is_loaded

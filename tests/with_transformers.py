@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pytest_gpumem.torch_support.private_api import gpu_unseen
+from pytest_gpumem.torch_support.private_api.allocator import gpu_unseen
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is loaded
 with gpu_unseen():  # torchao, which it loads, would use one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import next_nodes, saved_by
+from pytest_gpumem.torch_support.private_api.autograd import next_nodes, saved_by
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import contents_of, instance_dict, is_a, tensor_property
 

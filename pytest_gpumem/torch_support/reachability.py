@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pytest_gpumem.torch_support.private_api import beneath_modes, outside_torch_function, parts_of_coo
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes, outside_torch_function
+from pytest_gpumem.torch_support.private_api.tensors import parts_of_coo
 from pytest_gpumem.torch_support.static_access import (
     AttributeLayout,
     contents_of,

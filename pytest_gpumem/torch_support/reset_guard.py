@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import peak_resets, replaced
+from pytest_gpumem.torch_support.private_api.allocator import peak_resets
+from pytest_gpumem.torch_support.private_api.attributes import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

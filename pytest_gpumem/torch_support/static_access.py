@@ -21,7 +21,8 @@ import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from pytest_gpumem.torch_support.private_api import MODULE_PARTS, outside_torch_function
+from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
+from pytest_gpumem.torch_support.private_api.dispatch import outside_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

@@ -13,7 +13,7 @@ from pytest_gpumem.measuring.models.task import TRAINING, Task
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS, Snippet
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.tools.advise.snippet import code_of, code_snippet
-from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, store_of_nobody
+from pytest_gpumem.torch_support.private_api.distributed import FAKE, forget_meshes, store_of_nobody
 
 SAMPLES, WIDTH = 8, 32
 

@@ -18,7 +18,7 @@ from pytest_gpumem.measuring.devices.contract import DeviceUnavailable, Peak
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 from pytest_gpumem.measuring.step_config.config import CHECKPOINTS, PRECISIONS
-from pytest_gpumem.torch_support.private_api import bfloat16_instructions
+from pytest_gpumem.torch_support.private_api.numerics import bfloat16_instructions
 from pytest_gpumem.torch_support.reachability import storages_of
 from tests.support.processes import state_of
 

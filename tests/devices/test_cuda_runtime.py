@@ -16,13 +16,13 @@ from pytest_gpumem.measuring.devices import cuda_runtime
 from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry, in_order_of_time
 from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.measuring.devices.profiled import profiled
-from pytest_gpumem.torch_support.private_api import (
+from pytest_gpumem.torch_support.private_api.allocator import (
     cuda_history_is_on,
     cuda_snapshot,
-    quiet_kineto,
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.torch_support.private_api.profiler import quiet_kineto
 
 
 def tensor(nbytes: int) -> torch.Tensor:

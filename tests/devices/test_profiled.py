@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Token
 from pytest_gpumem.measuring.devices.profiled import MARK_PREFIX, kernel_name, kernels_in, launches_of, tokens_of
-from pytest_gpumem.torch_support.private_api import allocation_events, span
+from pytest_gpumem.torch_support.private_api.profiler import allocation_events, span
 
 
 class PassingOn(TorchDispatchMode):

@@ -54,7 +54,7 @@ from pytest_gpumem.measuring.models.name import batch_size
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import TRAINING
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.torch_support.private_api import gpu_unseen
+from pytest_gpumem.torch_support.private_api.allocator import gpu_unseen
 
 begin(emulated_gpu("h100"))
 with gpu_unseen():

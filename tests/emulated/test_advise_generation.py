@@ -113,7 +113,7 @@ from pytest_gpumem.measuring.models.name import BatchSize
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import Task
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.torch_support.private_api import gpu_unseen
+from pytest_gpumem.torch_support.private_api.allocator import gpu_unseen
 
 begin(emulated_gpu("h100"))
 with gpu_unseen():

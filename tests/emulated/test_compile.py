@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from pytest_gpumem.torch_support.private_api import compiles_within_modes
+from pytest_gpumem.torch_support.private_api.compiler import compiles_within_modes
 
 old = not compiles_within_modes()
 needs_triton = pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.torch_support.private_api import compiles_within_modes
+from pytest_gpumem.torch_support.private_api.compiler import compiles_within_modes
 from tests.emulated.conftest import WITHOUT_VALUES
 
 SEEN = """

@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.steps.compiling import compile_now, compiled_model, warnings_of_compiling
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from tests.needs import NEEDS_COMPILER
 
 

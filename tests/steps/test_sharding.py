@@ -29,7 +29,7 @@ from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
 from pytest_gpumem.plugin.relations.state import state_of
-from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+from pytest_gpumem.torch_support.private_api.distributed import FAKE, store_of_nobody
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import parts_of
 from tests import preloaded

@@ -11,7 +11,7 @@ from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
 from pytest_gpumem.plugin.relations.state import state_of
-from pytest_gpumem.torch_support.private_api import outside_autocast
+from pytest_gpumem.torch_support.private_api.numerics import outside_autocast
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 32

@@ -16,36 +16,35 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import _FlopCounterMode
 
-from pytest_gpumem.torch_support import private_api
-from pytest_gpumem.torch_support.private_api import (
-    MODULE_PARTS,
-    AllocationEvent,
-    activation_memory_budget,
-    allocation_events,
-    around_scripts,
-    beneath_modes,
+from pytest_gpumem.facts.values.events import AllocationEvent
+from pytest_gpumem.torch_support.private_api import allocator, autograd, dispatch, tensors
+from pytest_gpumem.torch_support.private_api.allocator import (
     clear_cublas_workspaces,
+    cublas_workspace_sizes,
+    peak_resets,
+)
+from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
+from pytest_gpumem.torch_support.private_api.autograd import next_node_number, running_node_number
+from pytest_gpumem.torch_support.private_api.compiler import (
+    activation_memory_budget,
+    around_scripts,
     compiled_graphs,
     compiles_within_modes,
-    cublas_workspace_sizes,
-    event_tree,
-    flop_counter,
     is_tracing,
     lists_of_script,
     load_compiler,
     never_compiled,
-    next_node_number,
-    parts_of_coo,
-    peak_resets,
-    recording_no_operators,
-    reduced_with_attribute,
-    run_kernel,
-    running_node_number,
-    takes_numbers_for_tensors,
     untraced,
-    unwrapped,
+)
+from pytest_gpumem.torch_support.private_api.dispatch import (
+    beneath_modes,
+    flop_counter,
+    run_kernel,
+    takes_numbers_for_tensors,
     watched_operators,
 )
+from pytest_gpumem.torch_support.private_api.profiler import allocation_events, event_tree, recording_no_operators
+from pytest_gpumem.torch_support.private_api.tensors import parts_of_coo, reduced_with_attribute, unwrapped
 
 
 def recorded(run) -> list[AllocationEvent]:
@@ -330,7 +329,9 @@ def test_the_compiler_is_loaded_and_nobody_is_warned(monkeypatch):
         warnings.warn("of its own use of torch.jit", DeprecationWarning, stacklevel=1)
         loaded.append(importlib.util.find_spec(name).name)
 
-    monkeypatch.setattr("pytest_gpumem.torch_support.private_api.importlib", SimpleNamespace(import_module=load))
+    monkeypatch.setattr(
+        "pytest_gpumem.torch_support.private_api.compiler.importlib", SimpleNamespace(import_module=load)
+    )
     load_compiler()
     assert loaded == ["torch._inductor.compile_fx"]
 
@@ -458,22 +459,22 @@ def test_a_module_keeps_its_parts_in_dicts_by_name():
 def test_the_current_dispatch_mode_is_the_innermost_of_this_thread():
     from torch.utils.flop_counter import FlopCounterMode
 
-    assert private_api.current_dispatch_mode() is None
+    assert dispatch.current_dispatch_mode() is None
     with FlopCounterMode(display=False):
-        mode = private_api.current_dispatch_mode()
+        mode = dispatch.current_dispatch_mode()
         assert mode is not None
-    assert private_api.current_dispatch_mode() is None
+    assert dispatch.current_dispatch_mode() is None
 
 
 def test_a_thread_knows_that_it_runs_backward():
     seen = []
     x = torch.ones(3, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(private_api.in_backward()))
-    assert not private_api.in_backward()
+    y.register_hook(lambda grad: seen.append(autograd.in_backward()))
+    assert not autograd.in_backward()
     y.sum().backward()
     assert seen == [True]
-    assert not private_api.in_backward()
+    assert not autograd.in_backward()
 
 
 def test_all_python_that_backward_calls_can_be_replaced(monkeypatch):
@@ -501,7 +502,7 @@ def test_all_python_that_backward_calls_can_be_replaced(monkeypatch):
     def hook(name, result=None):
         return lambda *args: called.append(name) or result
 
-    private_api.replace_python_of_backward(differentiating=counted, unpacking=counted)
+    autograd.replace_python_of_backward(differentiating=counted, unpacking=counted)
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -541,8 +542,8 @@ def test_all_python_that_backward_calls_can_be_replaced(monkeypatch):
 def test_the_node_that_runs_has_a_name():
     seen = []
     y = torch.ones(3, requires_grad=True).exp()
-    y.grad_fn.register_prehook(lambda _: seen.append(private_api.running_node_name()))
-    assert private_api.running_node_name() is None
+    y.grad_fn.register_prehook(lambda _: seen.append(autograd.running_node_name()))
+    assert autograd.running_node_name() is None
     y.sum().backward()
     assert seen == ["ExpBackward0"]
 
@@ -551,7 +552,7 @@ def test_what_is_run_in_backward_is_run_once_whatever_the_caller_is_in():
     seen = []
     for surroundings in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with surroundings:
-            private_api.run_in_backward(lambda: seen.append(private_api.in_backward()), torch.device("cpu"))
+            autograd.run_in_backward(lambda: seen.append(autograd.in_backward()), torch.device("cpu"))
     assert seen == [True] * 3
 
 
@@ -559,14 +560,14 @@ def test_what_waits_for_cuda_is_not_called_without_it():
     if torch.cuda.is_initialized():
         pytest.skip("this process has used CUDA")
     called = []
-    private_api.when_cuda_begins(lambda: called.append(True))
+    allocator.when_cuda_begins(lambda: called.append(True))
     assert called == []
 
 
 def test_tensors_of_the_host_are_printed_as_ever(monkeypatch):
     monkeypatch.setattr(torch._tensor_str, "_tensor_str", torch._tensor_str._tensor_str)
     before = str(torch.arange(3.0))
-    private_api.print_by_way_of_the_host()
+    tensors.print_by_way_of_the_host()
     assert str(torch.arange(3.0)) == before == "tensor([0., 1., 2.])"
 
 
@@ -617,9 +618,9 @@ def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensor
 
 
 def test_a_release_without_the_name_of_the_engines_run_says_so(monkeypatch):
-    assert private_api.engine_run_is_seen()
+    assert autograd.engine_run_is_seen()
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
-    assert not private_api.engine_run_is_seen()
+    assert not autograd.engine_run_is_seen()
 
 
 # What autograd saved
@@ -633,9 +634,7 @@ def test_what_a_node_saved_is_read_and_not_unpacked():
     inner = torch.ones(3, requires_grad=True) * 2
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), no_unpacking):
         result = inner.exp() * inner
-    saved = [
-        one for node in (result.grad_fn, *private_api.next_nodes(result.grad_fn)) for one in private_api.saved_by(node)
-    ]
+    saved = [one for node in (result.grad_fn, *autograd.next_nodes(result.grad_fn)) for one in autograd.saved_by(node)]
     packed = [one[1].data_ptr() for one in saved if type(one) is tuple]
     assert inner.data_ptr() in packed
     assert len(packed) == 3
@@ -643,11 +642,11 @@ def test_what_a_node_saved_is_read_and_not_unpacked():
 
 def test_a_leaf_is_saved_by_the_node_that_accumulates_its_gradient():
     leaf = torch.ones(3, requires_grad=True)
-    (accumulates,) = private_api.next_nodes((leaf * 2).grad_fn)
-    assert any(one is leaf for one in private_api.saved_by(accumulates))
+    (accumulates,) = autograd.next_nodes((leaf * 2).grad_fn)
+    assert any(one is leaf for one in autograd.saved_by(accumulates))
 
 
 def test_a_node_whose_tensors_backward_has_freed_saved_nothing():
     result = torch.ones(3, requires_grad=True).exp()
     result.sum().backward()
-    assert [one for one in private_api.saved_by(result.grad_fn) if one is not None] == []
+    assert [one for one in autograd.saved_by(result.grad_fn) if one is not None] == []

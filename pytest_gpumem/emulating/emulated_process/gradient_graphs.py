@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.torch_support.private_api import engine_run_is_seen, engine_run_within, outside_torch_function
+from pytest_gpumem.torch_support.private_api.autograd import engine_run_is_seen, engine_run_within
+from pytest_gpumem.torch_support.private_api.dispatch import outside_torch_function
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_variables_of, tensor_property
 

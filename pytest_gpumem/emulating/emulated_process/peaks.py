@@ -25,7 +25,7 @@ import torch
 from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.host_values.scope import current
-from pytest_gpumem.torch_support.private_api import cuda_snapshot, start_cuda_history, when_cuda_begins
+from pytest_gpumem.torch_support.private_api.allocator import cuda_snapshot, start_cuda_history, when_cuda_begins
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
 )
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.host_values.scope import current
-from pytest_gpumem.torch_support.private_api import (
+from pytest_gpumem.torch_support.private_api.allocator import (
     expandable_segments_are_on,
     observe_out_of_memory,
     when_cuda_begins,

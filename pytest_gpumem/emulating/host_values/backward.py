@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.emulating.host_values.host_operators import tensors_among
-from pytest_gpumem.torch_support.private_api import (
-    current_dispatch_mode,
-    engine_run_within,
-    in_backward,
-    replace_python_of_backward,
-)
+from pytest_gpumem.torch_support.private_api.autograd import engine_run_within, in_backward, replace_python_of_backward
+from pytest_gpumem.torch_support.private_api.dispatch import current_dispatch_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

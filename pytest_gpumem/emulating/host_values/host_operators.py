@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.torch_support.private_api import takes_numbers_for_tensors, unwrapped
+from pytest_gpumem.torch_support.private_api.dispatch import takes_numbers_for_tensors
+from pytest_gpumem.torch_support.private_api.tensors import unwrapped
 from pytest_gpumem.torch_support.reachability import sparse_parts
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from weakref import ref
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_gpumem.emulating.host_values.host_operators import has_storage
-from pytest_gpumem.torch_support.private_api import unwrapped
+from pytest_gpumem.torch_support.private_api.tensors import unwrapped
 
 if TYPE_CHECKING:
     import torch

@@ -63,15 +63,9 @@ from pytest_gpumem.emulating.host_values.lent_memory import LentMemory
 from pytest_gpumem.emulating.host_values.reads import Reads
 from pytest_gpumem.emulating.host_values.routing import CHOOSING, MAKE_ZEROS, AssumedRouting
 from pytest_gpumem.emulating.host_values.unknown_float import UNKNOWN, is_unknown_number
-from pytest_gpumem.torch_support.private_api import (
-    beneath_modes,
-    is_higher_order,
-    is_tracing,
-    never_compiled,
-    run_kernel,
-    untraced,
-    unwrapped,
-)
+from pytest_gpumem.torch_support.private_api.compiler import is_tracing, never_compiled, untraced
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes, is_higher_order, run_kernel
+from pytest_gpumem.torch_support.private_api.tensors import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

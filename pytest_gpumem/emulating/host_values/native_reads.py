@@ -28,7 +28,7 @@ from pytest_gpumem.emulating.host_values.host_operators import (
     tensors_among,
 )
 from pytest_gpumem.torch_support import private_api
-from pytest_gpumem.torch_support.private_api import running_node_name
+from pytest_gpumem.torch_support.private_api.autograd import running_node_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _OURS = str(Path(__file__).parents[2])
-_PASSING_ON = (__file__, private_api.__file__)
+_PASSING_ON = (__file__, str(Path(private_api.__file__).parent))
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
@@ -182,7 +182,7 @@ def _our_frames() -> Iterator[FrameType]:
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename
-        if file.startswith(_OURS) and file not in _PASSING_ON:
+        if file.startswith(_OURS) and not file.startswith(_PASSING_ON):
             yield frame
 
 

@@ -20,7 +20,7 @@ from pytest_gpumem.emulating.host_values.native_reads import answer_native_reads
 from pytest_gpumem.emulating.host_values.triton_kernels import forget_what_kernels_write
 from pytest_gpumem.emulating.host_values.unknown_float import UnknownFloat
 from pytest_gpumem.emulating.host_values.watched_methods import watch_methods
-from pytest_gpumem.torch_support.private_api import print_by_way_of_the_host
+from pytest_gpumem.torch_support.private_api.tensors import print_by_way_of_the_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable

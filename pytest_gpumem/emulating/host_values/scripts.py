@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulating.host_values.host_operators import tensors_among
-from pytest_gpumem.torch_support.private_api import around_scripts, lists_of_script
+from pytest_gpumem.torch_support.private_api.compiler import around_scripts, lists_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,9 @@ import torch
 from torch.multiprocessing import reductions
 
 from pytest_gpumem.emulating.host_values.host_operators import has_storage, is_ordinary
-from pytest_gpumem.torch_support.private_api import never_compiled, outside_torch_function, reduced_with_attribute
+from pytest_gpumem.torch_support.private_api.compiler import never_compiled
+from pytest_gpumem.torch_support.private_api.dispatch import outside_torch_function
+from pytest_gpumem.torch_support.private_api.tensors import reduced_with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,16 +18,9 @@ from pytest_gpumem.emulating.host_values.scripts import follow_scripts
 from pytest_gpumem.emulating.host_values.serialized import follow_serialized
 from pytest_gpumem.emulating.host_values.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
 from pytest_gpumem.emulating.host_values.use_of_float import TEXT, use_of_conversion
-from pytest_gpumem.torch_support.private_api import (
-    current_dispatch_mode,
-    is_tracing,
-    never_compiled,
-    outside_torch_function,
-    remember_functions_that_take_a_device,
-    script_as,
-    untraced,
-    unwrapped,
-)
+from pytest_gpumem.torch_support.private_api.compiler import is_tracing, never_compiled, script_as, untraced
+from pytest_gpumem.torch_support.private_api.dispatch import current_dispatch_mode, outside_torch_function
+from pytest_gpumem.torch_support.private_api.tensors import remember_functions_that_take_a_device, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from pytest_gpumem.measuring.devices.cuda_history import in_order_of_time
 from pytest_gpumem.measuring.devices.profiled import check_change, profiled
 from pytest_gpumem.measuring.ranks.consensus import ALONE
 from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_imports
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
     from pytest_gpumem.measuring.devices.memory_ledger import SharedMemory
     from pytest_gpumem.measuring.ranks.consensus import Alone
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 
 Blocks = Mapping[int, int]

@@ -22,14 +22,10 @@ from pytest_gpumem.measuring.devices.live_blocks import FreeCallbacks, LiveBlock
 from pytest_gpumem.measuring.devices.profiled import tokens_of
 from pytest_gpumem.measuring.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measuring.ranks.consensus import let_threads_rest
-from pytest_gpumem.torch_support.private_api import (
-    allocation_events,
-    around_collectives,
-    beneath_modes,
-    bfloat16_instructions,
-    quiet_kineto,
-    recording_no_operators,
-)
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
+from pytest_gpumem.torch_support.private_api.distributed import around_collectives
+from pytest_gpumem.torch_support.private_api.numerics import bfloat16_instructions
+from pytest_gpumem.torch_support.private_api.profiler import allocation_events, quiet_kineto, recording_no_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import BlockIds, Blocks, Peak
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
     from pytest_gpumem.measuring.devices.live_blocks import AnyToken
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 _PROBE_BYTES = 61
 """The size of the last allocation in each recording. If this allocation is missing, earlier events are missing as well."""

@@ -21,7 +21,7 @@ from pytest_gpumem.measuring.devices.cuda_history import in_order_of_time, live_
 from pytest_gpumem.measuring.devices.cuda_workspaces import Workspaces, transient_in_peak
 from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory
 from pytest_gpumem.measuring.devices.profiled import check_change
-from pytest_gpumem.torch_support.private_api import tf32_allowed
+from pytest_gpumem.torch_support.private_api.numerics import tf32_allowed
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
     from pytest_gpumem.measuring.devices.memory_ledger import MemoryLedger
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 
 _PROBE_BYTES = 4096

@@ -20,19 +20,18 @@ from pytest_gpumem.measuring.devices.cuda_history import history_of
 from pytest_gpumem.measuring.devices.nvml import NvmlGpu
 from pytest_gpumem.measuring.devices.proc import is_of_session, workers_of_session
 from pytest_gpumem.measuring.devices.profiled import launches_of, profiled
-from pytest_gpumem.torch_support.private_api import (
+from pytest_gpumem.torch_support.private_api.allocator import (
     MOST_ENTRIES,
-    beneath_modes,
     clear_cublas_workspaces,
     cublas_workspace_sizes,
     cuda_has_allocated,
     cuda_history_is_on,
     cuda_snapshot,
-    in_backward,
-    run_in_backward,
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.torch_support.private_api.autograd import in_backward, run_in_backward
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.events import Token
     from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
     from pytest_gpumem.measuring.devices.nvml import GpuState
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 
 @dataclass(frozen=True, slots=True)

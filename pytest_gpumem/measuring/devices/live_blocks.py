@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.facts.values.events import AllocationEvent, Token
 from pytest_gpumem.measuring.devices.contract import Peak
-from pytest_gpumem.torch_support.private_api import beneath_modes
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.facts.measurement import MeasuringError
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 from pytest_gpumem.measuring.devices.cuda_history import numbered_by_thread
-from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, span, threads_of_spans
+from pytest_gpumem.torch_support.private_api.profiler import event_tree, quiet_kineto, span, threads_of_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from pytest_gpumem.facts.values.events import Token
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 
 MARK_PREFIX = "gpumem#"

@@ -29,7 +29,7 @@ from pytest_gpumem.measuring.explain.holder_names import (
 )
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.graphs import graphs_that_save
-from pytest_gpumem.torch_support.private_api import MODULE_PARTS
+from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import address_of, alive, blocks_of
 from pytest_gpumem.torch_support.static_access import (
     class_name,

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.measuring.explain.trace import Label
-from pytest_gpumem.torch_support.private_api import MODULE_PARTS
+from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,

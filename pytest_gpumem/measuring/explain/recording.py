@@ -36,7 +36,7 @@ from pytest_gpumem.measuring.explain.renewed_inputs import renewals, with_makers
 from pytest_gpumem.measuring.explain.survivors import survivors_of
 from pytest_gpumem.measuring.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.measuring.explain.tracker import Level, Tracker
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.explain.owners import TensorOwners
     from pytest_gpumem.measuring.explain.sites import Site, Sites
     from pytest_gpumem.measuring.explain.survivors import Survivors
-    from pytest_gpumem.torch_support.private_api import Profile
+    from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 DIFFERING_STEPS = 6
 """The fewest steps to record if steps differ. They are enough to see work that is done in every second to every sixth step.

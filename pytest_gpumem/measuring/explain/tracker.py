@@ -17,7 +17,9 @@ from pytest_gpumem.facts.values.events import TensorRecord
 from pytest_gpumem.measuring.devices.profiled import MARK_PREFIX
 from pytest_gpumem.measuring.explain.owners import TensorOwners
 from pytest_gpumem.measuring.explain.trace import Label, Mark
-from pytest_gpumem.torch_support.private_api import engine_run_within, outside_torch_function, span
+from pytest_gpumem.torch_support.private_api.autograd import engine_run_within
+from pytest_gpumem.torch_support.private_api.dispatch import outside_torch_function
+from pytest_gpumem.torch_support.private_api.profiler import span
 from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, dtype_and_shape, is_a
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from pytest_gpumem.facts.values.operator_counts import (
     without_places,
 )
 from pytest_gpumem.measuring.measure.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
-from pytest_gpumem.torch_support.private_api import flop_counter, watched_operators
+from pytest_gpumem.torch_support.private_api.dispatch import flop_counter, watched_operators
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import beneath_modes
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

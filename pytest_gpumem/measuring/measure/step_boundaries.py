@@ -7,7 +7,8 @@ import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import in_backward, replaced
+from pytest_gpumem.torch_support.private_api.attributes import replaced
+from pytest_gpumem.torch_support.private_api.autograd import in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

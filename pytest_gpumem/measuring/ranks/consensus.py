@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.facts.values.rank import Rank
 from pytest_gpumem.measuring.ranks.errors import RankLost
-from pytest_gpumem.torch_support.private_api import beneath_modes
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.base.units import number, whole_number
-from pytest_gpumem.torch_support.private_api import activation_memory_budget
+from pytest_gpumem.torch_support.private_api.compiler import activation_memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,7 +12,7 @@ from pytest_gpumem.emulating.emulation.torch_build import missing_for_compiling
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
-from pytest_gpumem.torch_support.private_api import compiled_graphs, compiles_within_modes, load_compiler
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs, compiles_within_modes, load_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

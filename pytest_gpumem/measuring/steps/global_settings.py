@@ -9,7 +9,7 @@ from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import call_model, micro_batches
 from pytest_gpumem.measuring.steps.precision import autocasting, float32_precision
-from pytest_gpumem.torch_support.private_api import outside_autocast
+from pytest_gpumem.torch_support.private_api.numerics import outside_autocast
 from pytest_gpumem.torch_support.static_access import attribute, is_a, named_modules
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from pytest_gpumem.measuring.steps.model_step import (
     workload_of,
 )
 from pytest_gpumem.measuring.steps.precision import autocasting, batch_in_precision, in_precision
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
 from pytest_gpumem.measuring.steps.model_step import build_model, built_on, existing_model_in
 from pytest_gpumem.measuring.steps.precision import in_precision
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
-from pytest_gpumem.torch_support.private_api import replaced
+from pytest_gpumem.torch_support.private_api.attributes import replaced
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import is_a
 

@@ -17,7 +17,7 @@ from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.step_config.config import OPTIMIZER_CLASSES
 from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import describe
-from pytest_gpumem.torch_support.private_api import load_compiler
+from pytest_gpumem.torch_support.private_api.compiler import load_compiler
 from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, parameters_of, tensor_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.variables import WORLD_SIZE
 from pytest_gpumem.measuring.step_config.errors import ConfigError
-from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, forget_operators_of_meshes, store_of_nobody
+from pytest_gpumem.torch_support.private_api.distributed import (
+    FAKE,
+    forget_meshes,
+    forget_operators_of_meshes,
+    store_of_nobody,
+)
 from pytest_gpumem.torch_support.reachability import is_host
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pytest_gpumem.measuring.steps.process_group import layout_in_process_group
 from pytest_gpumem.measuring.steps.sharded_optimizer import adapted_factory, local_optimizer
 from pytest_gpumem.measuring.steps.sharding import build_sharded, part_of_sequence, sharing_sequences
 from pytest_gpumem.measuring.steps.training import Training
-from pytest_gpumem.torch_support.private_api import compiled_graphs
+from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

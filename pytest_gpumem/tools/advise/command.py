@@ -57,7 +57,7 @@ from pytest_gpumem.tools.console.streams import (
     parsed,
     write_lines,
 )
-from pytest_gpumem.torch_support.private_api import gpu_unseen
+from pytest_gpumem.torch_support.private_api.allocator import gpu_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

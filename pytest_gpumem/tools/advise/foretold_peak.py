@@ -27,7 +27,7 @@ from pytest_gpumem.tools.advise.token_pattern import (
     pattern_of,
     place_of,
 )
-from pytest_gpumem.torch_support.private_api import (
+from pytest_gpumem.torch_support.private_api.allocator import (
     allocate_on_cuda,
     clear_cublas_workspaces,
     cuda_snapshot,

@@ -1,0 +1,178 @@
+"""PyTorch's allocators: peaks, history, blocks, cuBLAS workspaces."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_gpumem.torch_support.private_api.attributes import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch.autograd.profiler
+    import torch.profiler
+
+
+def peak_resets(device_type: str) -> list[tuple[str, str]]:
+    """Return the module and name of each torch function that resets a device type's peak statistics.
+
+    A torch release may lack some of these functions.
+    """
+    public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
+    private = (f"_{device_type}_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+    return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS allocates once for each handle and stream (33,554,432 bytes each on an H100).
+
+    Otherwise the first matrix product in a process would look like a leak in the test that runs it (pytorch/pytorch#95668).
+    """
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def cuda_has_allocated(index: int) -> bool:
+    """Return whether this process has ever allocated memory with the CUDA allocator on a GPU, even if it was freed.
+
+    torch's public function for statistics is slower, because it flattens and sorts them all. Any of the four counters may have
+    been reset to 0, so all are checked.
+    """
+    import torch
+
+    return any(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"].values())
+
+
+def cuda_history_is_on() -> bool:
+    """Return whether torch currently records the history of the CUDA caching allocator."""
+    import torch
+
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def cublas_workspace_sizes() -> frozenset[int]:
+    """Return the sizes of a cuBLAS workspace and a cuBLASLt workspace in bytes; empty if the torch release does not report
+    them.
+    """
+    import torch
+
+    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+    sizes = (getattr(torch._C, name, int)() for name in names)
+    return frozenset(size for size in sizes if size)
+
+
+MOST_ENTRIES = 2**20
+"""A history without Python frames contains at most this many entries. Older entries are lost."""
+
+
+def start_cuda_history(*, frames: bool = True) -> None:
+    """Start to record every allocation and free in the CUDA caching allocator.
+
+    Frees are recorded without Python frames, because memory may be freed while an exception propagates, for example when
+    checkpointing stops early. If torch 2.11 reads frames at that moment, the exception is lost (``SystemError: ... returned
+    NULL without setting``).
+
+    Args:
+        frames: Whether to record the Python frames of each allocation.
+    """
+    import torch
+
+    record = torch.cuda.memory._record_memory_history
+    if frames:
+        record("all", context="alloc", stacks="python")
+    else:
+        record("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
+
+
+def stop_cuda_history() -> None:
+    """Stop recording the CUDA caching allocator's history, and delete it."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(None)
+
+
+def cuda_snapshot() -> dict[str, Any]:
+    """Return the state and the recorded history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes
+    them.
+
+    This call itself adds an entry to the history.
+    """
+    import torch
+
+    return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+
+
+def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
+    """Allocate a block with the CUDA caching allocator and return its address. Raise ``torch.OutOfMemoryError`` if memory runs
+    out.
+    """
+    import torch
+
+    return int(torch.cuda.caching_allocator_alloc(nbytes, device))
+
+
+def free_on_cuda(address: int) -> None:
+    """Return a block to the CUDA caching allocator."""
+    import torch
+
+    torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Call a function when this process uses CUDA for the first time, or now if it already uses CUDA.
+
+    So a process can prepare something for CUDA, and still fork before it uses CUDA.
+    """
+    import torch
+
+    torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
+def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """From now on, call a function in the allocating thread just before an allocation raises an out-of-memory error.
+
+    Call this after CUDA is initialised, or in `when_cuda_begins`. With the driver's allocator, ``cudaMallocAsync``, the
+    function is never called.
+
+    Args:
+        call: A function with the parameters ``(device, requested, total, free)``. The last three are sizes in bytes.
+    """
+    import torch
+
+    if torch.cuda.get_allocator_backend() == "native":
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
+
+
+def expandable_segments_are_on() -> bool:
+    """Return whether the CUDA caching allocator uses expandable segments, from its current settings and not from the
+    environment.
+    """
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    return bool(cuda_snapshot().get("allocator_settings", {}).get("expandable_segments", False))
+
+
+@contextmanager
+def gpu_unseen() -> Iterator[None]:
+    """Hide all GPUs from modules that are imported within the context, so this process can fork later.
+
+    A process must not use CUDA before it forks, but some libraries do so when they are imported. Even counting the GPUs is a
+    use (``register_fork_handler_for_device_init``). When the context ends, caches in torch and transformers are cleared,
+    because they may contain "no GPU". For example, ``torch.utils._triton`` checks only once whether the GPU supports Triton.
+    """
+    import torch
+
+    # The compiler counts the GPUs only once, when it is imported. Let it count a single GPU.
+    with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
+        try:
+            yield
+        finally:
+            for name in ("torch.utils._triton", "transformers.utils.import_utils"):
+                for function in vars(sys.modules.get(name, object)).values():
+                    if hasattr(function, "cache_clear"):
+                        function.cache_clear()
