@@ -215,7 +215,7 @@ class _Tallies:
 def _count_operators(
     step: Callable[[], object], device: torch.device, places: OperatorSites | None = None
 ) -> dict[str, tuple[Tally, ...]]:
-    """Run the step, and return the tallies for FLOPs, operators and syncs. ``places`` finds the line that called an operator."""
+    """Run the step, and return the tallies for FLOPs, operators and syncs. ``places`` finds each operator's source line."""
     import torch
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name

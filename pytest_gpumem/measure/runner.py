@@ -84,7 +84,7 @@ def measure_step(
             if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
             else {}
         )
-        # Count before timing, because a step's work may depend on the weights, and timing runs an unpredictable number of steps.
+        # Count before timing. Timing trains for an unpredictable number of steps, and a step's work may depend on the weights.
         with device.peak_ignored():
             alike = device.consensus.all(
                 settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
