@@ -98,7 +98,9 @@ class Segment:
             differing = [
                 str(name) for name in sorted({*first, *current}, key=str) if first.get(name) is not current.get(name)
             ]
-            raise self._wrong(number, f"its argument {', '.join(differing)} differs from the argument of {self._paths[0]}")
+            raise self._wrong(
+                number, f"its argument {', '.join(differing)} differs from the argument of {self._paths[0]}"
+            )
 
     def _hidden_of(self, output: Any, number: int) -> Any:
         """Return the next block's input from a block's output: the output, or the only tensor in a tuple."""

@@ -9,8 +9,8 @@ of the following conditions are true:
 - The whole confidence interval in cycles is above 1, because seconds also vary with the machine's speed.
 
 If other work disturbed a sample, or if the clock runs slower than in every baseline run, the largest slowdown that this can
-explain is subtracted first (`pytest_gpumem.timing.validity`). If only some of the conditions are true, the sample is
-*uncertain*.
+explain is subtracted first (`pytest_gpumem.timing.validity`). If the ratio in seconds is beyond the tolerance, but another
+condition is not true, the sample is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
 seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
@@ -58,7 +58,7 @@ AGREEING = 2
 """This many slower samples prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
-_CANNOT_EXPLAIN = "which cannot account for it"
+_CANNOT_EXPLAIN = "which cannot explain the slowdown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     usable = _usable_pairs(pairs)
-    basis = f"judged by {counted(len(usable), 'pair of runs', 'pairs of runs')}"
+    basis = f"estimated from {counted(len(usable), 'pair of runs', 'pairs of runs')}"
     most = MOST_UNKNOWN_IN_TURNS * tolerance
     seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in usable])
     if len(pairs) < FEWEST_PAIRS:
@@ -247,7 +247,7 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 
 def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
-    basis = word_form(runs, "judged by a single run", f"judged by {runs} runs")
+    basis = word_form(runs, "estimated from a single run", f"estimated from {runs} runs")
 
     current = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
 
@@ -313,7 +313,7 @@ def slower_machine(current: Runs, pace: float | None, most: float = SLOWER_MACHI
     if current.pace is None or pace is None:
         return None
     change = current.pace / pace - 1
-    return f"the machine runs {percent(-change)} slower than it did" if change < -most else None
+    return f"the machine runs {percent(-change)} slower than in the baseline" if change < -most else None
 
 
 def _judge(
@@ -333,7 +333,7 @@ def _judge(
         cycles: The ratio in clock cycles; ``None`` if the clock was not read.
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
         invalid: A clause with the reason why the samples cannot show a slowdown; ``None`` if they can.
-        basis: A clause on the number of runs from which the variation is known: ``judged by 3 runs``.
+        basis: A clause on the number of runs from which the variation is known: ``estimated from 3 runs``.
         lost_pace: The factor by which the clock ran slower; ``None`` to compute the factor from the two ratios.
         most_unknown: The limit for the interval, as a share: 0.1 is 10 % slower. An interval that reaches beyond it makes the
             comparison uncertain. ``None`` for `MOST_UNKNOWN`.
@@ -350,7 +350,7 @@ def _judge(
     if seconds.ratio > slower:
         reason = f"within the variation of the times, {basis}: {seconds}"
         if cycles is not None and not looks_slower:
-            reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
+            reason = f"a slower clock may explain the slowdown: {seconds} in seconds is {cycles} in cycles"
         return Comparison("uncertain", seconds, cycles, invalid or reason)
     if seconds.high > 1 + (max(MOST_UNKNOWN, 2 * tolerance) if most_unknown is None else most_unknown):
         return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")
