@@ -45,7 +45,7 @@ class MeasuringContext:
     peak_only: bool = False
 
     def bytes_of_other_code(self, held: object) -> tuple[int, ...]:
-        """Collect garbage and empty caches before a step is prepared, and return the live bytes that belong to other code.
+        """Collect garbage and empty caches before a step is prepared, and return the live bytes of other code.
 
         Args:
             held: The step's existing objects, for example the model and the batch. Their tensors do not belong to other code.
@@ -65,12 +65,12 @@ class MeasuringContext:
         )
 
     def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Return the storages on ``device`` that can be reached from ``held``. By default, use the context's own device."""
+        """Return the storages on ``device`` in reach from ``held``. By default, use the context's own device."""
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
-        """Yield a dict that maps the address of each tensor created within the context to the line that created it.
+        """Yield a dict with the line that created each tensor within the context, by the tensor's address.
 
         Without ``sites``, the dict stays empty.
         """

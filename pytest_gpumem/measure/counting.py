@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.call_sites import OperatorSites
 
 TALLIED = ("flops", "operators", "syncs")
-"""The counts that are taken on the host, operator by operator, so the source line of each operator can be found."""
+"""The counts taken on the host, operator by operator, so the source line of each operator can be found."""
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
     (
@@ -62,8 +62,8 @@ class Counts:
     in backward, which recomputes the scores. Causal attention counts like attention without a mask.
 
     ``operators``: calls to ATen and custom operators that compute or copy, below autograd and with composite operators
-    decomposed. Views and plain allocations do not count, because their number differs between torch releases. An operator that
-    is called with a tensor subclass, such as int8 weights, counts once.
+    decomposed. Views and plain allocations do not count, because their number differs between torch releases. A call with a
+    tensor subclass, such as int8 weights, counts once, even if it runs several operators.
 
     ``syncs``: how often the host waits for the device, to read a value (``.item()``, ``nonzero``, boolean masks) or
     to copy between host and device without ``non_blocking``.
@@ -98,10 +98,10 @@ class CountResult:
     failure: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value of each metric that differed between the counted steps."""
+    """The smallest value of each metric with different values in the counted steps."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return clauses on counts that differed between steps, and on a failure to count."""
+        """Return clauses on counts with different values in several steps, and on a failure to count."""
         varied = (varied_clause(name, lowest, self.counts.metrics()[name]) for name, lowest in self.lowest.items())
         return (*varied, *(() if self.failure is None else (self.failure,)))
 
@@ -110,7 +110,7 @@ NO_COUNTS = CountResult(Counts())
 
 
 FURTHER_COUNTED_STEPS = 5
-"""The number of further steps that are counted if steps may differ. With these, even work in every sixth step is counted."""
+"""The number of further counted steps if steps may differ. With these, even work in every sixth step is counted."""
 
 
 def count_step(
@@ -118,8 +118,9 @@ def count_step(
 ) -> CountResult:
     """Count a step's operators in one run, and its kernel launches in another run.
 
-    The tallies have no source lines. The operators of a compiled step are not counted, because torch does not use compiled code
-    within the dispatch mode that counts operators. If the device launches no kernels, there is no second run.
+    The tallies have no source lines. Operators are counted within a dispatch mode. Because torch does not use compiled code
+    within such a mode, the operators in a compiled step are not counted. If the device launches no kernels, there is no second
+    run.
 
     Args:
         step: Runs the step.
@@ -196,7 +197,7 @@ def with_lines(step: Callable[[], object], device: Device, counted: CountResult,
 
 
 class _Tallies:
-    """Running totals for each metric, by operator and by `place`, the source line that called the latest operator."""
+    """Running totals for each metric, by operator and source line. ``place`` is the source line of the latest operator."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Counter[tuple[str, OperatorSite]]] = {name: Counter() for name in TALLIED}
@@ -237,7 +238,7 @@ def _count_operators(
         tallies.add("syncs", name)
 
     def add_sync_in_function(name: str) -> None:
-        """Add a sync in a function that calls no operator."""
+        """Add a sync in a function without operator calls."""
         count_flops()
         tallies.place = places.operator_site() if places is not None else NOWHERE
         tallies.add("syncs", name)
@@ -261,8 +262,8 @@ def _count_operators(
         stack.enter_context(host.tracking_counters())
         if places is not None:
             stack.enter_context(places.watching())
-        # The mode that was entered last handles an operator first. `flops` decomposes composite operators, so it is entered
-        # after `watched_operators`, which then counts the operators that really run.
+        # The last entered mode handles an operator first. `flops` decomposes composite operators, so it is entered after
+        # `watched_operators`, which then counts the decomposed operators.
         stack.enter_context(watched_operators(run_operator))
         stack.enter_context(flops)
         stack.enter_context(syncs.watching_functions())

@@ -1,4 +1,4 @@
-"""Growth per step: the bytes that every further step keeps, as a leak in a training loop does.
+"""Growth per step: the bytes kept by every further step, as by a leak in a training loop.
 
 Live bytes also change while a cache fills, or if batches have different sizes. These functions distinguish both from a leak.
 """
@@ -53,8 +53,8 @@ def growth_per_step(live: Sequence[int]) -> int:
     """Return the bytes kept by each step, or 0 if memory does not grow.
 
     Memory grows if both the minimum and the maximum of ``live`` are higher in the later half than in the earlier half. The
-    first and the last value alone would prove nothing, because a buffer that is emptied from time to time may be almost empty
-    in the first and almost full in the last.
+    first and the last value alone would prove nothing, because a buffer may be almost empty in the first and almost full in
+    the last, although it is emptied from time to time.
 
     Args:
         live: The live bytes before the first step and after each step, after garbage collection.
@@ -142,7 +142,7 @@ def _never_falls(live: Sequence[int]) -> bool:
 
 
 def _has_only_risen(window: Sequence[Figures]) -> bool:
-    """Return whether live bytes rose more than once, and never fell, between steps that allocate the same number of bytes."""
+    """Return whether live bytes rose more than once, and never fell, between steps with equal allocations."""
     latest: dict[int, int] = {}
     rises, rose_until = 0, -1
     for number, step in enumerate(window):

@@ -56,9 +56,9 @@ class Loop:
         self.is_counted = False
         """True while a step's operators are counted. Such a step may need more memory than a plain step."""
         self.steps = 0
-        """The number of steps that the measuring code has run so far."""
+        """The number of steps run so far for the measuring code."""
 
-    # Methods that the loop calls
+    # Methods called by the loop
 
     @property
     def is_measured(self) -> bool:
@@ -81,11 +81,11 @@ class Loop:
         """Let the measuring code finish, because the loop has ended.
 
         Args:
-            raised: The exception that the loop's latest step raised. `next_step` raises it again in the measuring code.
+            raised: The exception raised by the loop's latest step. `next_step` raises it again in the measuring code.
                 ``None`` if the loop ended without an exception.
 
         Raises:
-            BaseException: An exception that the measuring code raised.
+            BaseException: An exception raised by the measuring code.
         """
         self._ended, self._raised = True, raised
         if self._measuring is not None and not self._measuring.dead:
@@ -95,7 +95,7 @@ class Loop:
             error, self._error = self._error, None
             raise error
 
-    # Methods that the measuring code calls
+    # Methods called by the measuring code
 
     def next_step(self, *, counted: bool = False) -> None:
         """Run the loop until its next boundary.
@@ -105,7 +105,7 @@ class Loop:
 
         Raises:
             LoopEnded: The loop ended before the boundary.
-            BaseException: The exception that was passed to `end`.
+            BaseException: The exception passed to `end`.
         """
         if not self._ended:
             assert self._loop is not None, "measuring begins at a boundary of the loop"

@@ -66,7 +66,7 @@ class PreparedLoop(PreparedStep):
         notes: tuple[str, ...] = ()
         counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
-        # settle() freezes all objects that exist now, so each later garbage collection looks only at new objects and is fast.
+        # settle() freezes all existing objects, so each later garbage collection looks only at new objects and is fast.
         collect_everything()
         device.settle()
         with cyclic_collector_off():
@@ -138,7 +138,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages that may belong to the loop: those of all live tensors that did not exist before the loop."""
+        """Yield the storages of all live tensors that did not exist before the loop, because they may belong to it."""
         import torch
 
         with everything_in_sight():

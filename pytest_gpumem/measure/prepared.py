@@ -46,7 +46,7 @@ class MeasuredStep:
     """
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """The number of module calls that backward repeated; ``None`` if the step is not a training step."""
+    """The number of module calls repeated by backward; ``None`` if the step is not a training step."""
     is_over: bool = False
     """True if the step cannot run again, because its loop has ended."""
 
@@ -88,9 +88,9 @@ class PreparedStep:
     """The numbers of samples, tokens or items in a step, as in `MeasuredStep`."""
     phases: Sequence[Phase]
     other_bytes: Sequence[int]
-    """The bytes that other code held before the step's model was built, on each device in `Device.everywhere`."""
+    """Other code's live bytes before the step's model was built, on each device in `Device.everywhere`."""
     held: object
-    """Objects such as the model and the batch. Every tensor that lives from step to step can be reached from them."""
+    """Objects such as the model and the batch, from which every tensor that lives from step to step can be reached."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
@@ -98,7 +98,7 @@ class PreparedStep:
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
-    """Returns the number of module calls that backward repeats. Call this after the first run."""
+    """Returns the number of module calls repeated by backward. Call this after the first run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The buffers in which ``DistributedDataParallel`` collects gradients, by bucket number."""

@@ -23,8 +23,8 @@ class Figures:
     """Memory figures for a region of code on one device, in bytes. Live bytes and peaks are counted from the same zero point.
 
     ``other_bytes`` belong to other code and are live during the whole region. ``live_before`` is read before the region runs,
-    ``live_run`` right after the region, and ``live_after`` after the garbage collection that follows. These three values
-    exclude workspaces. Peaks include workspaces.
+    ``live_run`` right after the region, and ``live_after`` after a further garbage collection. These three values exclude
+    workspaces. Peaks include workspaces.
 
     Example:
         The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
@@ -42,7 +42,7 @@ class Figures:
     turnover: int = 0
     """The bytes of all allocations in the region together, including blocks that were freed later."""
     held_change: int = 0
-    """The growth of the bytes that the test's fixtures hold. They hold them on purpose, so these bytes are not retained."""
+    """The growth of the bytes held by the test's fixtures. They hold them on purpose, so these bytes are not retained."""
     workspaces: int = 0
     """The bytes in workspaces at the peak. Libraries hold workspaces during an operation or between operations."""
     workspaces_before: int = 0
@@ -50,7 +50,7 @@ class Figures:
     unused_before: int = 0
     """The reserved but unused bytes before the region, in the allocator's segments that contain at least one block."""
     loaded: int | None = None
-    """The bytes in the object that `load` returned; ``None`` for other regions."""
+    """The bytes in the object returned by `load`; ``None`` for other regions."""
 
     @property
     def own(self) -> int:
@@ -78,7 +78,7 @@ class Figures:
 
     @property
     def retained(self) -> int:
-        """The bytes that are still allocated after the region, without bytes held by the test's fixtures."""
+        """The bytes still allocated after the region, without bytes held by the test's fixtures."""
         return max(0, self.live_after - self.live_before - self.held_change)
 
     @property
@@ -114,11 +114,11 @@ def notes_on_missing(figures: Iterable[Figures]) -> tuple[str, ...]:
 
 
 ByDevice = Mapping[str, Figures]
-"""A region's figures on each device that the process uses, by device name. The measured device comes first."""
+"""A region's figures on each device used by the process, by device name. The measured device comes first."""
 
 
 def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
-    """Return the figures of consecutive steps by device. A device's figures begin at the first step that used the device."""
+    """Return the figures of consecutive steps by device. A device's figures begin at the first step on this device."""
     return {name: tuple(step[name] for step in steps if name in step) for name in steps[-1]}
 
 
@@ -212,11 +212,11 @@ class Reading:
             peaks: The peak on each device.
             live_after: The live bytes after garbage collection, on each device, without workspaces.
             phases: Each phase's peaks, on each device.
-            held_change: The growth of the bytes that the test's fixtures hold, on each device.
+            held_change: The growth of the bytes held by the test's fixtures, on each device.
             transient: The workspace bytes in the peak from `Device.transient_workspaces`, on each device.
 
         Returns:
-            The figures by device name, for the first device and every other device that the process uses.
+            The figures by device name, for the first device and every other device used by the process.
         """
         devices = self._device.everywhere
         workspaces = self._device.workspaces()
@@ -285,7 +285,7 @@ def read_once(
     Args:
         device: The code's device, after `Device.quiesce`.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        held: Returns the bytes that fixtures currently hold, on each device.
+        held: Returns the bytes currently held by fixtures, on each device.
         before: The result from ``held``, and the live bytes without workspaces, both from before the context. By default, both
             are read now.
 

@@ -127,8 +127,8 @@ def unrecorded_steps(
     While allocations are not recorded, a step may replace memory blocks. At the end, `Device.reconcile` gets the blocks that
     are live then:
 
-    - Blocks that can be reached from the step's objects.
-    - Other blocks that outlived the recorded step before the context, for example tensors that a graph has saved.
+    - Blocks in reach from the step's objects.
+    - Other blocks that outlived the recorded step before the context, for example tensors saved by a graph.
     - Other blocks from the recorded step at the end, because each step creates new ones, for example the buckets in
       `DistributedDataParallel`.
 
@@ -136,8 +136,8 @@ def unrecorded_steps(
 
     Args:
         device: The step's device.
-        earlier: The blocks that were live before the recorded step that precedes the context.
-        own: Returns the storages that can be reached from the step's objects.
+        earlier: The live blocks before the recorded step that precedes the context.
+        own: Returns the storages in reach from the step's objects.
         run_step: Runs a recorded step.
     """
     reached = {storage.data_ptr() for storage in own()}

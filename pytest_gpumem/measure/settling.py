@@ -44,7 +44,7 @@ class DeviceFigures:
     left_out: int = 0
     """The number of warm-up runs at the beginning, which build state."""
     growth: int = 0
-    """The bytes that every further run keeps."""
+    """The bytes kept by every further run."""
 
     @property
     def _counting(self) -> tuple[Figures, ...]:
@@ -90,7 +90,7 @@ class StepFigures:
     is_settled: bool
     """True if there is an equal pair, and all runs after it have the same peak as the pair."""
     growth: Mapping[str, int] = field(default_factory=dict)
-    """The bytes that every further run keeps, by device name."""
+    """The bytes kept by every further run, by device name."""
     times: Times | None = None
     counted: CountResult = NO_COUNTS
 

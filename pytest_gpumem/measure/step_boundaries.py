@@ -43,7 +43,7 @@ class StepBoundaries:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find the boundaries in code that runs within the context."""
+        """Find the boundaries while the loop runs within the context."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         # Optimizers open a `record_function` span around their steps. A recording may end at a boundary, but must not end
@@ -106,7 +106,7 @@ def without_record_functions() -> Iterator[None]:
         return self
 
     def exit_span(self: Any, *error: Any) -> Any:
-        # A span that began before this context has a record, which must be ended.
+        # If a span began before this context, it has a record, and this record must be ended.
         return None if self.record is None else original_exit(self, *error)
 
     with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):

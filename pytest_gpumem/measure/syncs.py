@@ -30,7 +30,7 @@ class HostTensors:
 
     - an optimizer's counters,
     - tensors created by the step without a device, or copied to the host (`mark`),
-    - results that are computed only from these tensors (`follow`).
+    - results computed only from these tensors (`follow`).
 
     Example:
         On the CPU, ``loss.item()`` counts as a sync, because ``loss`` was computed from the model's parameters.
@@ -121,7 +121,7 @@ class Syncs:
             self.in_operator(title_of(operator))
 
     def watching_functions(self) -> AbstractContextManager[object]:
-        """Return a context that detects syncs in functions that call no operator."""
+        """Return a context that detects syncs in functions without operator calls."""
         return _watching_functions(self, self.host)
 
 

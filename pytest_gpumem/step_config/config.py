@@ -352,8 +352,7 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
     )
     yield (
         fully and kind.name in ("sequential", "sqrt"),
-        f"checkpoint={checkpoint} runs several blocks as one block, but fully_shard gathers each block separately; use "
-        "checkpoint=blocks or every:N",
+        f"checkpoint={checkpoint} runs several blocks as one, but fully_shard gathers each block; use checkpoint=blocks",
     )
     yield (
         "activations" in offloaded and checkpoint == "offload",
@@ -362,8 +361,7 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
     split = sharding is not None and sharding.degree("tp") > 1
     yield (
         split and not fully and precision == "amp-fp16",
-        "amp-fp16 scales gradients, but tp splits only some gradients, and torch cannot unscale split and whole gradients "
-        "together; use amp-bf16 or fsdp+tp:N",
+        "amp-fp16 cannot be combined with tp, because torch cannot unscale split and whole gradients; use amp-bf16 or fsdp+tp:N",
     )
     yield (
         (fully or split) and config.optimizer == "adafactor",

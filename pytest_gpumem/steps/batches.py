@@ -145,8 +145,8 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
             the step.
 
     Raises:
-        ValueError: ``items`` is an unknown word, or a number that is not finite and above zero. Or ``items`` is ``"tokens"``
-            and the batch has no integer tensor.
+        ValueError: ``items`` is an unknown word, or not a finite number above zero. Or ``items`` is ``"tokens"`` and the batch
+            has no integer tensor.
 
     Example:
         ``work_in(batch, "tokens")`` returns ``{"tokens": 2048, "samples": 8}`` for a batch ``int64[8, 256]``.
@@ -168,7 +168,7 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
 
 
 def work_of_items(items: float | None) -> dict[str, float]:
-    """Return the work of a step that has no batch: the number of items under the name ``items``.
+    """Return the work in a step without a batch: the number of items under the name ``items``.
 
     The result is empty if ``items`` is ``None``.
 

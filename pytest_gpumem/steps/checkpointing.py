@@ -41,7 +41,7 @@ class BlockRuns:
         self.runs: Counter[str] = Counter()
         self.segments: list[Segment] = []
         self.modules: set[int] = set()
-        """The ids of all modules that were called within `watched`, also of modules in other models."""
+        """The ids of all modules called within `watched`, also of modules in other models."""
 
     def again(self) -> int:
         """Return how many calls backward has recomputed so far."""
@@ -79,8 +79,7 @@ class BlockRuns:
 def activation_checkpointing(
     model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None
 ) -> Iterator[None]:
-    """Apply ``config.checkpoint`` within the context: forward saves the tensors that the config selects, and backward
-    recomputes all other activations.
+    """Apply ``config.checkpoint`` within the context: forward saves only some activations, and backward recomputes the others.
 
     Modules, parameters and their names do not change. Only the ``forward`` methods of some modules are replaced, and restored
     at the end. Forward and recomputation draw the same random numbers.

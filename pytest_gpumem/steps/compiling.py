@@ -28,8 +28,8 @@ BACKENDS = ("eager", "aot_eager")
 def compiled_model(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
     """Compile the model with the mode or backend from ``compile=``, and yield the compiled module.
 
-    torch's caches of compiled code are emptied before and after the context, because code that an earlier test compiled
-    changes the result. For example, torch compiles a shape as dynamic if it has compiled the same code with another shape.
+    torch's caches of compiled code are emptied before and after the context, because code compiled by an earlier test changes
+    the result. For example, torch compiles a shape as dynamic if it has compiled the same code with another shape.
 
     Raises:
         ConfigError: A library for compiling on an emulated GPU is missing, or this torch release cannot compile there.

@@ -31,7 +31,7 @@ MOST_OVERFLOWS = 18
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The dry run's result: notes for the measurement, and the number of module calls that backward repeated."""
+    """The dry run's result: notes for the measurement, and the number of module calls repeated by backward."""
 
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
@@ -150,7 +150,7 @@ class BackwardCallCounter:
 
 
 def counting_recomputation(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], BackwardCallCounter]:
-    """Return the step's phases, and a counter for module calls that backward repeats.
+    """Return the step's phases, and a counter for module calls repeated by backward.
 
     Args:
         phases: The step's phases, in order.

@@ -73,7 +73,7 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
-    """Check that the device can run a step under this config, and return notes on features that the device emulates.
+    """Check that the device can run a step under this config, and return notes on features emulated by the device.
 
     For example, a GPU may compute bfloat16 in float32, because it has no hardware for bfloat16.
 

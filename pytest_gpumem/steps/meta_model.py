@@ -50,7 +50,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
-    """Return the model in the config's precision: the model that the test passed, or a new model on the device.
+    """Return the model in the config's precision: the model passed by the test, or a new model on the device.
 
     If sharding replaces the model's parameters, they are created on the meta device, unless building needs their values.
 
@@ -104,7 +104,7 @@ def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Mo
 
     if not callable(factory):
         return None
-    # Ignore errors here. If the factory also fails without the meta device, the caller raises that error.
+    # Ignore errors here. If the factory also fails without the meta device, the caller raises the second error.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):

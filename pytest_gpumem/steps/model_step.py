@@ -1,4 +1,4 @@
-"""Functions that create the parts of a step: the model on its device, the optimizer and the loss."""
+"""Create the parts of a step: the model on its device, the optimizer and the loss."""
 
 from __future__ import annotations
 
@@ -231,8 +231,8 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
         )
     if not value.requires_grad:
         raise NotAStep(
-            "the loss does not depend on any parameter that requires a gradient; return a loss that was computed from the "
-            "model's output, and not detached"
+            "the loss does not depend on any parameter that requires a gradient; return a loss computed from the model's "
+            "output, without detach()"
         )
     return value
 

@@ -42,7 +42,7 @@ class Segment:
         self._recompute = recompute
         self._output: Any = None
         self._ran = 0
-        """The number of blocks that the model's loop has called so far in the current forward pass."""
+        """The number of blocks called so far by the model's loop in the current forward pass."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
