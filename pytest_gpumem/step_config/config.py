@@ -361,7 +361,7 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
     split = sharding is not None and sharding.degree("tp") > 1
     yield (
         split and not fully and precision == "amp-fp16",
-        "amp-fp16 cannot be combined with tp, because torch cannot unscale split and whole gradients; use amp-bf16 or fsdp+tp:N",
+        "amp-fp16 cannot be combined with tp: torch cannot unscale split and whole gradients; use amp-bf16 or fsdp+tp:N",
     )
     yield (
         (fully or split) and config.optimizer == "adafactor",
