@@ -161,8 +161,7 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
         raise ValueError(f"items={items!r}: write a number, 'samples' or 'tokens'")
     if items not in work and items == TOKENS:
         raise ValueError(
-            f"items='tokens' counts the elements of an integer tensor, but the batch has only {describe(batch)}; write the "
-            "number of items in a step"
+            f"items='tokens' counts the elements of an integer tensor, but the batch has no such tensor: {describe(batch)}"
         )
     return {items: work[items], **work} if items in work else {}
 

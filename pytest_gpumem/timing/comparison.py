@@ -70,7 +70,7 @@ class Runs:
 
     def __post_init__(self) -> None:
         if self.cycles and len(self.cycles) != len(self.seconds):
-            raise ValueError(f"{len(self.seconds)} runs have seconds, but {len(self.cycles)} runs have cycles")
+            raise ValueError(f"there are seconds for {len(self.seconds)} runs, but cycles for {len(self.cycles)}")
 
     @property
     def median(self) -> float:

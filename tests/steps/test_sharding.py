@@ -333,7 +333,9 @@ def test_a_process_group_that_is_there_is_used_and_left(bench):
         with prepared(bench, "fp32,shard=zero3") as step:
             (weight, *_) = step.model.parameters()
             assert weight.device_mesh.get_local_rank() == 1
-        with pytest.raises(ConfigError, match=r"world=4, but this is rank 1 of a process group of 2; leave world= out"):
+        with pytest.raises(
+            ConfigError, match=r"world=4, but this is rank 1 in a process group with 2 ranks; leave world= out"
+        ):
             peaks(bench, "fp32,shard=zero3,world=4")
         with pytest.raises(ConfigError, match=r"rank=3, but this is rank 1"):
             peaks(bench, "fp32,shard=zero3,rank=3")
@@ -422,7 +424,7 @@ def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(be
 def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(bench):
     with prepared(bench, "fp32,shard=fsdp,world=4", model=lambda: torch.nn.Linear(WIDTH, OUTPUTS)) as step:
         assert step.measure().notes == (
-            "shard=fsdp: no repeated blocks were found, so the model is gathered as a whole",
+            "shard=fsdp: no repeated blocks were found, so all parameters are gathered at once",
         )
 
 
@@ -565,7 +567,7 @@ def test_a_plan_may_be_of_torchs_own_styles(bench):
     ("config", "said"),
     [
         ("shard=pp:4,accumulate=2", "add accumulate=4 or more"),
-        ("shard=pp:8,accumulate=8", "8 segments cannot be made from 4 blocks"),
+        ("shard=pp:8,accumulate=8", "4 blocks cannot be split into 8 segments"),
         ("shard=ddp", r"shard=ddp needs the number of ranks; add world=N"),
     ],
 )

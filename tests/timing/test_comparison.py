@@ -457,7 +457,7 @@ def test_a_run_that_was_disturbed_further_is_nothing_to_compare_with(slowed, tak
 
 
 def test_runs_with_cycles_of_some_are_refused():
-    with pytest.raises(ValueError, match="2 runs in seconds and 1 in cycles"):
+    with pytest.raises(ValueError, match="there are seconds for 2 runs, but cycles for 1"):
         Runs((1.0, 2.0), (3.0,))
 
 
