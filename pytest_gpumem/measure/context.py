@@ -65,7 +65,7 @@ class MeasuringContext:
         )
 
     def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Return the storages on ``device`` in reach from ``held``. By default, use the context's own device."""
+        """Return the storages on ``device`` that are reachable from ``held``. By default, use the context's own device."""
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager

@@ -88,7 +88,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class CountResult:
-    """A step's counts. If several steps were counted, each count comes from the step with the largest value.
+    """A step's counts. If several steps were counted, each count is the largest among these steps.
 
     ``by_operator`` has the tallies for each metric: the count in each operator. ``failure`` is a clause with the reason if
     counting failed.
@@ -98,10 +98,10 @@ class CountResult:
     failure: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value of each metric with different values in the counted steps."""
+    """For each metric whose value differs between the counted steps, the smallest value."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return clauses on counts with different values in several steps, and on a failure to count."""
+        """Return a clause for each count that varies from step to step, and a clause if counting failed."""
         varied = (varied_clause(name, lowest, self.counts.metrics()[name]) for name, lowest in self.lowest.items())
         return (*varied, *(() if self.failure is None else (self.failure,)))
 
@@ -110,7 +110,7 @@ NO_COUNTS = CountResult(Counts())
 
 
 FURTHER_COUNTED_STEPS = 5
-"""The number of further counted steps if steps may differ. With these, even work in every sixth step is counted."""
+"""The number of further counted steps if steps may differ. With six counted steps, even work in every sixth step is seen."""
 
 
 def count_step(

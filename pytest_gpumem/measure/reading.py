@@ -54,12 +54,12 @@ class Figures:
 
     @property
     def own(self) -> int:
-        """The step's own bytes before the region, including workspaces."""
+        """The bytes of the measured code before the region, including workspaces, without other code's bytes."""
         return self.live_before + self.workspaces_before - self.other_bytes
 
     @property
     def own_peak(self) -> int:
-        """The peak of the step's own bytes."""
+        """The peak without other code's bytes."""
         return self.peak.allocated - self.other_bytes
 
     @property
@@ -69,7 +69,7 @@ class Figures:
 
     @property
     def peak_reserved(self) -> int | None:
-        """The peak of the step's own reserved bytes; ``None`` if the device does not reserve."""
+        """The peak of reserved bytes without other code's bytes; ``None`` if the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
         # Tensors may also use unused bytes in older segments. Then the reserved bytes grow less than the allocated bytes, so

@@ -127,7 +127,7 @@ def unrecorded_steps(
     While allocations are not recorded, a step may replace memory blocks. At the end, `Device.reconcile` gets the blocks that
     are live then:
 
-    - Blocks in reach from the step's objects.
+    - Blocks reachable from the step's objects.
     - Other blocks that outlived the recorded step before the context, for example tensors saved by a graph.
     - Other blocks from the recorded step at the end, because each step creates new ones, for example the buckets in
       `DistributedDataParallel`.
@@ -137,7 +137,7 @@ def unrecorded_steps(
     Args:
         device: The step's device.
         earlier: The live blocks before the recorded step that precedes the context.
-        own: Returns the storages in reach from the step's objects.
+        own: Returns the storages reachable from the step's objects.
         run_step: Runs a recorded step.
     """
     reached = {storage.data_ptr() for storage in own()}

@@ -52,7 +52,7 @@ class DeviceFigures:
 
     @property
     def memory(self) -> Figures:
-        """The run with the highest peak after the warm-up. If several runs have this peak, the last of them."""
+        """The run with the highest peak after the warm-up. If several runs have this peak, the last run counts."""
         return max(reversed(self._counting), key=lambda run: run.own_peak)
 
     @property
@@ -132,9 +132,7 @@ class StepFigures:
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:
-            unsettled = (
-                f"no 2 consecutive steps of {len(self.runs)} were equal, because they compiled again or overflowed"
-            )
+            unsettled = f"no 2 consecutive steps of {len(self.runs)} were equal, because steps compiled again or gradients overflowed"
             return None if self.is_settled else unsettled
         peaks, device_clause = repeated[moved], "" if moved == next(iter(repeated)) else f" on {moved}"
         first, last = map(format_bytes, (peaks[0], peaks[-1]))
@@ -187,12 +185,12 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
 
 
 def have_same_peaks(first: ByDevice, second: ByDevice) -> bool:
-    """Return whether all metrics that decide about settling are equal in two runs, such as `peak_allocated`."""
+    """Return whether two runs are equal in all metrics that must settle, such as `peak_allocated` and `peak_forward`."""
     return _settling(first) == _settling(second)
 
 
 def _settling(figures: ByDevice) -> list[dict[str, int]]:
-    """Return the metrics that decide about settling, on each device.
+    """Return the metrics that must be equal in two runs of a settled step, on each device.
 
     They include the peak of every phase, even if `METRICS` does not name the phase.
     """

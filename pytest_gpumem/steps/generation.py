@@ -58,7 +58,7 @@ def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfi
     Args:
         model: A transformers model, or another model whose ``generate`` takes ``max_new_tokens``.
         batch: The prompt, as arguments for ``generate``.
-        new_tokens: The number of tokens to add.
+        new_tokens: The number of tokens to generate.
         config: The step config. ``cache=off`` generates without cached keys and values.
         device: The model's device.
 

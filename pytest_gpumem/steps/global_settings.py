@@ -117,7 +117,7 @@ def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> It
         required: True to raise an error if the model has no ``use_cache``.
 
     Raises:
-        ConfigError: The model has no ``config.use_cache``, but it is required.
+        ConfigError: The model has no ``config.use_cache``, but ``required`` is true.
     """
     # Read the attributes without running code, because any module may have any object as its config.
     candidates = (attribute(module, "config") for _, module in named_modules(model))

@@ -1,4 +1,7 @@
-"""A pipeline stage, run by torch's 1F1B schedule. A stage alone has as many live micro-batches as in a real pipeline."""
+"""A pipeline stage, run by torch's 1F1B schedule.
+
+Even if no other rank exists, a stage has as many live micro-batches as in a real pipeline.
+"""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ SLOWER_RUN = 0.10
 """If the clock runs slower than the baseline's clock by more than this share, the run is not added to the baseline. Otherwise
 five such runs would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
-"""If the clock in the head's runs is slower than in the base's runs by more than this share (the median over pairs), an A/B
-comparison is disturbed.
+"""In an A/B comparison, the clock in the head's runs may be slower than in the base's runs by at most this share (the median
+over pairs). Otherwise the comparison counts as disturbed.
 
 This share is smaller than `SLOWER_MACHINE`, because the two runs in a pair follow each other."""
 AGREEING = 2

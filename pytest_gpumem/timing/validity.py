@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""A time is disturbed if the thread waited for a core during more than this share of the time, because waiting makes a step
-at least this much longer. A thread waited 0 % on an idle machine, and 1 % with a busy process on each other core. With a
+"""A time counts as disturbed if the thread waited for a core during more than this share. Waiting makes a step at least this
+much longer. A thread waited 0 % on an idle machine, and 1 % with a busy process on each other core. With a
 process that shared the core for a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
-"""A time is disturbed if the hypervisor took more than this share from a busy core's time. Stolen time acts like waiting."""
+"""A time counts as disturbed if the hypervisor took more than this share of a busy core. Stolen time acts like waiting."""
 OTHERS = 0.25
-"""A time is disturbed if other processes used more than this share of the other cores. On two cores with a common L3 cache,
-computing on the other core made GPT-2 steps up to 8 % longer, and copying through memory up to 41 %. Copying for a quarter of
-the time made them up to 9 % longer. For steps of 3 ms, the three figures are 15 %, 76 % and 11 %. But such short steps varied
-by up to 38 % even without another process."""
+"""A time counts as disturbed if other processes used more than this share of the other cores. On two cores with a common L3
+cache, computing on the other core made GPT-2 steps up to 8 % longer, and copying through memory up to 41 %. Copying for a
+quarter of the time made steps up to 9 % longer. For steps of 3 ms, the three figures are 15 %, 76 % and 11 %. But such short
+steps varied by up to 38 % even without another process."""
 SLOWEST_CLOCK = 0.75
 """The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
 
@@ -149,13 +149,13 @@ def other_processes(before: Conditions, after: Conditions) -> int:
 def _other_processes(before: Conditions, after: Conditions) -> str | None:
     pids = sorted(before.other_pids | after.other_pids)
     if len(pids) == 1:
-        return f"process {pids[0]} used the GPU, too"
+        return f"process {pids[0]} also used the GPU"
     if pids:
-        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
+        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} also used the GPU"
     number = other_processes(before, after)
     if not number:
         return None
-    return word_form(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
+    return word_form(number, "another process also used the GPU", f"{number} other processes also used the GPU")
 
 
 def _waited(before: Conditions, after: Conditions) -> str | None:
@@ -210,8 +210,8 @@ def percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""An upper bound for the slowdown by each other busy core, as a share. If the pace stayed the same, at most 0.12 was measured.
-A larger slowdown also shows in the pace."""
+"""Each other busy core slows a step by at most this share. While the pace stayed the same, at most 0.12 was measured. A larger
+slowdown also shows in the pace."""
 REFILLING = 0.45
 """An upper bound for the slowdown by cold caches, because other processes fill the caches while the thread waits. The slowdown
 is this number, multiplied by the waiting time and divided by the time on a core. On the EPYC, the number was at most 0.25 for

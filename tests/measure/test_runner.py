@@ -417,7 +417,8 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
     assert len(ran) == steps + AFTERWARDS + FURTHER_COUNTED_STEPS
     assert (
-        figures.notes()[0] == f"no 2 consecutive steps of {steps} were equal, because they compiled again or overflowed"
+        figures.notes()[0]
+        == f"no 2 consecutive steps of {steps} were equal, because steps compiled again or gradients overflowed"
     )
 
 
