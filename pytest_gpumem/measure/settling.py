@@ -73,7 +73,7 @@ class DeviceFigures:
 
     def metrics(self) -> dict[str, int]:
         """Return the step's memory metrics on this device, in bytes."""
-        # If runs retain different amounts, the smallest counts, because a larger amount may only come from a larger batch.
+        # If runs retain different amounts, use the smallest amount, because a larger one may only come from a larger batch.
         retained = [run.retained for run in self._counting]
         least_retained = {"retained": max(min(retained), self.growth)} if len({*retained}) > 1 else {}
         return {**self.memory.memory_metrics(), **least_retained, "growth": self.growth}

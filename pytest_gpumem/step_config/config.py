@@ -165,7 +165,7 @@ class StepConfig:
     and ``pp:N`` cannot be combined with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as
     one block, so they cannot be combined with ``fully_shard``. A gradient scaler cannot be combined with ``pp:N``.
 
-    The step uses the test's own process group, or a group with ``torchrun``'s ranks. Without either, a single rank runs.
+    The step uses the test's own process group, or a group with ``torchrun``'s ranks. If there is no group, a single rank runs.
     torch's ``fake`` backend then returns the rank's own parts in place of the other ranks' parts, so sizes are right but values
     are wrong. A single rank does not show NCCL's memory, memory that asynchronous collectives hold a little longer, differences
     between ranks (experts, sequence lengths), and time.

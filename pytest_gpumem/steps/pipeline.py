@@ -67,7 +67,7 @@ class Pipeline:
         if len(parts) < stages:
             raise ConfigError(
                 f"shard={config.shard}: the 1F1B schedule needs at least as many micro-batches as stages; "
-                f"write accumulate={stages} or more"
+                f"add accumulate={stages} or more"
             )
         lists = repeated_blocks(model, config.blocks)
         (blocks,) = lists if len(lists) == 1 else ([block for block_list in lists for block in block_list],)

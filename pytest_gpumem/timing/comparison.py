@@ -270,7 +270,7 @@ def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Compari
 def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
     """Return the verdict on a disturbed step.
 
-    ``remaining`` compares the time that is left without interference. If this time is slower, the step is slower.
+    ``remaining`` compares the time that is left without interference. If this comparison is slower, the step is slower.
     """
     if remaining.outcome != "slower":
         return comparison

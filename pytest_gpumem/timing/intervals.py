@@ -74,7 +74,7 @@ PRIOR_SPREAD = 0.01
 UNKNOWN_SPREAD = 0.045
 """The assumed spread if only a single run is known."""
 PRIOR_RUNS = 4
-"""The weight of the assumed spread: it counts like this many runs."""
+"""The assumed spread has the same weight as this many runs."""
 
 
 @dataclass(frozen=True, slots=True)

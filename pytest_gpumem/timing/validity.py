@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 WAITED = 0.02
 """A time counts as disturbed if the thread waited for a core during more than this share. Waiting makes a step at least this
-much longer. A thread waited 0 % on an idle machine, and 1 % with a busy process on each other core. With a
-process that shared the core for a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
+much longer. A thread waited 0 % on an idle machine, and 1 % if each of the other cores was busy. With a process that
+shared the core for a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
 """A time counts as disturbed if the hypervisor took more than this share of a busy core. Stolen time acts like waiting."""
 OTHERS = 0.25

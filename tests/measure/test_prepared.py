@@ -193,7 +193,7 @@ def test_a_given_model_in_another_dtype_is_not_converted(bench):
 
 
 def test_an_optimizer_is_given_once(bench):
-    message = "the test passes optimizer=, but the step config says optimizer=sgd; leave one out"
+    message = "the test passes optimizer=, but the step config also has optimizer=sgd; leave one out"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         train(bench, "optimizer=sgd", optimizer=torch.optim.Adam)
 
