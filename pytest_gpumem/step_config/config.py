@@ -285,7 +285,7 @@ class StepConfig:
     def text(self, own_precision: str | None = None) -> str:
         """Return the config as a text that `parse` accepts, without settings at their defaults.
 
-        Without an argument, ``str(config)`` returns the same text.
+        ``str(config)`` returns the same text as ``config.text()``.
 
         Args:
             own_precision: The precision to write if the config has no precision.

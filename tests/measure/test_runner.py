@@ -418,7 +418,7 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     assert len(ran) == steps + AFTERWARDS + FURTHER_COUNTED_STEPS
     assert (
         figures.notes()[0]
-        == f"no 2 consecutive steps of {steps} were equal, because steps compiled again or gradients overflowed"
+        == f"no 2 consecutive steps of {steps} were equal: steps compiled again or gradients overflowed"
     )
 
 
