@@ -132,7 +132,9 @@ class StepFigures:
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:
-            unsettled = f"no 2 consecutive steps of {len(self.runs)} were equal: steps compiled again or gradients overflowed"
+            unsettled = (
+                f"no 2 consecutive steps of {len(self.runs)} were equal: steps compiled again or gradients overflowed"
+            )
             return None if self.is_settled else unsettled
         peaks, device_clause = repeated[moved], "" if moved == next(iter(repeated)) else f" on {moved}"
         first, last = map(format_bytes, (peaks[0], peaks[-1]))
