@@ -125,7 +125,10 @@ class TestClass:
     ("axes", "message"),
     [
         ("precisions=['fp32']", f": unknown axis 'precisions'; did you mean 'precision'? Valid: {', '.join(AXES)}"),
-        ("precision='fp32', skip='bf16'", ": skip='bf16' leaves nothing out: no combination has all its settings"),
+        (
+            "precision='fp32', skip='bf16'",
+            ": skip='bf16' leaves nothing out, because no combination has all settings in this text",
+        ),
         (
             "['fp32']",
             " takes keyword arguments only, got ['fp32']; write precision=['fp32', 'amp-bf16'], say",

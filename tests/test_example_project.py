@@ -40,7 +40,7 @@ BREAKS_CHECKPOINTING = {
             x = x + block.mlp(block.mlp_norm(x))
 """,
         "test_checkpointing_saves_memory",
-        "calls none of its members; name modules that it calls, such as 4 x Sequential with 'checkpoint=blocks,blocks=blocks.*.mlp'",
+        "forward calls none of these modules; name modules that forward calls, such as 4 x Sequential with 'checkpoint=blocks,blocks=blocks.*.mlp'",
     ),
     "scores-that-are-kept": (
         FUSED,

@@ -128,9 +128,9 @@ def test_loop(gpumem):
             "MeasuringError: no step was seen: an optimizer stepped in another thread",
         ),
         ("loop(3): Training().loop()", "ValueError: steps=3: a loop's memory is read from at least 4 steps"),
-        ("loop([1, 2]): Training().loop()", "TypeError: steps is a list, and must be a whole number, 4 or more: *"),
-        ("loop(range(9)): Training().loop()", "TypeError: steps is a range, and must be a whole number, 4 or more: *"),
-        ("loop(8.0): Training().loop()", "TypeError: steps is a float, and must be a whole number, 4 or more: *"),
+        ("loop([1, 2]): Training().loop()", "TypeError: steps must be a whole number, 4 or more, but is a list: *"),
+        ("loop(range(9)): Training().loop()", "TypeError: steps must be a whole number, 4 or more, but is a range: *"),
+        ("loop(8.0): Training().loop()", "TypeError: steps must be a whole number, 4 or more, but is a float: *"),
     ],
 )
 def test_a_loop_with_too_few_steps_says_so(loops, body, said):

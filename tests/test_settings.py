@@ -230,7 +230,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ),
         (
             {"models": [{"model": "hf:a", "generate": 8, "config": "cache=on"}]},
-            "(model = 'hf:a'): step config 'cache=on': generate() keeps its cache by itself; leave cache=on out",
+            "(model = 'hf:a'): step config 'cache=on': generate() uses a cache by default; leave cache=on out",
         ),
         (
             {"models": [{"model": "hf:a", "generate": 8, "config": "clip=1"}]},

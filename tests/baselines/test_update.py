@@ -494,7 +494,7 @@ def test_where_times_were_written_or_not_taken_nothing_is_left_out(mode, stored,
 
 def test_the_time_of_a_slower_machine_is_left_out_and_said_to_be():
     stored = replace(timed_entry(1.0), runs=Runs((1.0,), (1e9,)))
-    assert left_out("all", stored, 1.25, pace=0.8e9) == ["the machine runs 20 % slower than it did"]
+    assert left_out("all", stored, 1.25, pace=0.8e9) == ["the machine runs 20 % slower than in the baseline"]
 
 
 @pytest.mark.parametrize(

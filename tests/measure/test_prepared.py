@@ -188,12 +188,12 @@ def test_a_given_model_is_as_it_was_but_for_being_trained(bench):
 
 
 def test_a_given_model_in_another_dtype_is_not_converted(bench):
-    with pytest.raises(ConfigError, match=r"^bf16 trains bfloat16 parameters, but the model has float32; "):
+    with pytest.raises(ConfigError, match=r"^bf16 needs bfloat16 parameters, but the model has float32; "):
         train(bench, "bf16", Model())
 
 
 def test_an_optimizer_is_given_once(bench):
-    message = "the test passes optimizer=, but the step config says optimizer=sgd; leave one out"
+    message = "the test passes optimizer=, but the step config also has optimizer=sgd; leave one out"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         train(bench, "optimizer=sgd", optimizer=torch.optim.Adam)
 

@@ -415,7 +415,10 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     assert not figures.is_settled
     steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
     assert len(ran) == steps + AFTERWARDS + FURTHER_COUNTED_STEPS
-    assert figures.notes()[0] == f"no 2 consecutive steps of {steps} were equal: they compiled again, or overflowed"
+    assert (
+        figures.notes()[0]
+        == f"no 2 consecutive steps of {steps} were equal: steps compiled again or gradients overflowed"
+    )
 
 
 # What a step leaves behind

@@ -84,7 +84,7 @@ def test_growth_is_not_seen_in_a_single_step(device, steps):
 
 @pytest.mark.parametrize("steps", [[1, 2, 3], "20", 20.0, True])
 def test_steps_that_are_no_whole_number_are_a_type_error(device, steps):
-    said = f"steps is a {type(steps).__name__}, and must be a whole number, 2 or more"
+    said = f"steps must be a whole number, 2 or more, but is a {type(steps).__name__}"
     with pytest.raises(TypeError, match=re.escape(said)):
         assert_no_growth(device, lambda: None, steps)
 

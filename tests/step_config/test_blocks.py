@@ -87,8 +87,8 @@ def test_a_list_of_one_or_of_several_types_is_no_list_of_blocks():
 
 def test_a_model_without_blocks_is_told_how_to_name_some():
     message = (
-        "Linear has no repeated blocks (a ModuleList or Sequential of modules of one type); "
-        "name them with blocks=PATTERN, or use checkpoint=modules:PATTERN"
+        "Linear has no repeated blocks (a ModuleList or Sequential whose modules have the same type); "
+        "name the blocks with blocks=PATTERN, or use checkpoint=modules:PATTERN"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         repeated_blocks(nn.Linear(1, 1))

@@ -188,7 +188,7 @@ def test_a_number_of_items_comes_before_what_the_batch_tells(items):
 
 @pytest.mark.parametrize("items", [0, -0.5, math.nan, math.inf, 10**400, True, [8], torch.tensor(8), 8j])
 def test_items_that_are_no_finite_number_above_zero_are_told_with_what_is_right(items):
-    message = re.escape(f"items={items!r}: write the items in a step as a finite number above zero")
+    message = re.escape(f"items={items!r}: write the number of items in a step, a finite number above zero")
     with pytest.raises(ValueError, match=f"^{message}$"):
         number_of_items(items)
     with pytest.raises(ValueError, match=f"^{message}$"):
@@ -207,7 +207,7 @@ def test_tokens_are_the_elements_of_the_first_tensor_of_integers():
         (
             torch.ones(4, 2),
             "tokens",
-            "items='tokens' counts a tensor of integers, and the batch has none: float32[4, 2]",
+            "items='tokens' counts the elements of an integer tensor, but the batch has no such tensor: float32[4, 2]",
         ),
     ],
 )

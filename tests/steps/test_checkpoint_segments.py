@@ -184,10 +184,10 @@ def backwards(blocks, hidden):
 @pytest.mark.parametrize(
     ("loop", "output", "message"),
     [
-        (changing_hidden_states, as_it_is, "h.1: the model changes what it gets from the block before"),
-        (with_other_keywords, as_it_is, "h.1: its argument mask is not that of h.0"),
-        (with_other_positions, as_it_is, "h.1: its argument 1 is not that of h.0"),
-        (with_an_argument_for_the_first_only, as_it_is, "h.1: its argument mask is not that of h.0"),
+        (changing_hidden_states, as_it_is, "h.1: its input is not the unchanged output of the previous block"),
+        (with_other_keywords, as_it_is, "h.1: its argument mask differs from the argument of h.0"),
+        (with_other_positions, as_it_is, "h.1: its argument 1 differs from the argument of h.0"),
+        (with_an_argument_for_the_first_only, as_it_is, "h.1: its argument mask differs from the argument of h.0"),
         (backwards, as_it_is, "h.2: it ran before h.0"),
         (skipping, as_it_is, "h.1: it did not run after h.0"),
         (twice, as_it_is, "h.1: it ran more than once"),

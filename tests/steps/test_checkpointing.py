@@ -290,8 +290,8 @@ def test_modules_of_which_none_ran_are_told():
     config = config_of("blocks")
     step(model, config, runs)
     message = (
-        "checkpoint=blocks: the blocks of Partly were taken to be the members of "
-        "h (6 x Block), and its forward calls none of its members; name modules that it calls with blocks=PATTERN"
+        "checkpoint=blocks: the blocks of Partly were detected as the modules in "
+        "h (6 x Block), but forward calls none of these modules; name modules that forward calls with blocks=PATTERN"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         runs.check(model, config)

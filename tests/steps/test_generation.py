@@ -47,7 +47,8 @@ def test_a_number_of_tokens_is_a_whole_number(number):
 
 def test_a_model_without_generate_is_no_step():
     with pytest.raises(
-        NotAStep, match=r"^Linear has no generate\(\), which new_tokens needs; measure its loop with gpumem"
+        NotAStep,
+        match=r"^new_tokens needs a model with generate\(\), but Linear has no such method; put the generation loop",
     ):
         phases_of(torch.nn.Linear(2, 2), 5)
 
@@ -81,10 +82,12 @@ def test_another_number_of_tokens_is_another_workload():
 
 
 def test_it_keeps_its_cache_by_itself():
-    with pytest.raises(ConfigError, match=r"generate\(\) keeps its cache by itself; leave cache=on out"):
+    with pytest.raises(ConfigError, match=r"generate\(\) uses a cache by default; leave cache=on out"):
         phases_of(Generating(2, 2), 5, "cache=on")
 
 
 def test_a_compiled_model_would_not_be_called():
-    with pytest.raises(ConfigError, match=r"compile does nothing in generate\(\), which calls the model itself"):
+    with pytest.raises(
+        ConfigError, match=r"compile does nothing in generate\(\), which calls the uncompiled model; leave compile= out"
+    ):
         phases_of(Generating(2, 2), 5, "compile=default")

@@ -126,7 +126,9 @@ def test_a_model_that_gives_no_cache_is_told():
             return SimpleNamespace(logits=input_ids)
 
     prefill, _ = phases_of(Forgetful(), prompt(), "cache=on")
-    with pytest.raises(ConfigError, match=r"^cache=on: the model's output has no past_key_values$"):
+    with pytest.raises(
+        ConfigError, match=r"^cache=on: the model's output has no past_key_values, which should contain"
+    ):
         prefill.run()
 
 

@@ -72,21 +72,36 @@ def infer(bench, model, config):
     [
         (train, Model, "checkpoint=modules:never", "checkpoint=modules:never: never did not run in this step"),
         (train, Model, "checkpoint=modules:*.mlp", "no module of Model matches '*.mlp'; it has blocks, blocks.0"),
-        (train, Model, "checkpoint=every:3", "checkpoint=every:3: Model has only 2 blocks in a row"),
-        (train, Model, "checkpoint=sequential:3", "3 segments cannot be made from 2 blocks"),
-        (train, Frozen, "checkpoint=blocks", "blocks.0, blocks.1 ran, but nothing was computed again in backward"),
-        (train, Frozen, "checkpoint=sqrt", "blocks.0 to blocks.1 ran, but nothing was computed again in backward"),
+        (
+            train,
+            Model,
+            "checkpoint=every:3",
+            "checkpoint=every:3: the longest list of blocks in Model has only 2 blocks",
+        ),
+        (train, Model, "checkpoint=sequential:3", "2 blocks cannot be split into 3 segments"),
+        (
+            train,
+            Frozen,
+            "checkpoint=blocks",
+            "blocks.0, blocks.1 ran in forward, but backward did not recompute any of these",
+        ),
+        (
+            train,
+            Frozen,
+            "checkpoint=sqrt",
+            "blocks.0 to blocks.1 ran in forward, but backward did not recompute any of these",
+        ),
         (train, lambda: torch.nn.Linear(WIDTH, 1), "checkpoint=blocks", "Linear has no repeated blocks (a ModuleList"),
         (train, WithoutAutocast, "amp-bf16", f"amp-bf16: {CAST_NOTHING % 'bfloat16'}"),
         (infer, WithoutAutocast, "amp-fp16", f"amp-fp16: {CAST_NOTHING % 'float16'}"),
         (train, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
         (infer, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
-        (infer, Model, "cache=off", "Model has no config.use_cache, by which a key/value cache is switched on and off"),
+        (infer, Model, "cache=off", "cache=off needs a model with config.use_cache"),
         (
             infer,
             Model,
             "cache=on",
-            "needs a model whose forward takes use_cache and cache or past_key_values; Model does not",
+            "needs a model whose forward takes use_cache, and cache or past_key_values; Model.forward does not take these",
         ),
         (train, Model, "cache=on", "cache does nothing in gpumem.train_step"),
         (infer, Model, "optimizer=sgd,accumulate=2", "accumulate, optimizer does nothing in gpumem.infer_step"),
@@ -172,34 +187,34 @@ class ByName(Model):
             Nested,
             "checkpoint=blocks",
             (
-                "the blocks of Nested were taken to be the members of layers (6 x ModuleList), and its forward calls none of its "
-                "members; name modules that it calls, such as 3 x Attention, 3 x FeedForward"
+                "the blocks of Nested were detected as the modules in layers (6 x ModuleList), but forward calls none of these "
+                "modules; name modules that forward calls, such as 3 x Attention, 3 x FeedForward"
             ),
             "checkpoint=blocks,blocks=layers.*.1",
         ),
         (
             Nested,
             "checkpoint=sqrt",
-            "the blocks of Nested were taken to be the members of layers (6 x ModuleList), ",
+            "the blocks of Nested were detected as the modules in layers (6 x ModuleList), ",
             "checkpoint=blocks,blocks=layers.*.1",
         ),
         (
             Nested,
             "checkpoint=ops,blocks=layers",
-            "blocks=layers names the members of layers (6 x ModuleList), ",
+            "blocks=layers selects the modules in layers (6 x ModuleList), ",
             "checkpoint=ops,blocks=layers.*.1",
         ),
         (
             TwoNested,
             "checkpoint=every:2",
-            "members of encoder.layers (4 x ModuleList), decoder.layers (6 x ModuleList), and its forward calls none of their ",
+            "modules in the lists encoder.layers (4 x ModuleList), decoder.layers (6 x ModuleList), but forward calls none ",
             "checkpoint=blocks,blocks=*.layers.*.1",
         ),
         (
             ByName,
             "checkpoint=blocks",
             (
-                "members of blocks (2 x Sequential), and its forward calls none of its members; name modules that it calls, such "
+                "modules in blocks (2 x Sequential), but forward calls none of these modules; name modules that forward calls, such "
                 "as 2 x Linear"
             ),
             "checkpoint=blocks,blocks=blocks.*.0",

@@ -68,8 +68,8 @@ def test_a_given_model_in_the_right_dtype_is_taken_as_it_is():
 def test_a_given_model_in_another_dtype_is_told_how_to_get_there_and_not_converted():
     model = torch.nn.Sequential(linear(), linear(torch.float16), linear(torch.bfloat16))
     message = (
-        "bf16 trains bfloat16 parameters, but the model has float16, float32; "
-        "pass a function that builds the model, or convert it with model.to(torch.bfloat16)"
+        "bf16 needs bfloat16 parameters, but the model has float16, float32; "
+        "pass a function that builds the model, or convert the model with model.to(torch.bfloat16)"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         in_precision(model, "bf16", is_given=True)
@@ -200,7 +200,7 @@ def test_without_a_precision_and_on_another_device_matrix_products_are_left_alon
 
 def test_complex_numbers_are_not_made_real():
     model = torch.nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(ConfigError, match=r"^bf16: converting the model would make the complex weight real"):
+    with pytest.raises(ConfigError, match=r"^bf16: converting the model would drop the imaginary part of weight"):
         in_precision(model, "bf16", is_given=False)
     assert in_precision(model, "fp32", is_given=False) is model
 

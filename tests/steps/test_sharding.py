@@ -333,7 +333,9 @@ def test_a_process_group_that_is_there_is_used_and_left(bench):
         with prepared(bench, "fp32,shard=zero3") as step:
             (weight, *_) = step.model.parameters()
             assert weight.device_mesh.get_local_rank() == 1
-        with pytest.raises(ConfigError, match=r"world=4, but this is rank 1 of a process group of 2; leave world= out"):
+        with pytest.raises(
+            ConfigError, match=r"world=4, but this is rank 1 in a process group with 2 ranks; leave world= out"
+        ):
             peaks(bench, "fp32,shard=zero3,world=4")
         with pytest.raises(ConfigError, match=r"rank=3, but this is rank 1"):
             peaks(bench, "fp32,shard=zero3,rank=3")
@@ -422,7 +424,7 @@ def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(be
 def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(bench):
     with prepared(bench, "fp32,shard=fsdp,world=4", model=lambda: torch.nn.Linear(WIDTH, OUTPUTS)) as step:
         assert step.measure().notes == (
-            "shard=fsdp: no repeated blocks were found, so the model is gathered as a whole",
+            "shard=fsdp: no repeated blocks were found, so all parameters are gathered at once",
         )
 
 
@@ -453,7 +455,7 @@ def test_ddp_names_a_parameter_that_gets_no_gradient(bench):
             self.tail = torch.nn.Linear(WIDTH, OUTPUTS)
 
     for kind in ("ddp", "zero1"):
-        with pytest.raises(ConfigError, match=r"each parameter, and tail\.weight and 1 more got none; freeze"):
+        with pytest.raises(ConfigError, match=r"each parameter, but tail\.weight and 1 more got no gradient; freeze"):
             peaks(bench, f"fp32,shard={kind},world=2", model=Unused)
     assert peaks(bench, "fp32,shard=fsdp,world=2", model=Unused)["peak_allocated"] > 0
 
@@ -470,7 +472,7 @@ def test_ddp_names_a_parameter_that_gets_no_gradient(bench):
 def test_a_model_without_attention_does_not_share_a_sequence(bench, monkeypatch):
     monkeypatch.setattr(type(bench.device), "lacks", lambda *_: None)
     with (
-        pytest.raises(ConfigError, match=r"shard=cp:2: the model never calls .*scaled_dot_product_attention"),
+        pytest.raises(ConfigError, match=r"^shard=cp:2: .*scaled_dot_product_attention, but the model never calls"),
         prepared_train_step(
             bench,
             lambda: torch.nn.Linear(8, 8),
@@ -565,7 +567,7 @@ def test_a_plan_may_be_of_torchs_own_styles(bench):
     ("config", "said"),
     [
         ("shard=pp:4,accumulate=2", "add accumulate=4 or more"),
-        ("shard=pp:8,accumulate=8", "8 segments cannot be made from 4 blocks"),
+        ("shard=pp:8,accumulate=8", "4 blocks cannot be split into 8 segments"),
         ("shard=ddp", r"shard=ddp needs the number of ranks; add world=N"),
     ],
 )

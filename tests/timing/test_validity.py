@@ -104,11 +104,11 @@ def test_a_low_clock_before_the_work_began_is_none():
 
 
 def test_processes_of_others_on_the_gpu_are_named_where_they_are_known():
-    assert after(CUDA, 0.02, other_processes=1, other_pids=frozenset({4711})) == "process 4711 used the GPU, too"
+    assert after(CUDA, 0.02, other_processes=1, other_pids=frozenset({4711})) == "process 4711 also used the GPU"
     three = after(CUDA, 0.02, other_processes=3, other_pids=frozenset({9, 7, 8}))
-    assert three == "processes 7, 8 and 9 used the GPU, too"
-    assert after(CUDA, 0.02, other_processes=1) == "another process used the GPU, too"
-    assert after(replace(CUDA, other_processes=2), 0.02, other_processes=0) == "2 other processes used the GPU, too"
+    assert three == "processes 7, 8 and 9 also used the GPU"
+    assert after(CUDA, 0.02, other_processes=1) == "another process also used the GPU"
+    assert after(replace(CUDA, other_processes=2), 0.02, other_processes=0) == "2 other processes also used the GPU"
 
 
 # The host

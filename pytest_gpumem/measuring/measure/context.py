@@ -1,4 +1,4 @@
-"""The context in which steps are measured and explained: device, time budget, and destination for recordings."""
+"""The context in which steps are measured and explained: the device, the time budget, and the files for recordings."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class MeasuringContext:
     """The context in which steps are measured and explained.
 
-    ``time_budget`` is ``None`` if no step is timed, and ``sites`` is ``None`` if no step is explained. ``artifacts`` writes the
-    recordings to files. With ``over_time``, an explanation shows memory over the whole step. With ``peak_only``, a step runs
-    only until its peak repeats, without growth and counts.
+    ``time_budget`` is ``None`` if no step is timed. ``sites`` finds source lines, and is ``None`` if no step is explained.
+    ``artifacts`` writes recordings to files. With ``over_time``, an explanation shows memory over the whole step. With
+    ``peak_only``, a step runs only until its peak repeats, and neither growth nor counts are measured.
     """
 
     device: Device
@@ -45,13 +45,13 @@ class MeasuringContext:
     peak_only: bool = False
 
     def bytes_of_other_code(self, held: object) -> tuple[int, ...]:
-        """Collect garbage and empty caches before a step is prepared, and return other code's live bytes.
+        """Collect garbage and empty caches before a step is prepared, and return the live bytes of other code.
 
         Args:
-            held: The step's existing parts, for example the model and the batch.
+            held: The step's existing objects, for example the model and the batch. Their tensors do not belong to other code.
 
         Returns:
-            Other code's live bytes on each device (`Device.everywhere`).
+            The bytes on each device (`Device.everywhere`).
         """
         self.device.consensus.release()
         self.device.quiesce()
@@ -65,12 +65,15 @@ class MeasuringContext:
         )
 
     def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Return the storages on a device that can be reached from ``held``. The default is the context's device."""
+        """Return the storages on ``device`` that are reachable from ``held``. By default, use the context's own device."""
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
-        """Yield the line that created each tensor within the context, by address. Without ``sites`` there are no lines."""
+        """Yield a dict with the line that created each tensor within the context, by the tensor's address.
+
+        Without ``sites``, the dict stays empty.
+        """
         by_address: dict[int, Site] = {}
         with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
             yield by_address
@@ -80,7 +83,7 @@ class MeasuringContext:
         return next((device for device in self.device.everywhere if str(device.torch_device) == name), self.device)
 
     def explain(self, subject: Subject, expected: ExpectedFigures, device: Device) -> Explanation | str:
-        """Record another run, and explain its peak.
+        """Run the step or call again, record its allocations, and explain its peak.
 
         Args:
             subject: A measured step or call.
@@ -88,11 +91,12 @@ class MeasuringContext:
             device: The device with the peak, from `Device.everywhere`.
 
         Returns:
-            The explanation, or a clause with the reason why there is none. An exception in this run does not fail the test.
+            The explanation, or a clause with the reason why there is none. An exception in the recorded run does not fail the
+            test.
         """
         assert self.sites is not None, "only called if steps are explained"
         try:
-            # The other devices' windows must not see the recorded run.
+            # The context's device must not add the recorded run's peak to its open windows.
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
             with cyclic_collector_off(), restored_random_numbers(self.device), unseen:
                 explanation, recorded = explain(device, self.sites, subject, expected)
@@ -101,14 +105,14 @@ class MeasuringContext:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def explain_out_of_memory(self, subject: Subject, device: Device) -> Explanation | None:
-        """Record another run after memory ran out, and explain the memory at the failure.
+        """Run a step or call again after it ran out of memory, record its allocations, and explain the memory at the failure.
 
         Args:
             subject: The step or call that ran out of memory.
             device: The device that ran out of memory, from `Device.everywhere`.
 
         Returns:
-            The explanation, or ``None`` if memory does not run out again.
+            The explanation, or ``None`` if the recorded run does not run out of memory.
         """
         assert self.sites is not None, "only called if steps are explained"
         with cyclic_collector_off(), restored_random_numbers(self.device):
@@ -116,7 +120,7 @@ class MeasuringContext:
         return None if explained is None else self._with_artifacts(*explained, device)
 
     def _with_artifacts(self, explanation: Explanation, recorded: Recording, device: Device) -> Explanation:
-        """Write the recording's artifacts, and return the explanation, with a note if writing failed.
+        """Write the recording to files if required, and return the explanation, with a note if writing failed.
 
         The explanation also gets the memory over time if ``over_time`` is true, and the GPU's name if the process uses several
         GPUs.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.explain.call_sites import OperatorSites
 
 TALLIED = ("flops", "operators", "syncs")
-"""Counts taken by the host operator by operator, so their source lines can be found."""
+"""The counts taken on the host, operator by operator, so the source line of each operator can be found."""
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
     (
@@ -58,12 +58,12 @@ class Counts:
     """Counts for a single step. ``None`` means not counted.
 
     ``flops``: floating-point operations in matrix products, convolutions and attention, as ``torch.utils.flop_counter`` counts
-    them. A multiply-add counts as 2. Every attention kernel counts the same: 2 products in forward and 5 in backward, which
-    recomputes the scores. Causal attention counts in full.
+    them. A multiply-add counts as 2. Whichever kernel computes attention, it counts as 2 matrix products in forward, and as 5
+    in backward, which recomputes the scores. Causal attention counts like attention without a mask.
 
     ``operators``: calls to ATen and custom operators that compute or copy, below autograd and with composite operators
-    decomposed. Views and plain allocations do not count, because their number differs between torch releases. A call on a
-    tensor subclass, such as int8 weights, counts once.
+    decomposed. Views and plain allocations do not count, because their number differs between torch releases. A call with a
+    tensor subclass, such as int8 weights, counts once, even if it runs several operators.
 
     ``syncs``: how often the host waits for the device, to read a value (``.item()``, ``nonzero``, boolean masks) or
     to copy between host and device without ``non_blocking``.
@@ -88,19 +88,20 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class CountResult:
-    """A step's counts, with tallies by metric. If several steps were counted, each count is the largest.
+    """A step's counts. If several steps were counted, each count is the largest among these steps.
 
-    ``failure`` is a clause with the reason if counting failed.
+    ``by_operator`` has the tallies for each metric: the count in each operator. ``failure`` is a clause with the reason if
+    counting failed.
     """
 
     counts: Counts
     failure: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value, for each count that differed between the counted steps."""
+    """For each metric whose value differs between the counted steps, the smallest value."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on the counts, as clauses."""
+        """Return a clause for each count that varies from step to step, and a clause if counting failed."""
         varied = (varied_clause(name, lowest, self.counts.metrics()[name]) for name, lowest in self.lowest.items())
         return (*varied, *(() if self.failure is None else (self.failure,)))
 
@@ -109,7 +110,7 @@ NO_COUNTS = CountResult(Counts())
 
 
 FURTHER_COUNTED_STEPS = 5
-"""Further steps that are counted if steps differ. They are enough to see work done in every second to every sixth step."""
+"""The number of further counted steps if steps may differ. With six counted steps, even work in every sixth step is seen."""
 
 
 def count_step(
@@ -117,8 +118,9 @@ def count_step(
 ) -> CountResult:
     """Count a step's operators in one run, and its kernel launches in another run.
 
-    The tallies have no lines. A compiled step's operators are not counted, because torch.compile does not use its compiled
-    code under a mode for operators. If the device launches no kernels, the second run is left out.
+    The tallies have no source lines. Operators are counted within a dispatch mode. Because torch does not use compiled code
+    within such a mode, the operators in a compiled step are not counted. If the device launches no kernels, there is no second
+    run.
 
     Args:
         step: Runs the step.
@@ -128,8 +130,8 @@ def count_step(
             if a step raises.
 
     Returns:
-        The counts. If the step raises, ``failure`` has the exception. The memory figures stay valid, because earlier runs of
-        the step did not raise.
+        The counts. If the first counted step raises, ``failure`` names the exception. The memory figures stay valid, because
+        the step did not raise when they were measured.
     """
     modules = len(sys.modules)
 
@@ -142,7 +144,8 @@ def count_step(
     try:
         first = operators()
         if len(sys.modules) != modules:
-            # A mode's first use imports torch modules. The frames from these imports are in cycles and hold tensors.
+            # The first use of a mode imports torch modules. The imports leave frames in reference cycles, which keep tensors
+            # alive.
             gc.collect()
         counted = [{**first, **launches()}]
     except RAISED_BY_A_STEP as error:
@@ -150,7 +153,8 @@ def count_step(
         first_line = str(error).strip().partition("\n")[0]
         return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
     if not repeats:
-        # Take all operator counts first, then all kernel counts. If they alternated, each would see only every second step.
+        # Count operators in several consecutive steps first, then kernels. If the two alternated, each would see only every
+        # second step.
         for count in (operators, launches):
             try:
                 counted += [count() for _ in range(FURTHER_COUNTED_STEPS)]
@@ -160,7 +164,10 @@ def count_step(
 
 
 def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
-    """Return each count's largest value among several steps, with this step's tallies. Some steps may lack a count."""
+    """Return the largest value of each count, with the tallies from the step with this value.
+
+    A count may be missing in some steps, because counting stops if a step raises.
+    """
     largest: dict[str, tuple[Tally, ...]] = {}
     lowest: dict[str, int] = {}
     for name in counted[0]:
@@ -173,9 +180,9 @@ def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
 
 
 def with_lines(step: Callable[[], object], device: Device, counted: CountResult, places: OperatorSites) -> CountResult:
-    """Run ``step`` once more, and return ``counted`` with lines in its tallies.
+    """Run ``step`` once more, and return ``counted`` with source lines in its tallies.
 
-    If a count differs in this run, its tallies stay without lines. If the step raises, all tallies stay without lines.
+    If a metric's tallies differ in this run, they stay without lines. If the step raises, all tallies stay without lines.
     """
     try:
         located_tallies = _count_operators(step, device.torch_device, places)
@@ -190,7 +197,7 @@ def with_lines(step: Callable[[], object], device: Device, counted: CountResult,
 
 
 class _Tallies:
-    """Running totals for each metric, by operator and current place."""
+    """Running totals for each metric, by operator and source line. ``place`` is the source line of the latest operator."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Counter[tuple[str, OperatorSite]]] = {name: Counter() for name in TALLIED}
@@ -209,7 +216,7 @@ class _Tallies:
 def _count_operators(
     step: Callable[[], object], device: torch.device, places: OperatorSites | None = None
 ) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies for FLOPs, operators and syncs. ``places`` finds their lines."""
+    """Run the step, and return the tallies for FLOPs, operators and syncs. ``places`` finds each operator's source line."""
     import torch
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
@@ -220,7 +227,7 @@ def _count_operators(
     latest, counted_flops = "", 0
 
     def count_flops() -> None:
-        """Add the latest operator's FLOPs. The counter has them only after the operator has run."""
+        """Add the latest operator's FLOPs. torch's counter includes them only after the operator has run."""
         nonlocal counted_flops
         total_flops = flops.get_total_flops()
         if total_flops > counted_flops:
@@ -231,7 +238,7 @@ def _count_operators(
         tallies.add("syncs", name)
 
     def add_sync_in_function(name: str) -> None:
-        """Add a sync in a function that calls no operator."""
+        """Add a sync in a function without operator calls."""
         count_flops()
         tallies.place = places.operator_site() if places is not None else NOWHERE
         tallies.add("syncs", name)
@@ -255,8 +262,8 @@ def _count_operators(
         stack.enter_context(host.tracking_counters())
         if places is not None:
             stack.enter_context(places.watching())
-        # The mode that was entered last handles an operator first. `flops` decomposes composite operators, so it comes after
-        # `watched_operators`, which then counts the operators that really run.
+        # The last entered mode handles an operator first. `flops` decomposes composite operators, so it is entered after
+        # `watched_operators`, which then counts the decomposed operators.
         stack.enter_context(watched_operators(run_operator))
         stack.enter_context(flops)
         stack.enter_context(syncs.watching_functions())
@@ -271,12 +278,12 @@ def _count_operators(
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Run functions compiled by the step itself without their compiled code.
+    """Return a context in which functions that the step itself compiles run eagerly.
 
-    Within a mode, torch runs these functions uncompiled anyway. But torch then also marks their code as never to be compiled,
-    for the rest of the process.
+    Within a dispatch mode, torch runs such functions eagerly anyway. But without this context, torch would also stop compiling
+    them for the rest of the process.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing this module takes seconds
         return nullcontext()
     import torch
 
@@ -295,11 +302,11 @@ def _works(func: Any) -> bool:
     return name_of(func) not in _MOVES_NOTHING
 
 
-# torch.utils.flop_counter knows only attention kernels for GPUs, so these are the formulas for the CPU's kernel.
+# torch.utils.flop_counter has formulas only for the attention kernels on GPUs. These are the formulas for the CPU's kernel.
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs for the scores and for their product with the values.
+    """Return the FLOPs in attention's forward: the scores, and their product with the values.
 
     The shapes are query ``[B, H, S, D]``, key ``[B, H, L, D]``, and value ``[B, H, L, E]``.
     """
@@ -308,7 +315,11 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object)
 
 
 def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs in backward: scores again, two gradients as large as scores, and two as large as values."""
+    """Return the FLOPs in attention's backward, which computes five matrix products.
+
+    Three products cost as much as the scores in forward: the recomputed scores, and the gradients for query and key. Two
+    products cost as much as the product with the values: the gradients for the scores and the values.
+    """
     products = _attention_products(query, key, value)
     return 3 * products["scores"] + 2 * products["values"]
 

@@ -1,6 +1,6 @@
-"""Growth: the bytes kept by every further step.
+"""Growth per step: the bytes kept by every further step, as by a leak in a training loop.
 
-Live bytes also change while a cache fills, or with batches in different sizes. These functions distinguish both from a leak.
+Live bytes also change while a cache fills, or if batches have different sizes. These functions distinguish both from a leak.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.reading import ByDevice, Figures
 
     class RunStep(Protocol):
-        """Runs a step once, like `run_one_step`."""
+        """A function that runs a step once and returns its figures, like `run_one_step`."""
 
         def __call__(self, *, older_garbage: bool = True) -> ByDevice: ...
 
 
 SETTLING_STEPS = 6
-"""The steps before the window, in which a cache or a list with a maximum length may fill."""
+"""The number of steps before growth is measured. A cache, or a list with a maximum length, may fill in these steps."""
 WINDOW = 12
-"""The steps over which growth is measured.
+"""The number of steps over which growth is measured.
 
-12 is divisible by 2 and 3. So if only every second or third step keeps bytes, the growth is the same wherever the window
-begins. Memory that is emptied at least once in these steps does not count as growth.
+12 is divisible by 2 and 3. So if only every second or third step keeps bytes, the growth does not depend on the step with
+which the window begins. A buffer that is emptied at least once in these steps does not count as growth.
 """
 
 
 def grows(live: Sequence[int]) -> bool:
     """Return whether live bytes grow over consecutive steps.
 
-    They grow if they never fall after their minimum and end higher. They also grow if both the minimum and the maximum are
-    higher in the later half than in the earlier half.
+    They grow if they never fall after their minimum and end above it. They also grow if the later half of the values has a
+    higher minimum and a higher maximum than the earlier half.
 
     Example:
         100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not grow.
@@ -53,8 +53,8 @@ def growth_per_step(live: Sequence[int]) -> int:
     """Return the bytes kept by each step, or 0 if memory does not grow.
 
     Memory grows if both the minimum and the maximum of ``live`` are higher in the later half than in the earlier half. The
-    first and the last value prove nothing by themselves, because a buffer that is emptied from time to time may be at any fill
-    level.
+    first and the last value alone would prove nothing, because a buffer may be almost empty in the first and almost full in
+    the last, although it is emptied from time to time.
 
     Args:
         live: The live bytes before the first step and after each step, after garbage collection.
@@ -76,8 +76,8 @@ def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills.
 
     At first, garbage is collected only once, after all steps. Uncollected garbage can only add growth. So if memory does not
-    grow with this garbage, it does not grow without it. If memory grows and there was garbage, the steps run again,
-    with a collection after each step.
+    grow in these steps, there is no leak. If memory grows and there was garbage, the steps run again, with a collection after
+    each step.
 
     Args:
         run_step: Runs the step.
@@ -108,7 +108,8 @@ def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, 
 def keeps_bytes_rarely(window: Sequence[ByDevice]) -> bool:
     """Return whether consecutive steps kept bytes on a device, but too rarely to distinguish a leak from a cache.
 
-    For example, a leak in every tenth step keeps bytes once or twice in `WINDOW` steps. Another `WINDOW` steps then decide.
+    For example, a leak in every tenth step keeps bytes only once or twice in `WINDOW` steps. In this case, `WINDOW` more steps
+    are measured.
     """
     return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in by_device(window).values())
 
@@ -121,9 +122,9 @@ def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
 def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
-    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. In this case,
-    bytes count as growth only with stronger evidence: no fall between steps with equal allocations, or a later half entirely
-    above the earlier half.
+    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
+    stronger evidence. Either live bytes never fall from a step to a later step with equal allocations, or all values in the
+    later half are above all values in the earlier half.
     """
     live = _live(window)
     growth = growth_per_step(live)
@@ -141,7 +142,7 @@ def _never_falls(live: Sequence[int]) -> bool:
 
 
 def _has_only_risen(window: Sequence[Figures]) -> bool:
-    """Return whether live bytes rose more than once, and never fell, between steps that allocate the same number of bytes."""
+    """Return whether live bytes rose more than once, and never fell, between steps with equal allocations."""
     latest: dict[int, int] = {}
     rises, rose_until = 0, -1
     for number, step in enumerate(window):
@@ -151,7 +152,7 @@ def _has_only_risen(window: Sequence[Figures]) -> bool:
             continue
         if step.live_after < window[previous].live_after:
             return False
-        # Overlapping rises may all come from a single tensor, so they count once.
+        # If two rises overlap, a single kept tensor may have caused both, so they count once.
         if previous >= rose_until:
             rises, rose_until = rises + 1, number
     return rises > 1

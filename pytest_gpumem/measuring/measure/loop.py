@@ -1,15 +1,15 @@
 """Switch between a training loop and the measuring code.
 
-The measuring code runs a step whenever it needs figures. A training loop cannot be called step by step. So both are
-coroutines in one thread (greenlet), and control switches between them at each boundary between two steps:
+The measuring code runs a step whenever it needs figures, but a training loop cannot be called step by step. So the loop and
+the measuring code are coroutines in one thread (greenlet), and control switches at each boundary between two steps:
 
 - The measuring code calls `Loop.next_step`. The call returns at the loop's next boundary.
 - The loop calls `Loop.boundary`. The call returns when the measuring code wants another step.
 
 Example:
-    A loop runs 3 steps, and the measuring code wants 2 after the first. The loop runs step 1 and calls ``boundary()``, which
-    starts the measuring code. Its first ``next_step()`` resumes the loop, which runs step 2 and calls ``boundary()`` again.
-    Its second ``next_step()`` runs step 3. Then ``is_measured`` is True.
+    A loop runs 3 steps, and the measuring code needs the last 2. The loop runs step 1 and calls ``boundary()``, which starts
+    the measuring code. The measuring code calls ``next_step()``, which resumes the loop. The loop runs step 2 and calls
+    ``boundary()`` again. The measuring code calls ``next_step()`` for step 3, and ends. Then ``is_measured`` is True.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LoopEnded(Exception):
 
 
 class EndOfLoop(BaseException):
-    """Ends a measured loop through its own ``finally`` and ``with`` blocks.
+    """Raised inside a loop to end it after the measurement, so the loop's own ``finally`` and ``with`` blocks run.
 
-    The base class is ``BaseException``, because a loop may catch every ``Exception``. Raise each instance once only: its
-    traceback keeps the loop's frames and variables alive.
+    The base class is ``BaseException``, because a loop may catch every ``Exception``. Raise each instance only once, because
+    the instance's traceback keeps the loop's frames and variables alive.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -42,8 +42,8 @@ class Loop:
     """A loop and its measuring code.
 
     Args:
-        measure: Measures the loop, and runs its steps with `next_step`. The first call to `boundary` starts
-            ``measure``. `end` raises its exceptions.
+        measure: A function that measures the loop, and calls `next_step` to run a step. The first call to `boundary` starts
+            this function. If it raises an exception, `end` raises the same exception.
     """
 
     def __init__(self, measure: Callable[[], object]) -> None:
@@ -54,11 +54,11 @@ class Loop:
         self._ended = False
         self._raised: BaseException | None = None
         self.is_counted = False
-        """True while the loop runs a step under the counters, which may need more memory than a plain step."""
+        """True while a step's operators are counted. Such a step may need more memory than a plain step."""
         self.steps = 0
-        """The number of steps run for the measuring code."""
+        """The number of steps run so far for the measuring code."""
 
-    # Methods that the loop calls
+    # Methods called by the loop
 
     @property
     def is_measured(self) -> bool:
@@ -66,7 +66,7 @@ class Loop:
         return self._measuring is not None and self._measuring.dead
 
     def boundary(self) -> None:
-        """Resume the measuring code after a step. Return when the measuring code wants another step, or has finished."""
+        """Resume the measuring code after a step. Return when the measuring code needs another step, or has finished."""
         if self.is_measured or self._ended:
             return
         # greenlet returns control to the parent, the loop, when the measuring code returns.
@@ -81,11 +81,11 @@ class Loop:
         """Let the measuring code finish, because the loop has ended.
 
         Args:
-            raised: The exception from the latest step, which `next_step` raises in the measuring code. ``None`` if the
-                loop ended by itself.
+            raised: The exception raised by the loop's latest step. `next_step` raises it again in the measuring code.
+                ``None`` if the loop ended without an exception.
 
         Raises:
-            BaseException: The exception from the measuring code.
+            BaseException: An exception raised by the measuring code.
         """
         self._ended, self._raised = True, raised
         if self._measuring is not None and not self._measuring.dead:
@@ -95,13 +95,13 @@ class Loop:
             error, self._error = self._error, None
             raise error
 
-    # Methods that the measuring code calls
+    # Methods called by the measuring code
 
     def next_step(self, *, counted: bool = False) -> None:
         """Run the loop until its next boundary.
 
         Args:
-            counted: True if the step runs under the counters.
+            counted: True if this step's operators are counted.
 
         Raises:
             LoopEnded: The loop ended before the boundary.

@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.settling import StepFigures
 
 STEPS = 20
-"""The steps used for memory figures: the first step, which builds state, and enough further steps to detect growth."""
+"""The number of steps used for memory figures: the first step, which builds state, and enough more steps to detect growth."""
 FEWEST_STEPS = 4
-"""The fewest steps to measure: the first step, a step that may create the optimizer's state, and two equal steps."""
+"""The minimum number of steps: the first step, a step that may create the optimizer's state, and two equal steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLoop(PreparedStep):
-    """A loop at the end of its first step. As a step, it has a single phase, which runs the loop until the next boundary."""
+    """A training loop after its first step. Its only phase runs the loop until the end of the next step."""
 
     steps: int
     """The number of steps used for memory figures, including the first step."""
     first_figures: ByDevice
     """Figures from the first step, in which the loop also builds its state."""
     run_counted: Callable[[], object]
-    """Runs the loop until the next boundary under the counters. The counters may run out of memory although the loop
-    does not."""
+    """Runs the loop's next step while operators are counted. Counting may run out of memory although the loop alone does
+    not."""
     optimizers: Sequence[torch.optim.Optimizer]
-    """All optimizers stepped so far."""
+    """All optimizers that have made a step so far."""
     other_blocks: frozenset[int]
     """Addresses of other code's tensors, which existed before the loop."""
 
@@ -66,7 +66,7 @@ class PreparedLoop(PreparedStep):
         notes: tuple[str, ...] = ()
         counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
-        # settle() freezes all objects that exist before the loop's steps, so each garbage collection after a step is fast.
+        # settle() freezes all existing objects, so each later garbage collection looks only at new objects and is fast.
         collect_everything()
         device.settle()
         with cyclic_collector_off():
@@ -106,7 +106,7 @@ class PreparedLoop(PreparedStep):
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return the timed ``step`` with another time sample, if the loop still has enough steps."""
         try:
-            # No zero-argument super(): `dataclass(slots=True)` returns a different class.
+            # super() without arguments does not work here, because `dataclass(slots=True)` returns a different class.
             return PreparedStep.time_again(self, step)
         except LoopEnded as ended:
             return replace(step, notes=(*step.notes, f"timed once: {ended}"), is_over=True)
@@ -129,7 +129,8 @@ class PreparedLoop(PreparedStep):
             modules = alive(torch.nn.Module)
         parts = {id(part) for module in modules for _, part in named_modules(module) if part is not module}
         trained = {id(parameter) for parameter in self._parameters()}
-        # Paths in the first registered model do not begin with its class. So register the trained models first.
+        # Module paths in explanations begin with a class name, except in the first registered model. So register the trained
+        # models first.
         for module in sorted(modules, key=lambda module: not _has_any(module, trained)):
             if id(module) not in parts:
                 owners.model(module)
@@ -137,7 +138,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages that may belong to the loop: those of all live tensors that did not exist before the loop."""
+        """Yield the storages of all live tensors that did not exist before the loop, because they may belong to it."""
         import torch
 
         with everything_in_sight():
@@ -154,11 +155,11 @@ class PreparedLoop(PreparedStep):
 def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> StepFigures:
     """Return a loop's figures from the figures for each step.
 
-    The first step is never part of an equal pair, because the loop builds its state in this step.
+    The first step never counts as one of two equal steps, because the loop builds its state in this step.
 
     Args:
-        seen: Figures for the steps with the peaks, in order, including the first step.
-        longer: Figures for further steps, used for growth only.
+        seen: Figures for the steps whose peaks count, in order, including the first step.
+        longer: Figures for further steps, which are used only for growth.
     """
     settled_at = next((n for n, pair in enumerate(pairwise(seen)) if n and have_same_peaks(*pair)), None)
     window = [*_growth_window(seen), *longer]
@@ -166,9 +167,10 @@ def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> S
 
 
 def _growth_window(seen: Sequence[ByDevice]) -> Sequence[ByDevice]:
-    """Return the steps used for growth: at most `WINDOW` steps, without the first steps, which may fill a cache.
+    """Return the steps over which growth is measured: the last `WINDOW` steps, without the first steps of the loop.
 
-    In a short loop, the first third of its steps is left out. In a longer loop, `SETTLING_STEPS` are left out.
+    The loop's first step builds state, and the next steps may fill a cache. After the first step, `SETTLING_STEPS` steps are
+    left out, or a third of the steps in a short loop.
     """
     further = seen[1:]
     return further[min(SETTLING_STEPS, len(further) // 3) :][-WINDOW:]

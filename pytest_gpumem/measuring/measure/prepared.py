@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.settling import StepFigures
 
 MOST_SAMPLES = 3
-"""The most time samples: two, and a third if one shows a slowdown and the other is uncertain."""
+"""The maximum number of time samples: two, and a third if one of them shows a slowdown and the other is uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Result of measuring a step."""
+    """A measured step's figures, workload and notes."""
 
     figures: StepFigures
     workload: Workload
     work: Mapping[str, float]
-    """The step's ``samples``, ``tokens`` or ``items``, by name. Throughput counts the first name.
+    """The numbers of samples, tokens or items in the step, by name. Throughput is computed from the first entry.
 
     Example: ``{"samples": 8, "tokens": 2048}``.
     """
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """The number of module calls repeated in backward; ``None`` if this is no training step."""
+    """The number of module calls repeated by backward; ``None`` if the step is not a training step."""
     is_over: bool = False
     """True if the step cannot run again, because its loop has ended."""
 
@@ -61,7 +61,7 @@ class MeasuredStep:
         return times is not None and len(times.samples) < MOST_SAMPLES and not self.is_over
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics: bytes, counts, seconds, items per second."""
+        """Return all metrics by name: bytes, counts, seconds, and items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
         times = figures.times
@@ -78,18 +78,19 @@ class MeasuredStep:
 class PreparedStep:
     """A step that is ready to run.
 
-    ``model`` is ``None`` if the test passed a function. If a step changes ``state()``, the next step may differ from this step.
+    ``model`` is ``None`` if the step calls a test's function. ``state()`` returns state such as the gradient scale. If a step
+    changes this state, the next step may differ.
     """
 
     context: MeasuringContext
     workload: Workload
     work: Mapping[str, float]
-    """The samples, tokens or items in a step, as in `MeasuredStep`."""
+    """The numbers of samples, tokens or items in a step, as in `MeasuredStep`."""
     phases: Sequence[Phase]
     other_bytes: Sequence[int]
-    """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
+    """Other code's live bytes before the step's model was built, on each device in `Device.everywhere`."""
     held: object
-    """Objects from which all tensors can be reached that are live between two steps."""
+    """Objects such as the model and the batch, from which every tensor that lives from step to step can be reached."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
@@ -97,10 +98,10 @@ class PreparedStep:
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
-    """Returns the number of module calls repeated in backward. Call this after the first run."""
+    """Returns the number of module calls repeated by backward. Call this after the first run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """``DistributedDataParallel``'s copies of gradients, by address."""
+    """The buffers in which ``DistributedDataParallel`` collects gradients, by bucket number."""
 
     def measure(self) -> MeasuredStep:
         """Run the step until its peak repeats, then measure its memory and its counts."""
@@ -118,7 +119,7 @@ class PreparedStep:
     def time(self, step: MeasuredStep) -> MeasuredStep:
         """Return the measured ``step`` with its times, or ``step`` itself if this session times no steps.
 
-        Explain a step before timing: timing runs hundreds of steps, and a leak grows in each step.
+        Explain a step before timing it, because timing runs hundreds of steps, and a leak grows in each of them.
         """
         time_budget = self.context.time_budget
         if time_budget is None or not step.may_be_timed:
@@ -130,7 +131,7 @@ class PreparedStep:
         """Return the timed ``step`` with another time sample."""
         times, time_budget = step.figures.times, self.context.time_budget
         assert times is not None, "only a step with times is timed again"
-        assert time_budget is not None, "same"
+        assert time_budget is not None, "a step has times only if this session times steps"
         context, seconds = self.context, time_budget.second_sample
         sample = sample_again(self.phases, context.device, self._storages, seconds)
         time_budget.spend_on_second_sample(SECONDS_BETWEEN_SAMPLES + sample.spent)
@@ -138,9 +139,9 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, times=times))
 
     def locate(self, step: MeasuredStep) -> MeasuredStep:
-        """Run the step once more, and return ``step`` with the lines of its counted operators."""
+        """Run the step once more, and return ``step`` with the source lines of its counted operators."""
         counted, context = step.figures.counted, self.context
-        # Launches are counted by the GPU, which does not know lines.
+        # Kernel launches have no source lines, because they are counted on the GPU.
         has_lines = any(counted.by_operator.get(name) for name in TALLIED)
         if not context.device.consensus.any(has_lines):
             return step
@@ -151,11 +152,11 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def _run_counted(self) -> None:
-        """Run the step under the counters. `PreparedLoop` overrides this method."""
+        """Run the step while its operators are counted. `PreparedLoop` overrides this method."""
         run_phases(self.phases)
 
     def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
-        """Record another run, and explain the peak.
+        """Run the step again, record its allocations, and explain the peak.
 
         Args:
             step: The measured step.
@@ -174,13 +175,13 @@ class PreparedStep:
             memory.turnover if peak_device.turnover() and alike else None,
             memory.own if grows else None,
             device_figures.growth if grows else 0,
-            # If some steps keep no bytes, record as many steps as growth is measured in.
+            # If memory grows, but some steps keep no bytes, record as many steps as were used to measure growth.
             steps=max(1 if alike else len(figures.runs), WINDOW if grows and not device_figures.always_keeps else 0),
         )
         return self.context.explain(self.subject(peak_device), expected, peak_device)
 
     def subject(self, device: Device) -> Subject:
-        """Return the step as a subject to record on a device from `Device.everywhere`."""
+        """Return the step in the form that `explain` can record, for a device from `Device.everywhere`."""
         other_bytes = self.other_bytes[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:

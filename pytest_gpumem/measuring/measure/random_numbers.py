@@ -31,12 +31,12 @@ class RandomNumbers:
 
     @classmethod
     def current(cls, device: Device | None) -> RandomNumbers:
-        """Return the current states. Without a device, only the host's states are included."""
+        """Return the current states. Without a device, only the states of the host's generators are included."""
         import torch
 
         # If NumPy is not loaded, no code has used its generator.
         numpy = sys.modules.get("numpy")
-        with beneath_modes():  # the test may be in any mode
+        with beneath_modes():  # the test may have entered a dispatch mode, which would see these operators
             return cls(
                 device,
                 random.getstate(),

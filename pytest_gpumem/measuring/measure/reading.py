@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Readings around a region of code on one device, in bytes. Live bytes and peaks count from the same zero.
+    """Memory figures for a region of code on one device, in bytes. Live bytes and peaks are counted from the same zero point.
 
-    ``other_bytes`` are live during the whole region and belong to other code. ``live_before`` is read before the region runs,
-    ``live_run`` right after the region, and ``live_after`` after a garbage collection that follows. These three exclude
+    ``other_bytes`` belong to other code and are live during the whole region. ``live_before`` is read before the region runs,
+    ``live_run`` right after the region, and ``live_after`` after a further garbage collection. These three values exclude
     workspaces. Peaks include workspaces.
 
     Example:
@@ -40,44 +40,45 @@ class Figures:
     live_after: int
     phases: Mapping[str, Peak] = field(default_factory=dict)
     turnover: int = 0
-    """The bytes of all allocations together, including blocks that were freed later."""
+    """The bytes of all allocations in the region together, including blocks that were freed later."""
     held_change: int = 0
-    """The growth of the bytes held by the test's fixtures. Fixtures hold them on purpose, so they do not count as retained."""
+    """The growth of the bytes held by the test's fixtures. They hold them on purpose, so these bytes are not retained."""
     workspaces: int = 0
-    """The workspaces in the peak, held by libraries during an operation or between operations."""
+    """The bytes in workspaces at the peak. Libraries hold workspaces during an operation or between operations."""
     workspaces_before: int = 0
-    """The workspaces at the region's beginning, left by earlier steps."""
+    """The bytes in workspaces before the region, left by earlier steps."""
     unused_before: int = 0
-    """The reserved but unused bytes at the region's beginning, in segments with at least one block."""
+    """The reserved but unused bytes before the region, in the allocator's segments that contain at least one block."""
     loaded: int | None = None
-    """The bytes held by `load`'s result; ``None`` for other regions."""
+    """The bytes in the object returned by `load`; ``None`` for other regions."""
 
     @property
     def own(self) -> int:
-        """The region's own bytes at its beginning, with workspaces."""
+        """The bytes of the measured code before the region, including workspaces, without other code's bytes."""
         return self.live_before + self.workspaces_before - self.other_bytes
 
     @property
     def own_peak(self) -> int:
-        """The peak of the region's own bytes."""
+        """The peak without other code's bytes."""
         return self.peak.allocated - self.other_bytes
 
     @property
     def missing(self) -> int:
-        """The bytes missing from the peak, because the device did not plan workspaces for convolutions."""
+        """An upper bound for bytes missing from the peak, because the device did not plan workspaces for convolutions."""
         return 0 if self.peak.reaching is None else max(0, self.peak.reaching - self.peak.allocated)
 
     @property
     def peak_reserved(self) -> int | None:
-        """The peak of reserved bytes; ``None`` if the device does not reserve."""
+        """The peak of reserved bytes without other code's bytes; ``None`` if the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
-        # Tensors may also use free room in older segments. The growth of the reserved bytes does not include these tensors.
+        # Tensors may also use unused bytes in older segments. Then the reserved bytes grow less than the allocated bytes, so
+        # return at least `own_peak`.
         return max(self.peak.reserved - self.reserved_before + self.own, self.own_peak)
 
     @property
     def retained(self) -> int:
-        """The bytes left after the region, without bytes held by the test's fixtures."""
+        """The bytes still allocated after the region, without bytes held by the test's fixtures."""
         return max(0, self.live_after - self.live_before - self.held_change)
 
     @property
@@ -107,25 +108,25 @@ def largest_of(metrics: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def notes_on_missing(figures: Iterable[Figures]) -> tuple[str, ...]:
-    """Return a note if peaks lack workspaces, with the bytes on the GPU with the largest lack."""
+    """Return a note if peaks lack workspaces, with the largest number of missing bytes on any GPU."""
     missing = max((device_figures.missing for device_figures in figures), default=0)
     return (f"{LACKS_WORKSPACES}: at most {format_bytes(missing)} more is needed",) if missing else ()
 
 
 ByDevice = Mapping[str, Figures]
-"""A region's figures on each device in use, by device name. The measured device comes first."""
+"""A region's figures on each device used by the process, by device name. The measured device comes first."""
 
 
 def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
-    """Return consecutive steps' figures by device. A device's list begins at the first step that used the device."""
+    """Return the figures of consecutive steps by device. A device's figures begin at the first step on this device."""
     return {name: tuple(step[name] for step in steps if name in step) for name in steps[-1]}
 
 
 class Phase(NamedTuple):
-    """A named part of a step. Phases run in order, and each has its own peak. Phases with equal names count as a single phase.
+    """A named part of a step. The parts of a step run in order, and parts with equal names share a peak.
 
-    For example, with two micro-batches a training step has the parts forward, backward, forward, backward and optimizer, but
-    only three phases.
+    For example, with two micro-batches a training step has the parts forward, backward, forward, backward and optimizer. It has
+    three peaks: for forward, backward and optimizer.
     """
 
     name: str
@@ -149,13 +150,17 @@ def live_of_program(device: Device) -> list[int]:
 
 
 def live_when_settled(device: Device) -> list[int]:
-    """Collect garbage among young objects, and return the live bytes without workspaces."""
+    """Collect garbage among young objects, and return the live bytes on each device without workspaces."""
     device.settle()
     return live_of_program(device)
 
 
 def live_without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
-    """Return the live bytes without garbage. If ``live`` differs from ``expected``, garbage among all objects is collected."""
+    """Return the live bytes on each device without garbage and workspaces.
+
+    If ``live`` equals ``expected``, there is no garbage, and ``live`` is returned. Otherwise garbage among all objects is
+    collected first.
+    """
     if live == list(expected):
         return live
     collect_everything()
@@ -163,7 +168,7 @@ def live_without_older_garbage(device: Device, live: list[int], expected: Sequen
 
 
 class Reading:
-    """Readings around a code region on each device (`Device.everywhere`), from just before the region to its end. See `read`.
+    """Memory readings before and after a region of code, on each device (`Device.everywhere`). See `read` for their order.
 
     Args:
         device: The region's device. Garbage must have been collected.
@@ -181,7 +186,7 @@ class Reading:
         self._turnover = [each_device.turnover() for each_device in device.everywhere]
 
     def read_end(self) -> None:
-        """Read the region's allocations and the live bytes, right after the region."""
+        """Read the turnover and the live bytes, right after the region."""
         self._turnover = [
             each_device.turnover() - before
             for each_device, before in zip(self._device.everywhere, self._turnover, strict=True)
@@ -207,11 +212,11 @@ class Reading:
             peaks: The peak on each device.
             live_after: The live bytes after garbage collection, on each device, without workspaces.
             phases: Each phase's peaks, on each device.
-            held_change: The growth in bytes held by the test's fixtures, on each device.
-            transient: The peak's bytes from `Device.transient_workspaces`, on each device.
+            held_change: The growth of the bytes held by the test's fixtures, on each device.
+            transient: The workspace bytes in the peak from `Device.transient_workspaces`, on each device.
 
         Returns:
-            The figures by the device's name, for the first device and each other device in use.
+            The figures by device name, for the first device and every other device used by the process.
         """
         devices = self._device.everywhere
         workspaces = self._device.workspaces()
@@ -251,8 +256,8 @@ def read(
         live_before: The live bytes before the context, on each device, without workspaces. By default, they are read now.
 
     Yields:
-        The readings, the window, and the bytes from `Device.transient_workspaces`. They are complete when the
-        context has ended.
+        The readings, the window, and the bytes from `Device.transient_workspaces`. All three are complete when the context has
+        ended.
     """
     with ExitStack() as within:
         with device.one_moment():
@@ -263,8 +268,8 @@ def read(
         with device.one_moment():
             within.close()
             reading.read_end()
-        # Read this outside of `one_moment`, because a collection may free memory even without garbage, for example in a
-        # callback.
+        # Read this outside of `one_moment`, in which nothing may be freed. A garbage collection may free memory even without
+        # garbage, for example in a callback.
         reading.read_settled()
 
 
@@ -278,14 +283,14 @@ def read_once(
     """Measure a single run of the code within the context.
 
     Args:
-        device: The code's device, at rest.
+        device: The code's device, after `Device.quiesce`.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        held: Returns the bytes currently held by fixtures on purpose, on each device.
-        before: The result from ``held``, and the live bytes without workspaces, before the context. By default, both are
-            read now.
+        held: Returns the bytes currently held by fixtures, on each device.
+        before: The result from ``held``, and the live bytes without workspaces, both from before the context. By default, both
+            are read now.
 
     Yields:
-        A function that returns the figures. Call it when the context has ended.
+        A function that returns the figures. Call this function when the context has ended.
     """
     held_before, live_before = (held(), None) if before is None else before
     ended: list[ByDevice] = []
@@ -308,11 +313,11 @@ def run_one_step(
     """Run a step once, and return its figures on each device.
 
     Args:
-        phases: The step's parts, in order.
+        phases: The step's phases, in order.
         device: The step's device.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        older_garbage: True to collect garbage among all objects if the step changes the live bytes. Otherwise only garbage
-            among young objects is collected.
+        older_garbage: True to collect garbage among all objects if the step changed the live bytes. If this is false, only
+            garbage among young objects is collected.
     """
     device.consensus.rest()
     with read(device, other_bytes) as (reading, window, transient):

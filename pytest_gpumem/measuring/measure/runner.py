@@ -1,4 +1,4 @@
-"""Measures a repeated step: first memory after it has settled, growth and counts, then time."""
+"""Measures a step that repeats: memory after the step has settled, then growth, counts and time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.timing.sampling import TimeBudget
 
 MOST_WARM_UPS = 6
-"""The most runs to find two consecutive equal runs."""
+"""A step runs at most this many times until two consecutive runs have the same peaks."""
 FURTHER_STEPS = 4
-"""Extra steps measured after two consecutive equal ones (or after giving up waiting for them)."""
+"""The number of further runs after the first two equal runs, or after `MOST_WARM_UPS` runs without an equal pair."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
-"""The least number of rounds in a sample that can fail a test, even for long steps."""
+"""The minimum number of rounds in a second or third sample, even for long steps, because this sample can fail a test."""
 MOST_UNSTABLE_WARM_UPS = 16
-"""The same limit as `MOST_WARM_UPS`, for steps that may compile again, or overflow, before they repeat."""
+"""The same limit as `MOST_WARM_UPS`, for steps that may compile again, or whose gradients may overflow, before they repeat."""
 
 
 def measure_step(
@@ -50,18 +50,18 @@ def measure_step(
     """Measure a step.
 
     The step runs until two consecutive runs have the same peaks, at least twice and at most `MOST_WARM_UPS` times. By then, the
-    optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs show work done only every
-    second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an
-    example.
+    optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs follow, which show work that the
+    step does only every second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`).
+    See `settling` for an example.
 
     Args:
-        phases: The step's parts, in order.
+        phases: The step's phases, in order.
         device: The step's device.
         other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        state: Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. Runs
-            with a changed state do not count as equal, and up to `MOST_UNSTABLE_WARM_UPS` runs are made.
-        is_compiled: True if the step is compiled. Its operators are not counted.
-        peak_only: True to make no further runs, and to count nothing.
+        state: Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. A run
+            that changes this state does not count as equal, and the step runs up to `MOST_UNSTABLE_WARM_UPS` times.
+        is_compiled: True if the step is compiled. In this case, operators are not counted.
+        peak_only: True to measure only the peak, without further runs and without counts.
     """
     run_step = functools.partial(run_one_step, phases, device, other_bytes)
     step = functools.partial(run_phases, phases)
@@ -84,7 +84,7 @@ def measure_step(
             if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
             else {}
         )
-        # Count before timing. Timing runs a random number of steps, and a step's work may depend on its weights.
+        # Count before timing. Timing trains for an unpredictable number of steps, and a step's work may depend on the weights.
         with device.peak_ignored():
             alike = device.consensus.all(
                 settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
@@ -101,10 +101,11 @@ def first_times(
 ) -> Times:
     """Return a measured step's first time sample, and the times for its phases.
 
-    Timing runs hundreds of steps without recording their allocations. A recorded step runs before them, and another after them.
+    Timing runs hundreds of steps without recording their allocations. A step with recorded allocations runs before them, and
+    another after them.
 
     Args:
-        phases: The step's parts, in order.
+        phases: The step's phases, in order.
         device: The step's device.
         own: Returns the storages that currently belong to the step.
         time_budget: The remaining seconds for timing.
@@ -121,21 +122,22 @@ def first_times(
 def unrecorded_steps(
     device: Device, earlier: BlockIds, own: Callable[[], Iterable[torch.UntypedStorage]], run_step: Callable[[], object]
 ) -> Iterator[None]:
-    """Run steps within the context unrecorded, then a recorded step, and correct the device's list of live blocks.
+    """Record no allocations within the context. At its end, record a step, and correct the device's list of live blocks.
 
-    While nothing is recorded, a step may replace blocks. At the end, `Device.reconcile` gets the blocks that are live now:
+    While allocations are not recorded, a step may replace memory blocks. At the end, `Device.reconcile` gets the blocks that
+    are live then:
 
-    - Blocks in reach from the step.
+    - Blocks reachable from the step's objects.
     - Other blocks that outlived the recorded step before the context, for example tensors saved by a graph.
-    - Other blocks from the last recorded step, because each step creates its own, for example the buckets in
+    - Other blocks from the recorded step at the end, because each step creates new ones, for example the buckets in
       `DistributedDataParallel`.
 
-    The blocks are also corrected if a step raises, because the test may continue and measure another step.
+    The list is also corrected if a step raises, because the test may continue and measure another step.
 
     Args:
-        device: The steps' device.
-        earlier: The blocks known to the device before the previous recorded step.
-        own: Returns the storages in reach from the step.
+        device: The step's device.
+        earlier: The live blocks before the recorded step that precedes the context.
+        own: Returns the storages reachable from the step's objects.
         run_step: Runs a recorded step.
     """
     reached = {storage.data_ptr() for storage in own()}
@@ -157,10 +159,10 @@ def sample_again(
 ) -> Sample:
     """Return another time sample for a measured step, with a recorded step before and after, as in `first_times`.
 
-    A pause of `SECONDS_BETWEEN_SAMPLES` comes first, so a short burst of work in another process does not affect both samples.
+    A pause of `SECONDS_BETWEEN_SAMPLES` comes first, so a short burst of work in another process affects at most one sample.
 
     Args:
-        phases: The step's parts, in order.
+        phases: The step's phases, in order.
         device: The step's device.
         own: Returns the storages that currently belong to the step.
         seconds: The time for the sample.
@@ -172,7 +174,7 @@ def sample_again(
         earlier = device.known()
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), exclusive_use(device) as refused:
-            # quiesce() has emptied the caches. Fill them before the sample, because a sample has few rounds.
+            # quiesce() has emptied the caches. This run fills them before the sample, because a sample may have few rounds.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalidate_if_refused(refused, sample, device)

@@ -1,7 +1,7 @@
-"""Choose among several runs of a step: find the runs that count, and the run with the highest peak.
+"""Choose among several runs of a step: leave out the warm-up, and find the run with the highest peak.
 
-The first runs build state, for example an optimizer's moments. Metrics leave out this warm-up. Runs count from the first
-two consecutive runs with equal metrics.
+The first runs are a warm-up, because they build state, for example an optimizer's moments. The warm-up ends when two
+consecutive runs have the same peaks. These two runs are the first equal pair, and metrics count from its first run.
 
 Example:
     Seven runs of a training step with AdamW (``Linear(256, 1024)``, relu, ``Linear(1024, 256)``, batch 64) on a CPU. AdamW
@@ -14,7 +14,7 @@ Example:
         optimizer         10.58   10.58   10.58 MB
 
     Runs 1 and 2 have the same peak, but not the same peak in forward. Runs 2 and 3 are the first equal pair, so `measure_step`
-    stops looking after run 3 and runs 4 more. `figures_of_steps` is called with ``settled_at=1``, and ``left_out`` is 1.
+    makes only 4 more runs after run 3. `figures_of_steps` is called with ``settled_at=1``, and ``left_out`` is 1.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class DeviceFigures:
     runs: tuple[Figures, ...]
     """Figures for each run on the device, in order."""
     left_out: int = 0
-    """The number of warm-up runs, which come first and build state."""
+    """The number of warm-up runs at the beginning, which build state."""
     growth: int = 0
-    """Bytes kept by every further run."""
+    """The bytes kept by every further run."""
 
     @property
     def _counting(self) -> tuple[Figures, ...]:
@@ -52,12 +52,12 @@ class DeviceFigures:
 
     @property
     def memory(self) -> Figures:
-        """The last run with the highest peak after the warm-up."""
+        """The run with the highest peak after the warm-up. If several runs have this peak, the last run counts."""
         return max(reversed(self._counting), key=lambda run: run.own_peak)
 
     @property
     def latest_keeping_run(self) -> Figures:
-        """The last run that has this peak and kept bytes, or `memory` if no run kept bytes."""
+        """The last run that has the highest peak and also kept bytes; `memory` if no run has both."""
         peak = self.memory.own_peak
         return next((run for run in reversed(self._counting) if run.own_peak == peak and run.keeps_bytes), self.memory)
 
@@ -73,7 +73,7 @@ class DeviceFigures:
 
     def metrics(self) -> dict[str, int]:
         """Return the step's memory metrics on this device, in bytes."""
-        # If runs differ, the smallest value counts, because the next batch may just be larger than this batch.
+        # If runs retain different amounts, use the smallest amount, because a larger one may only come from a larger batch.
         retained = [run.retained for run in self._counting]
         least_retained = {"retained": max(min(retained), self.growth)} if len({*retained}) > 1 else {}
         return {**self.memory.memory_metrics(), **least_retained, "growth": self.growth}
@@ -86,17 +86,17 @@ class StepFigures:
     runs: tuple[ByDevice, ...]
     """Figures for each measured run, in order."""
     left_out: int
-    """The number of warm-up runs, which come first and build state."""
+    """The number of warm-up runs at the beginning, which build state."""
     is_settled: bool
-    """True if all runs after the first equal pair have the same peak."""
+    """True if there is an equal pair, and all runs after it have the same peak as the pair."""
     growth: Mapping[str, int] = field(default_factory=dict)
-    """Bytes kept by every further run, by device."""
+    """The bytes kept by every further run, by device name."""
     times: Times | None = None
     counted: CountResult = NO_COUNTS
 
     @property
     def devices(self) -> dict[str, DeviceFigures]:
-        """The memory figures on each device, by the device's name."""
+        """The memory figures on each device, by device name."""
         return {
             name: DeviceFigures(steps, max(0, self.left_out - len(self.runs) + len(steps)), self.growth.get(name, 0))
             for name, steps in by_device(self.runs).items()
@@ -118,7 +118,7 @@ class StepFigures:
         return all(_turnovers(run) == _turnovers(self.runs[-1]) for run in self.runs[self.left_out :])
 
     def memory_metrics(self) -> dict[str, int]:
-        """Return the step's memory metrics in bytes, each from the device with the largest value."""
+        """Return the step's memory metrics in bytes. Each metric comes from the device with the largest value."""
         return largest_of(figures.metrics() for figures in self.devices.values())
 
     def notes(self) -> tuple[str, ...]:
@@ -132,7 +132,9 @@ class StepFigures:
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:
-            unsettled = f"no 2 consecutive steps of {len(self.runs)} were equal: they compiled again, or overflowed"
+            unsettled = (
+                f"no 2 consecutive steps of {len(self.runs)} were equal: steps compiled again or gradients overflowed"
+            )
             return None if self.is_settled else unsettled
         peaks, device_clause = repeated[moved], "" if moved == next(iter(repeated)) else f" on {moved}"
         first, last = map(format_bytes, (peaks[0], peaks[-1]))
@@ -158,7 +160,7 @@ def _highest_peak(figures: Iterable[Figures]) -> int:
 
 
 def _step_peaks(steps: Sequence[Sequence[Figures]], left_out: int) -> StepPeaks:
-    """Return each step's peak. A step has figures from each device, and the largest peak counts."""
+    """Return the peak of each step: the largest peak on any device."""
     reserved = [[peak for figures in step if (peak := figures.peak_reserved) is not None] for step in steps]
     return StepPeaks(
         tuple(max(figures.own_peak for figures in step) for step in steps),
@@ -172,10 +174,10 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
 
     Args:
         seen: Figures for each run, in order.
-        settled_at: The index of the first run in the first equal pair, from 0, or ``None`` without an equal pair. If all runs
-            from this index have the same peak, the runs before it build state. Otherwise only run 0 builds state.
+        settled_at: The index of the first equal pair's first run, counted from 0; ``None`` if there is no equal pair. If all
+            runs from this index have the same peak, the earlier runs are the warm-up. Otherwise only run 0 is the warm-up.
     """
-    # If the peaks differ later, the pair was equal by chance. In this case, the warm-up does not end at the pair.
+    # If peaks differ after the pair, its runs were equal by chance, so the pair says nothing about the warm-up.
     settled = (
         settled_at is not None
         and len({tuple(figures.own_peak for figures in run.values()) for run in seen[settled_at:]}) == 1
@@ -185,12 +187,15 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
 
 
 def have_same_peaks(first: ByDevice, second: ByDevice) -> bool:
-    """Return whether all settling metrics are equal in two runs, for example `peak_allocated` and `peak_forward`."""
+    """Return whether two runs are equal in all metrics that must settle, such as `peak_allocated` and `peak_forward`."""
     return _settling(first) == _settling(second)
 
 
 def _settling(figures: ByDevice) -> list[dict[str, int]]:
-    """Return the settling metrics on each device. A phase's peak settles even if `METRICS` does not name the phase."""
+    """Return the metrics that must be equal in two runs of a settled step, on each device.
+
+    They include the peak of every phase, even if `METRICS` does not name the phase.
+    """
     metrics_by_device = [device_figures.memory_metrics() for device_figures in figures.values()]
     return [
         {name: metrics[name] for name in metrics if name not in METRICS or METRICS[name].settles}

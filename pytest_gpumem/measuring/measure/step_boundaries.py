@@ -1,4 +1,4 @@
-"""Boundaries between a loop's steps: a step ends when an optimizer steps for the second time."""
+"""Boundaries between the steps of a training loop: a step ends when an optimizer steps for the second time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class StepBoundaries:
-    """Find the boundaries of a loop's steps, and call ``boundary()`` at each.
+    """Find the boundaries between a loop's steps, and call ``boundary()`` at each boundary.
 
-    The first optimizer's first step is a boundary. After that, a step ends when an optimizer steps for the second time
-    since the last boundary.
+    The first ``optimizer.step()`` in the loop is a boundary. The next boundary follows when an optimizer steps that has already
+    stepped since the last boundary.
 
     Example:
         A loop trains a generator and a discriminator, each with its own optimizer. The optimizers step in this order: G, D,
         G, D, G. There are boundaries after each G, so a step contains one D and one G.
 
-    Some programs step an optimizer for each parameter within ``backward()``, in hooks. Control cannot leave ``backward()``, so
-    the boundary comes later, before the next module call.
+    Some programs have an optimizer for each parameter, and call ``step()`` in hooks within ``backward()``. Control cannot leave
+    ``backward()``, so the boundary comes later, before the next module call.
     """
 
     def __init__(self, boundary: Callable[[], None]) -> None:
@@ -44,10 +44,11 @@ class StepBoundaries:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find the boundaries in code that runs within the context."""
+        """Find the boundaries while the loop runs within the context."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        # Optimizers open a span around their steps, but a recording may end at a boundary, and must not end within a span.
+        # Optimizers open a `record_function` span around their steps. A recording may end at a boundary, but must not end
+        # within a span.
         with self._stack, without_record_functions():
             self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
@@ -55,8 +56,8 @@ class StepBoundaries:
     def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not any(earlier is optimizer for earlier in self.optimizers):
             self.optimizers.append(optimizer)
-            # Use a hook on this optimizer and no global hook, because torch iterates over the global hooks while it calls them,
-            # and the measuring code adds and removes global hooks.
+            # Do not use a global hook here. torch iterates over the global hooks while it calls them, and during this call the
+            # measuring code adds and removes global hooks.
             self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -67,7 +68,7 @@ class StepBoundaries:
             return
         self._stepped = {id(optimizer)}
         if in_backward():
-            # This may be an autograd thread.
+            # Hooks in backward may run in an autograd thread, so wait for the next module call.
             self._await_module()
         elif threading.get_ident() == self._thread:
             self._is_due = False
@@ -95,8 +96,8 @@ class StepBoundaries:
 def without_record_functions() -> Iterator[None]:
     """Disable ``record_function`` within the context.
 
-    A span writes its end into the recording in which it began. If another recording begins before the span ends, the
-    first recording's memory is already freed.
+    A span writes its end into the profiler's recording in which it began. If another recording begins before the span ends,
+    the first recording's memory is already freed.
     """
     from torch.autograd.profiler import record_function
 
@@ -106,7 +107,7 @@ def without_record_functions() -> Iterator[None]:
         return self
 
     def exit_span(self: Any, *error: Any) -> Any:
-        # A span that began before this context has a record in the recording, so this record must end.
+        # If a span began before this context, it has a record, and this record must be ended.
         return None if self.record is None else original_exit(self, *error)
 
     with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):

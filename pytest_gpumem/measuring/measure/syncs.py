@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 _COUNTERS = ("step", "mu_product")
-"""Counters kept on the host by torch's optimizers and read for each parameter, unless ``capturable`` or ``fused``."""
+"""Counters in an optimizer's state. torch keeps them on the host, unless the optimizer is ``capturable`` or ``fused``."""
 
 
 class HostTensors:
     """A set with all tensors in the host's memory.
 
-    On a GPU, the tensor's device decides whether the tensor is in the set. If the CPU stands in for a GPU, all tensors count
-    as GPU tensors except:
+    On a GPU, the tensor's device decides whether the tensor is in the set. If a step is measured on the CPU, the CPU stands in
+    for a GPU. Then all tensors count as GPU tensors, except:
 
     - an optimizer's counters,
     - tensors created by the step without a device, or copied to the host (`mark`),
-    - results computed only from such tensors (`follow`).
+    - results computed only from these tensors (`follow`).
 
     Example:
         On the CPU, ``loss.item()`` counts as a sync, because ``loss`` was computed from the model's parameters.
-        ``torch.zeros(3).sum().item()`` does not count, because the step made ``zeros`` without a device.
+        ``torch.zeros(3).sum().item()`` does not count, because the step created the zeros without a device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,10 @@ class HostTensors:
 
     @contextmanager
     def tracking_counters(self) -> Iterator[None]:
-        """Within the context, add each optimizer's counters (`_COUNTERS`) to the set before it steps. Then empty the set."""
+        """Within the context, add an optimizer's counters (`_COUNTERS`) to the set before each of its steps.
+
+        The set is emptied at the end.
+        """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         if not self.is_stand_in:
@@ -104,8 +107,8 @@ _PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 class Syncs:
     """Detector for syncs in operators and functions.
 
-    ``host`` contains the host's tensors. ``in_operator`` is called with an operator's name before the operator waits.
-    ``in_function`` is called with a function's name as soon as the sync is known.
+    ``host`` contains the host's tensors. ``in_operator`` is called with the operator's name before an operator waits.
+    ``in_function`` is called with the function's name when a sync in a function is detected.
     """
 
     host: HostTensors
@@ -113,12 +116,12 @@ class Syncs:
     in_function: Callable[[str], None]
 
     def check_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report a sync if this operator, which runs next, makes the host wait."""
+        """Report a sync if this operator, which is about to run, will make the host wait."""
         if _waits(operator, args, kwargs, self.host):
             self.in_operator(title_of(operator))
 
     def watching_functions(self) -> AbstractContextManager[object]:
-        """Return a context that detects syncs in functions that call no operator."""
+        """Return a context that detects syncs in functions without operator calls."""
         return _watching_functions(self, self.host)
 
 
@@ -153,7 +156,7 @@ def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hos
 
 
 def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
-    """Return whether indexing makes the host wait, to count the ones in a mask, or to copy its indices to the device."""
+    """Return whether indexing makes the host wait, to count the true elements in a mask, or to copy indices to the device."""
     import torch
 
     subject = args[0]
@@ -164,7 +167,7 @@ def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         return True
     if name in _PUTS and len(indices) == 1:
         value = args[2] if len(args) > 2 else kwargs["values"]
-        # x[mask] = 0 fills in place and does not count the ones in the mask.
+        # x[mask] = 0 fills in place, and does not count the true elements in the mask.
         if value.numel() == 1 and is_host(value.device):
             return False
     return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
@@ -188,9 +191,9 @@ def title_of(func: Any) -> str:
 
 
 def _watching_functions(syncs: Syncs, host: HostTensors) -> AbstractContextManager[object]:
-    """Return a mode to detect syncs that no operator shows.
+    """Return a function mode that detects syncs without an operator call.
 
-    Such syncs occur if a tensor becomes text, or if Python values become a tensor, because torch hides the copy to the
+    Such a sync occurs if a tensor is printed, or if a tensor is created from Python values, because torch hides the copy to the
     device. If the CPU stands in for a GPU, this mode also detects copies between host and GPU.
     """
     import torch
@@ -223,18 +226,18 @@ def _called(func: Any) -> str:
 
 
 def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, host: HostTensors) -> int:
-    """Return how often the host waited while a tensor was made from Python values.
+    """Return how often the host waited while a tensor was created from Python values.
 
     Without a ``device`` argument, the tensor is on the device of ``likeness`` (``new_tensor``) or on the host.
     """
     import torch
 
     if is_a(data, torch.Tensor):
-        return 0  # operators show this copy
+        return 0  # an operator makes this copy, so `check_operator` detects it
     device = kwargs.get("device")
     is_on_host = likeness in host if likeness is not None and device is None else means_host(device)
     host.mark(result, host=is_on_host)
-    # Tensors among the values are read one by one.
+    # The host reads each tensor among the values separately.
     reads = sum(tensor not in host for tensor in tensors_in([data]))
     return reads + (result not in host and (host.is_stand_in or not _is_array(data)))
 
@@ -242,14 +245,17 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
 def _moved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
 ) -> torch.Tensor:
-    """Report a tensor's copy to another device, and return the copy. If the CPU stands in for a GPU, the copy is separate."""
+    """Report a sync if a tensor moves between host and device, and return the moved tensor.
+
+    If the CPU stands in for a GPU, the moved tensor has its own storage, as on a GPU.
+    """
     source, target = args[0], _target(func, args, kwargs, host)
     if not host.is_stand_in or target is None or (source in host) == (target == "host"):
         return result
     non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
     if not non_blocking:
         syncs.in_function(_called(func))
-    # On a GPU, a change to the copy would not change the source.
+    # On a GPU, the copy would have its own memory, so a change to the copy would not change the source.
     copy = result.clone() if result is source else result
     host.mark(copy, host=target == "host")
     return copy
@@ -262,9 +268,9 @@ def _is_array(data: object) -> bool:
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
-    """Return a move's target: ``"host"``, ``"device"``, or ``None`` if the tensor stays.
+    """Return the target of a call that moves a tensor: ``"host"``, ``"device"``, or ``None`` if the tensor stays.
 
-    If the CPU stands in, the test's device is also ``cpu``. So only ``.cpu()`` and the text ``"cpu"`` mean the host.
+    If the CPU stands in for a GPU, the test's device is also ``cpu``. So only ``.cpu()`` and the text ``"cpu"`` mean the host.
     """
     import torch
 

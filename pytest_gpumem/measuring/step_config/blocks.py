@@ -1,4 +1,4 @@
-"""A model's repeated blocks, detected or named by a pattern."""
+"""Find a model's repeated blocks: detect them, or select them by a pattern."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Block(NamedTuple):
 
 
 def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[list[Block]]:
-    """Return the lists of repeated blocks in a model. The model runs a list's blocks in sequence.
+    """Return the lists of repeated blocks in a model. The model runs the blocks in a list one after another.
 
-    Without a pattern, the function selects the ``ModuleList`` or ``Sequential`` with the most parameters whose members have the
-    same type. It adds all other lists with this type, such as the stages of a ResNet, or encoder and decoder. For example,
-    GPT-2 has the list ``transformer.h`` with 12 ``GPT2Block`` modules.
+    Without a pattern, the function looks for lists (``ModuleList`` or ``Sequential``) whose members all have the same type. It
+    selects the list with the most parameters, and all other lists with the same type of members, such as the stages of a
+    ResNet, or encoder and decoder. For example, GPT-2 has the list ``transformer.h`` with 12 ``GPT2Block`` modules.
 
     Args:
         model: The model.
@@ -41,12 +41,12 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
     lists = [
         (path, module, kind) for path, module in model.named_modules() if (kind := _type_of_members(module)) is not None
     ]
-    # Use a list of leaves (embeddings, projections) only if there is no other list.
+    # Use a list of modules without children (embeddings, projections) only if there is no other list.
     deep = [listing for listing in lists if any(True for member in listing[1].children() for _ in member.children())]
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential of modules of one type); "
-            "name them with blocks=PATTERN, or use checkpoint=modules:PATTERN"
+            f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential whose modules have the same type); "
+            "name the blocks with blocks=PATTERN, or use checkpoint=modules:PATTERN"
         )
     block_type = max(deep or lists, key=lambda listing: parameters_of(listing[1]))[2]
     return [
@@ -58,7 +58,7 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
 def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
     """Return the outermost modules whose path matches a pattern (``*`` and ``?``; ``*`` also matches dots).
 
-    For example, ``h.*`` matches ``h.0`` and ``h.0.mlp``, and the function only returns ``h.0``.
+    For example, ``h.*`` matches ``h.0`` and ``h.0.mlp``, but the function returns only ``h.0``.
 
     Raises:
         ConfigError: No module matches.
@@ -75,7 +75,7 @@ def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
 
 
 def described(lists: Sequence[Sequence[Block]]) -> str:
-    """Return a text with the path and block type of each list: ``"h (12 x GPT2Block)"``."""
+    """Return a text with each list's path and the types of its blocks: ``"h (12 x GPT2Block)"``."""
     texts = []
     for blocks in lists:
         counts = Counter(class_name(type(block.module)) for block in blocks)
@@ -86,14 +86,16 @@ def described(lists: Sequence[Sequence[Block]]) -> str:
 
 
 def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[str, list[Block]] | None:
-    """Return the pattern of repeated modules with the most trainable parameters, and these modules.
+    """Return a pattern for ``blocks=`` that matches only modules that forward calls, and the matching modules.
+
+    If there are several patterns, the modules with the most trainable parameters win.
 
     Args:
         model: The model.
         called: The ids of all modules that forward calls.
 
     Returns:
-        The pattern and its modules, all of them called; ``None`` if no pattern matches at least two called modules.
+        The pattern and at least two modules; ``None`` if there is no such pattern.
     """
     best: tuple[int, str, list[Block]] = (0, "", [])
     patterns = [
@@ -110,9 +112,9 @@ def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[s
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """Yield patterns for modules like the one at ``path``, in the same list and in all lists with the same name.
+    """Yield patterns that match the module at ``path`` and its counterparts in the same list, or in all lists with this name.
 
-    For example, ``encoder.h.0.mlp`` gives ``encoder.h.*.mlp`` and ``*.h.*.mlp``.
+    For example, the patterns for ``encoder.h.0.mlp`` are ``encoder.h.*.mlp`` and ``*.h.*.mlp``.
     """
     names = path.split(".")
     for index, name in enumerate(names):
@@ -139,7 +141,7 @@ def _named_blocks(model: torch.nn.Module, pattern: str) -> list[list[Block]]:
 
 
 def _type_of_members(module: torch.nn.Module) -> type | None:
-    """Return the common type of a list's members; ``None`` if there is none, or only a single member."""
+    """Return the common type of a list's members; ``None`` if the types differ, or if there are fewer than two members."""
     import torch
 
     if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
@@ -149,7 +151,7 @@ def _type_of_members(module: torch.nn.Module) -> type | None:
 
 
 def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Return the modules without the modules inside them. In the argument, outer modules come first."""
+    """Leave out modules that are inside another module in ``modules``, in which outer modules must come first."""
     outermost: list[tuple[str, torch.nn.Module]] = []
     for path, module in modules:
         if not any(path.startswith(f"{outer}.") or not outer for outer, _ in outermost):

@@ -1,9 +1,9 @@
 """The kinds of activation checkpointing. Each kind is a row in a table.
 
-A row's functions raise ``ValueError`` with a message for the test's author. Only these functions import torch.
+The functions in a row raise ``ValueError`` with a message for the test's author. Only these functions import torch.
 
 For example, a model has a list with four blocks. ``blocks`` recomputes each block. ``every:2`` recomputes the second and the
-fourth. ``sequential:2`` and ``sqrt`` recompute the first two as a group, and the last two as another group.
+fourth block. ``sequential:2`` and ``sqrt`` recompute the first two blocks as a group, and the last two as another group.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKind:
-    """A kind of checkpointing. It acts in up to three ways: ``recomputed``, ``around_forward`` and ``setting``.
+    """A kind of checkpointing. It may define ``recomputed``, ``around_forward``, ``setting``, or several of these.
 
     `Device.lacks` returns a reason if the device cannot run a kind.
     """
 
     name: str
     help: str
-    """The modules that backward recomputes, and the conditions."""
+    """A text for the reference: the modules that backward recomputes, and the kind's requirements."""
     _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
@@ -65,25 +65,26 @@ class CheckpointKind:
     recomputed: Callable[[Iterable[Blocks], Any], Iterable[Blocks]] | None = None
     """Returns groups of modules, given lists of modules and the argument. Backward recomputes each group as a whole.
 
-    With ``on_blocks`` the lists are the model's blocks. Otherwise they are the modules whose path matches the argument.
+    With ``on_blocks``, the lists contain the model's blocks. Otherwise a single list contains the modules whose path matches
+    the argument.
     """
     saved_ops: tuple[str, ...] = ()
-    """ATen operators whose outputs are saved even inside the groups."""
+    """ATen operators whose outputs are saved even inside the recomputed groups."""
     around_forward: Callable[[Any], AbstractContextManager[object]] = nullcontext
     """Returns a context manager for each forward pass, given the argument."""
     setting: Callable[[Any], AbstractContextManager[object]] = nullcontext
     """Returns a context manager that changes a global torch setting for all steps, given the argument."""
     part_of_compiler: str = ""
-    """The torch.compile feature that implements this kind. Without a compile mode the kind does nothing."""
+    """The torch.compile feature that implements this kind; empty for other kinds. Such a kind needs a mode in ``compile=``."""
     cached_casts: bool = True
-    """True if autocast may cache the cast copy of a reused weight."""
+    """True if autocast may keep the cast copy of a weight that forward uses again."""
     search_order: int = 0
-    """The position in the order in which ``gpumem advise`` tries kinds without an argument; 0 if it does not try the kind."""
+    """The kind's position in the order in which ``gpumem advise`` tries kinds; 0 if it does not try this kind."""
     snippet: Snippet = Snippet()
 
     @property
     def form(self) -> str:
-        """The written form: ``"every:N"``."""
+        """The kind as it is written in a config, with a placeholder for the argument: ``"every:N"``."""
         return f"{self.name}:{self.argument.placeholder}" if self.argument else self.name
 
 
@@ -97,7 +98,9 @@ class Checkpointing(NamedTuple):
 def _fraction(text: str) -> float:
     fraction = number(text)
     if not 0 <= fraction <= 1:
-        raise ValueError("the activation memory budget is a fraction between 0 and 1 of the plain activations")
+        raise ValueError(
+            "the activation memory budget must be a number from 0 to 1, the fraction of activations to save"
+        )
     return fraction
 
 
@@ -109,18 +112,18 @@ def each_alone(lists: Iterable[Blocks], _argument: object = None) -> list[Blocks
 def _last_of_every(lists: Iterable[Blocks], every: int) -> list[Blocks]:
     # As in torchtitan's selective checkpointing, recompute the last of every N blocks.
     last_blocks = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
-    # A block may be in two lists, but counts once.
+    # A block may be in two lists, but is recomputed only once.
     return [[block] for block in {id(block.module): block for block in last_blocks}.values()]
 
 
 def in_segments(lists: Iterable[Blocks], segments: int) -> Iterator[Blocks]:
     """Split each list into ``segments`` groups of nearly equal size, larger groups first.
 
-    For example, 5 blocks in 2 segments give groups of 3 and 2.
+    For example, 5 blocks are split into 2 segments with 3 and 2 blocks.
     """
     for blocks in lists:
         if segments > len(blocks):
-            raise ValueError(f"{segments} segments cannot be made from {len(blocks)} blocks")
+            raise ValueError(f"{len(blocks)} blocks cannot be split into {segments} segments")
         size, larger = divmod(len(blocks), segments)
         remaining_blocks = iter(blocks)
         yield from (list(itertools.islice(remaining_blocks, size + (number < larger))) for number in range(segments))
@@ -149,7 +152,7 @@ EXPENSIVE_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""ATen's names of matrix products, convolutions and attention."""
+"""The ATen operators for matrix products, convolutions and attention."""
 
 
 def _saving_expensive_ops() -> Iterator[str]:
@@ -187,22 +190,22 @@ KINDS = {
         ),
         CheckpointKind(
             "every",
-            "Backward recomputes the last of every N blocks. It needs N blocks in a row.",
+            "Backward recomputes the last of every N blocks. The model needs a list with N or more blocks.",
             argument=Argument("N", whole_number),
             on_blocks=True,
             recomputed=_last_of_every,
         ),
         CheckpointKind(
             "sequential",
-            "Backward recomputes each list of blocks in S segments, each as a whole. It needs S blocks in a row. The "
-            "model's loop must pass each block the previous block's output, and the same other arguments to all blocks. "
-            "Each step checks this, and raises `ConfigError` otherwise.",
+            "Each list of blocks is split into S segments, and backward recomputes each segment as a whole. A list needs S "
+            "or more blocks. The model's loop must pass the output of each block to the next block, and the same other "
+            "arguments to all blocks. Each step checks this, and raises `ConfigError` otherwise.",
             argument=Argument("S", whole_number),
             on_blocks=True,
             recomputed=in_segments,
         ),
         CheckpointKind(
-            "sqrt", "Like `sequential:S`, with √n segments for n blocks.", on_blocks=True, recomputed=_in_root_segments
+            "sqrt", "Like `sequential:S`, with S = √n for n blocks.", on_blocks=True, recomputed=_in_root_segments
         ),
         CheckpointKind(
             "modules",
@@ -218,7 +221,7 @@ KINDS = {
             on_blocks=True,
             recomputed=each_alone,
             saved_ops=EXPENSIVE_OPS,
-            # Selective checkpointing has to see every cast again, including casts of reused weights.
+            # In backward, selective checkpointing must see the same casts as in forward, also for a weight that is used again.
             cached_casts=False,
             search_order=1,
             snippet=Snippet(
@@ -230,14 +233,15 @@ KINDS = {
         ),
         CheckpointKind(
             "offload",
-            "Backward recomputes nothing. Saved tensors move to pinned host memory. It needs a GPU.",
+            "Backward recomputes nothing. Saved tensors move to pinned host memory. This kind needs a GPU.",
             around_forward=_on_host,
             search_order=3,
             snippet=Snippet(around_forward="torch.autograd.graph.save_on_cpu(pin_memory=True)"),
         ),
         CheckpointKind(
             "budget",
-            "The compiler saves at most the fraction F (0 to 1) of the plain activations. It needs a mode in `compile=`.",
+            "torch.compile saves at most the fraction F (0 to 1) of the activations that it would save by default. This kind "
+            "needs a mode in `compile=`.",
             argument=Argument("F", _fraction),
             setting=activation_memory_budget,
             part_of_compiler="the activation memory budget of torch.compile",

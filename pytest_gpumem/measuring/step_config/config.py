@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PRECISIONS = {
-    "fp32": "float32 weights. Float32 products and convolutions run in full precision.",
-    "tf32": "float32 weights. Float32 products and convolutions run in TF32, on CUDA with compute capability 8.0 or higher.",
+    "fp32": "float32 weights. Float32 matrix products and convolutions run in full precision.",
+    "tf32": "float32 weights. Float32 matrix products and convolutions run in TF32. It needs CUDA with compute capability 8.0 "
+    "or higher.",
     "amp-fp16": "float32 weights, autocast to float16, and `torch.amp.GradScaler`.",
-    "amp-bf16": "float32 weights and autocast to bfloat16. GPUs before Ampere (a T4) compute bfloat16 in float32, which is "
-    "slow and may take more memory, because flash attention and cuDNN have no bfloat16 kernels for these GPUs. A note says so.",
-    "bf16": "bfloat16 weights, without autocast. The limits of `amp-bf16` apply.",
+    "amp-bf16": "float32 weights and autocast to bfloat16. GPUs before Ampere (such as a T4) compute bfloat16 in float32. "
+    "This is slow and may take more memory, because flash attention and cuDNN have no bfloat16 kernels for these GPUs. On such "
+    "a GPU, the measurement has a note.",
+    "bf16": "bfloat16 weights, without autocast. On GPUs before Ampere, the limits are the same as for `amp-bf16`.",
     "fp16": "float16 weights, without autocast and without a gradient scaler.",
     "mp-bf16": "float32 weights. `fully_shard` gathers parameters in bfloat16 (`MixedPrecisionPolicy`), so it needs `shard=`. "
     "With `reduce=fp32` it reduces gradients in float32, as torch 2.15 does without `reduce=`.",
@@ -64,12 +66,13 @@ COMPILES = {
 }
 CACHES = {
     "on": "The step runs the prompt (the batch without its last token), then the last token with the prompt's keys and values. "
-    "The model's forward takes `use_cache`, and `cache` or `past_key_values`. With `new_tokens`, `generate()` keeps a cache.",
-    "off": "The step keeps no keys and values.",
+    "The model's forward must take `use_cache`, and `cache` or `past_key_values`. With `new_tokens`, leave `cache=on` out, "
+    "because `generate()` uses a cache by default.",
+    "off": "The step caches no keys and values.",
 }
 WEIGHTS = {
-    "int8": "int8 weights in the linear layers, with unquantized activations. It needs the extra `torchao`, and a class or "
-    "function that builds the model. It cannot be combined with `tf32` and `amp-*`."
+    "int8": "int8 weights in the linear layers, with unquantized activations. This needs the extra `torchao`, and a class or "
+    "function that builds the model. `tf32` and `amp-*` cannot be combined with int8 weights."
 }
 REDUCES = {word: f"`{dtype}`." for word, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"))}
 PLAIN = "plain"
@@ -78,22 +81,25 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """Settings for a step: precision, checkpointing, optimizer and more. Fixture methods take it as ``config=``.
+    """Settings for a step: precision, checkpointing, optimizer and more. Fixture methods take a config as ``config=``.
 
-    A config is a text or this frozen value. The text has a precision and ``name=value`` pairs in any order, separated by
-    commas. A config without any setting is ``plain``. The text is part of a measurement's workload, so a baseline is compared
-    only with a measurement under the same config. Otherwise it is ``stale``, or ``regressed`` if memory grew.
+    A config is either a text or a frozen `StepConfig`. The text consists of a precision and ``name=value`` pairs in any order,
+    separated by commas. A config without any setting is ``plain``. The text is part of a measurement's workload, so a baseline
+    is compared only with a measurement under the same config. A measurement under another config is ``stale``, or
+    ``regressed`` if memory grew.
 
-    A training step with a config is rehearsed: it runs once before the measurement, eagerly. With a gradient scaler the
-    rehearsal continues until the scale is found. It raises `ConfigError` if the config has nothing to act on, for example if no
-    block is recomputed in backward or autocast casts nothing. Otherwise a plain step would be measured under another name. The
-    rehearsal trains a model that the test passes, like every step.
+    A training step with a config first makes a dry run, eagerly. With a gradient scaler, the dry run repeats the step until the
+    scale no longer falls. The dry run raises `ConfigError` if the config has nothing to act on, for example if backward
+    recomputes no block or autocast casts nothing. Without this check, a plain step would be measured under the config's name.
+    Like every step, the dry run trains the model that the test passes.
 
-    A step that the device cannot run skips its test with the reason, and the test is ``unmeasured``. With ``--gpumem-strict``
-    it fails. The CPU cannot run ``tf32``, ``offload``, ``cp:N`` and, with torch 2.6, ``fully_shard``.
+    If the device cannot run the step, the test is skipped with the reason, and counts as ``unmeasured``. With
+    ``--gpumem-strict``, the test fails. The CPU cannot run ``tf32``, ``offload``, ``cp:N`` and, with torch 2.6,
+    ``fully_shard``.
 
     Raises:
-        ConfigError: A word is unknown, two settings contradict each other, or a setting does nothing in this kind of step.
+        ConfigError: A word is unknown, two settings contradict each other, or a setting has no effect without another setting
+            or in this kind of step.
 
     Example:
         >>> config = StepConfig.parse("amp-bf16,checkpoint=every:2,clip=1,accumulate=4")
@@ -104,80 +110,88 @@ class StepConfig:
     """
 
     precision: str | None = None
-    """The dtype of the weights, autocast and the gradient scaler. It is written without its name: ``"amp-bf16,clip=1"``.
+    """The dtype of the weights, autocast and the gradient scaler. A config has the word without ``precision=``:
+    ``"amp-bf16,clip=1"``.
 
     By default the step runs in the model's own precision with autocast off, even inside an autocast context. The autocast
-    state, ``torch.backends`` settings for float32 and random numbers are restored after the step. A model that the test passes
-    is never converted: its parameters must already have the dtype. A model that a function builds is converted. With ``bf16``
-    and ``fp16``, floating-point tensors in the batch are converted as well.
+    state, the ``torch.backends`` settings for float32 and the random numbers are restored after the step. A model that the test
+    passes is never converted, so its parameters must already have the right dtype. A model that a function builds is converted.
+    With ``bf16`` and ``fp16``, floating-point tensors in the batch are converted as well.
     """
     checkpoint: str = "none"
-    """The activations that forward does not save and backward recomputes.
+    """The kind of activation checkpointing: which activations forward does not save, so backward recomputes them.
 
-    The model does not change. While the step is measured, ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``
-    replaces ``forward`` on each block's instance. Dropout draws the same numbers in forward and in recomputation. BatchNorm
-    updates its running statistics twice in a recomputed block, as with ``torch.utils.checkpoint``.
+    The model's code does not change. While the step is measured, the ``forward`` of each block is replaced by a call to
+    ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``. Dropout draws the same random numbers in forward and in
+    the recomputation. In a recomputed block, BatchNorm updates its running statistics twice, as always with
+    ``torch.utils.checkpoint``.
     """
     blocks: str | None = None
     """A pattern for the repeated blocks: the path of their list (``transformer.h``), or the blocks' paths
     (``attn_layers.layers.*.1``).
 
-    By default, the step uses the ``ModuleList`` or ``Sequential`` with the most parameters whose members have the same type. It
-    also uses all other lists with this type (stages, encoder and decoder). If forward calls none of these blocks, the error
-    names the lists, and a pattern for modules that forward calls.
+    By default, the blocks are detected. A list (``ModuleList`` or ``Sequential``) qualifies if all its members have the same
+    type. The step uses the list with the most parameters, and all other lists with this type of members, such as the stages of
+    a ResNet, or encoder and decoder. If forward calls none of these blocks, the error names the lists, and suggests a pattern
+    for modules that forward calls.
     """
     optimizer: str = "adamw"
-    """The optimizer for the trainable parameters, with torch's default arguments. For other arguments pass ``optimizer=`` to
-    the fixture method."""
+    """The optimizer for the trainable parameters, with torch's default arguments. For other arguments, pass an ``optimizer=``
+    function to the fixture method."""
     clip: float | None = None
     """The norm, above 0, to which ``torch.nn.utils.clip_grad_norm_`` clips gradients after unscaling. By default gradients are
     not clipped."""
     zero_grad: str = "set_to_none"
-    """The way in which the step clears gradients at its end."""
+    """The way in which the step clears the gradients at its end."""
     accumulate: int = 1
-    """The number of micro-batches. The batch is cut into equal parts, and their gradients are added up.
+    """The number of micro-batches. The batch is split into equal micro-batches, whose gradients are added up.
 
-    Every tensor with the same first dimension as the batch's first tensor is cut. All other tensors are the same in each part.
-    A ``[T, T]`` mask is cut as well if T is the number of samples. `peak_forward` and `peak_backward` are the largest peaks
-    among all micro-batches. For example, ``accumulate=4`` cuts an ``int64[8, 256]`` batch into four ``int64[2, 256]`` parts.
+    Every tensor with the same first dimension as the batch's first tensor is split. All other tensors are the same in each
+    micro-batch. A ``[T, T]`` mask is split as well if T is the number of samples. `peak_forward` and `peak_backward` are the
+    largest peaks among all micro-batches. For example, ``accumulate=4`` splits an ``int64[8, 256]`` batch into four
+    ``int64[2, 256]`` micro-batches.
     """
     compile: str = "none"
     """A mode or backend for ``torch.compile``. torch's compile caches are reset before and after the step."""
     cache: str | None = None
-    """The cache for keys and values in an infer step. By default the model decides."""
+    """The use of a key/value cache in an infer step. By default the model decides."""
     weights: str | None = None
     """Weight-only quantization for an infer step. By default weights are not quantized."""
     shard: str = NONE
-    """The sharding across the ranks of a job: at most one data-parallel kind, and any parts, separated by plus signs.
+    """The kinds of sharding across a job's ranks, separated by plus signs: at most one data-parallel kind, and any kinds that
+    split the model or the sequence into parts (``tp:N``, ``pp:N``, ``cp:N``).
 
-    Examples: ``shard=fsdp,world=8``, ``shard=fsdp+tp:8,world=64``. ``ddp`` and ``zero1`` cannot be combined with parts, and
-    ``pp:N`` cannot be combined with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as one
-    and cannot be combined with ``fully_shard``. A gradient scaler cannot be combined with ``pp:N``.
+    Examples: ``shard=fsdp,world=8``, ``shard=fsdp+tp:8,world=64``. ``ddp`` and ``zero1`` cannot be combined with another kind,
+    and ``pp:N`` cannot be combined with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as
+    one block, so they cannot be combined with ``fully_shard``. A gradient scaler cannot be combined with ``pp:N``.
 
-    The process group is the test's own, or consists of ``torchrun``'s ranks. Otherwise a single rank runs: torch's ``fake``
-    backend returns the rank's own parts in place of the other ranks' parts, so sizes are right and values wrong. A single rank
-    does not show NCCL's memory, memory that asynchronous collectives hold a little longer, differences between ranks (experts,
-    sequence lengths), and time.
+    The step uses the test's own process group, or a group with ``torchrun``'s ranks. If there is no group, a single rank runs.
+    torch's ``fake`` backend then returns the rank's own parts in place of the other ranks' parts, so sizes are right but values
+    are wrong. A single rank does not show NCCL's memory, memory that asynchronous collectives hold a little longer, differences
+    between ranks (experts, sequence lengths), and time.
 
-    Under data parallelism the batch belongs to the rank. ``fully_shard``, ``tp:N`` and ``pp:N`` replace parameters, so a
-    function builds the model (``lambda: copy.deepcopy(model)``). Parameters get memory only when they are sharded, so a model
-    may be larger than the device. They get new values: normal with a standard deviation of 0.02, biases 0, one-dimensional
-    weights 1. Buffers keep their values. A model that reads its parameters during construction is built whole.
-    For a pipeline stage, ``peak_backward`` is its schedule's peak. The schedule alternates forward and backward. A stage has no
-    ``peak_forward``.
+    Under data parallelism, the test passes the batch for one rank, not for the whole job. ``fully_shard``, ``tp:N`` and
+    ``pp:N`` replace parameters, so the test must pass a function that builds the model (``lambda: copy.deepcopy(model)``).
+    Parameters get memory only when they are sharded, so a model may be larger than the device. These parameters get new values:
+    normal with a standard deviation of 0.02, biases 0, one-dimensional weights 1. Buffers keep their values. A model that reads
+    its parameters during construction is built with all parameters in memory.
+
+    The schedule of a pipeline stage alternates forward and backward, so a stage has no ``peak_forward``, and
+    ``peak_backward`` is the peak of the whole schedule.
     """
     world: int | None = None
-    """The job's number of ranks. The default is the process group's size, or the product of the parts in ``shard``."""
+    """The job's number of ranks. The default is the process group's size, or the product of the numbers in ``shard``: 8 for
+    ``cp:2+tp:4``."""
     rank: int = 0
     """The rank to run if this process is the only rank, a whole number below ``world``."""
     reduce: str | None = None
-    """The dtype in which ``fully_shard`` reduces gradients (``reduce_dtype``). By default it is the parameters' dtype."""
+    """The dtype in which ``fully_shard`` reduces gradients (``reduce_dtype``). The default is the parameters' dtype."""
     routing: Routing | None = None
     """The assumption about choices that an emulated GPU does not compute, such as the experts for a token. The default is the
     setting ``routing``."""
     offload: str = NONE
-    """The parts that a step keeps in the host's memory, separated by plus signs: ``offload=params+activations``. It needs a
-    GPU."""
+    """The parts of a step that are kept in the host's memory, separated by plus signs: ``offload=params+activations``. This
+    needs a GPU."""
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
@@ -188,18 +202,20 @@ class StepConfig:
             raise ConfigError(_unknown("checkpoint", self.checkpoint, CHECKPOINTS))
         for name in ("shard", "offload"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: write a text, {NONE!r} for nothing")
+                raise ConfigError(f"{name}={getattr(self, name)!r}: write a text, or {NONE!r} to switch it off")
         kind = self.checkpointing.kind
         object.__setattr__(self, "accumulate", _read("accumulate=", whole_number, self.accumulate))
         if self.clip is not None:
             object.__setattr__(self, "clip", _read("clip=", number, self.clip))
             if not (self.clip > 0 and math.isfinite(self.clip)):
-                raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
+                raise ConfigError(f"clip={self.clip}: the norm to clip to must be a finite number above 0")
         if kind.part_of_compiler and self.compile not in COMPILER_MODES:
             raise ConfigError(f"checkpoint={self.checkpoint} is {kind.part_of_compiler}; add compile=default")
         self._check_sharding()
         if self.weights is not None and self.precision in ("amp-fp16", "amp-bf16", "tf32"):
-            raise ConfigError(f"weights={self.weights} goes with fp32, bf16 or fp16, not with {self.precision}")
+            raise ConfigError(
+                f"weights={self.weights} cannot be combined with {self.precision}; use fp32, bf16 or fp16, or no precision"
+            )
 
     def _check_sharding(self) -> None:
         """Raise `ConfigError` for invalid rank numbers, and for settings that contradict the sharding."""
@@ -218,10 +234,12 @@ class StepConfig:
 
     @classmethod
     def parse(cls, text: str) -> StepConfig:
-        """Return the config for a text, which has a precision and ``name=value`` pairs in any order, separated by commas.
+        """Return the config for a text.
+
+        The text consists of a precision and ``name=value`` pairs in any order, separated by commas.
 
         Raises:
-            ConfigError: The text cannot be read. The message has the nearest valid word.
+            ConfigError: The text is not a valid config. For an unknown word, the message suggests the most similar valid word.
         """
         if not isinstance(text, str):
             raise ConfigError(f"{text!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'")
@@ -254,21 +272,23 @@ class StepConfig:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The parts that the step keeps in the host's memory."""
+        """The parts of the step that are kept in the host's memory."""
         return frozenset() if self.offload == NONE else read_offload(self.offload)
 
     def given(self) -> dict[str, str]:
         """Return the settings that differ from their defaults, as texts by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         texts = {field.name: str(values[field.name]) for field in fields(self) if values[field.name] != field.default}
-        # People write 1 instead of 1.0.
+        # Write 1 instead of 1.0, as people do.
         return {name: text.removesuffix(".0") if name == "clip" else text for name, text in texts.items()}
 
     def text(self, own_precision: str | None = None) -> str:
-        """Return the text that `parse` reads, without settings at their defaults. ``str(config)`` returns the same text.
+        """Return the config as a text that `parse` accepts, without settings at their defaults.
+
+        ``str(config)`` returns the same text as ``config.text()``.
 
         Args:
-            own_precision: The precision to write if the config has none.
+            own_precision: The precision to write if the config has no precision.
         """
         settings = self.given()
         precision = settings.pop("precision", own_precision)
@@ -289,7 +309,7 @@ class StepConfig:
         idle = sorted(self.given().keys() & NOT_IN[kind])
         plain = ""
         if self.casts_shards and "shard" in idle:
-            # Without shard= the precision is rejected elsewhere, and so it is named together with shard=.
+            # This precision is only valid with shard=, so the message names both settings.
             idle.insert(0, str(self.precision))
             plain = f"; write {str(self.precision).removeprefix('mp-')}"
         if idle:
@@ -302,7 +322,7 @@ class StepConfig:
 
 
 def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bool, str]]:
-    """Yield possible contradictions between a config and its sharding: whether each is present, and a correction."""
+    """Yield a pair for each possible contradiction in a config: True if the config has it, and a message with a correction."""
     offloaded, precision, checkpoint = config.offloaded, str(config.precision), config.checkpoint
     fully, staged = sharding is not None and sharding.fully, sharding is not None and sharding.staged
     kind = config.checkpointing.kind
@@ -315,7 +335,7 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
         plain = f", or write {precision.removeprefix('mp-')} in gpumem.infer_step" if policy == precision else ""
         yield (
             is_set and not fully,
-            f"{policy} is a policy of fully_shard; add shard=fsdp (or zero2, zero3, hsdp){plain}",
+            f"{policy} works only with fully_shard; add shard=fsdp (or zero2, zero3, hsdp){plain}",
         )
     for name, is_set in {
         f"world={config.world}": config.world is not None,
@@ -332,20 +352,20 @@ def _contradictions(config: StepConfig, sharding: Sharding | None) -> Iterator[t
     )
     yield (
         fully and kind.name in ("sequential", "sqrt"),
-        f"checkpoint={checkpoint} runs several blocks as one, but fully_shard gathers each; use checkpoint=blocks or every:N",
+        f"checkpoint={checkpoint} runs several blocks as one, but fully_shard gathers each block; use checkpoint=blocks",
     )
     yield (
         "activations" in offloaded and checkpoint == "offload",
-        "checkpoint=offload and offload=activations are the same; leave one out",
+        "checkpoint=offload and offload=activations do the same; leave one out",
     )
     split = sharding is not None and sharding.degree("tp") > 1
     yield (
         split and not fully and precision == "amp-fp16",
-        "amp-fp16 scales gradients, but tp splits only some gradients, and torch does not mix them; use amp-bf16 or fsdp+tp:N",
+        "amp-fp16 cannot be combined with tp: torch cannot unscale split and whole gradients; use amp-bf16 or fsdp+tp:N",
     )
     yield (
         (fully or split) and config.optimizer == "adafactor",
-        "torch's Adafactor takes no sharded parameters; use adamw",
+        "torch's Adafactor does not accept sharded parameters; use adamw",
     )
     zero = sharding is not None and sharding.data is not None and sharding.data.shards_optimizer
     yield (
@@ -384,14 +404,14 @@ WORDS: dict[str, Mapping[str, str]] = {
     "reduce": REDUCES,
     "routing": ROUTINGS,
 }
-"""The words for each axis that takes a single word, with their meaning."""
+"""The valid words for each setting whose value is a single word, with their meaning."""
 FORMS: dict[str, Mapping[str, str]] = {
     **WORDS,
     "checkpoint": CHECKPOINTS,
     "shard": {kind.form: kind.help for kind in SHARD_KINDS.values()},
     "offload": OFFLOADS,
 }
-"""The words for each axis in written form (``every:N``), with their meaning."""
+"""The valid values for each setting as they are written in a config (``every:N``), with their meaning."""
 NOT_IN = {
     "train_step": {"cache", "weights"},
     "infer_step": {
@@ -420,7 +440,7 @@ _SHORT: dict[str, Callable[[str], str]] = {
 
 
 def as_config(config: StepConfig | str | None) -> StepConfig | None:
-    """Return the config for a text or config from a test's author; ``None`` stays ``None``. Raises `ConfigError`."""
+    """Return ``config`` as a `StepConfig`; ``None`` stays ``None``. Raises `ConfigError` if a text is not a valid config."""
     return config if config is None or isinstance(config, StepConfig) else StepConfig.parse(config)
 
 
@@ -431,11 +451,11 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
     ``fp32,clip=1``, ``fp32,clip=2`` and ``bf16,clip=1``.
 
     Args:
-        axes: A value or a list of values for each axis.
-        skip: Config texts. A combination with all settings of a text is left out.
+        axes: The name of each setting to vary, with a value or a list of values.
+        skip: Config texts. A combination that has all settings in one of these texts is left out.
 
     Raises:
-        ConfigError: An axis or value is unknown, no combination is left, or a text in ``skip`` matches no combination.
+        ConfigError: A setting or value is unknown, no combination is left, or a text in ``skip`` matches no combination.
     """
     for name in axes:
         if name not in AXES:
@@ -463,14 +483,14 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
             configs.append(config)
     idle = [text for text in skipped if text not in used]
     if idle:
-        raise ConfigError(f"skip={idle[0]!r} leaves nothing out: no combination has all its settings")
+        raise ConfigError(f"skip={idle[0]!r} leaves nothing out, because no combination has all settings in this text")
     if not configs:
-        raise ConfigError("skip leaves nothing to run")
+        raise ConfigError("skip leaves out all combinations, so there is nothing to run")
     return configs
 
 
 def _skipped_by(text: str) -> dict[str, str]:
-    """Return the settings of a ``skip`` text by name. They need not form a valid config."""
+    """Return the settings in a ``skip`` text by name. The settings need not form a valid config."""
     pairs = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
     settings = {
         name if equals else "precision": value if equals else _bare(name) for name, equals, value in pairs if name
@@ -482,7 +502,7 @@ def _skipped_by(text: str) -> dict[str, str]:
 
 
 def _bare(word: str) -> str:
-    """Return a precision, the only word without a name. Raises `ConfigError` for any other word."""
+    """Return ``word`` if it is a precision, the only setting written without its name. Otherwise raise `ConfigError`."""
     if word in PRECISIONS:
         return word
     for name, words in (("checkpoint", CHECKPOINTS), ("optimizer", OPTIMIZERS), ("compile", COMPILES)):
@@ -521,5 +541,5 @@ def _without_colon(checkpoint: str) -> str:
 
 
 def in_an_id(text: str) -> str:
-    """Return the text without characters that are special in node ids, shells or ``-k``."""
+    """Return the text with hyphens in place of characters that are special in node ids, shells or ``-k``."""
     return re.sub(r"[^\w.*+-]+", "-", text).strip("-")

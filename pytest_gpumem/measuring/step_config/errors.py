@@ -8,4 +8,4 @@ class ConfigError(ValueError):
 
 
 class NotAStep(ValueError):
-    """Model, batch, loss and optimizer do not form a step. The message says what is missing."""
+    """Raised if model, batch, loss and optimizer do not form a step. The message suggests a correction."""

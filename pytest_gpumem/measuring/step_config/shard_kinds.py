@@ -1,4 +1,4 @@
-"""The kinds of sharding across a job's ranks, a row each, and the readers for ``shard=`` and ``offload=``."""
+"""A table with the kinds of sharding across a job's ranks, and the functions that parse ``shard=`` and ``offload=``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
 REPLICAS = 2
 """The default number of model copies in ``hsdp``."""
 MOST_RANKS = 131_072
-"""More ranks than any job has. torch still creates their mesh and shards within seconds."""
+"""The maximum number of ranks, more than any job has. torch still creates a mesh and shards for them within seconds."""
 OFFLOADS = {
     "params": "FSDP2's `CPUOffloadPolicy`. The optimizer's state is in the host's memory as well.",
     "optimizer": "torchao's `CPUOffloadOptimizer`.",
     "activations": "`torch.autograd.graph.save_on_cpu`, like `checkpoint=offload`.",
 }
-"""The parts that a step may keep in the host's memory (``offload=params+activations``), with their meaning."""
+"""The parts of a step that can be kept in the host's memory (``offload=params+activations``), and how torch does this."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKind:
     """A kind of sharding.
 
-    A kind with a ``degree`` splits the model or the sequence into parts. A kind without a degree is data
-    parallelism: it shares the batch among ``world`` divided by all degrees. A config has at most one data-parallel kind.
+    A kind with a ``degree`` splits the model or the sequence into this many parts. A kind without a degree is data-parallel: it
+    divides the batch among the remaining ranks. A config has at most one data-parallel kind.
 
-    For example, ``shard=fsdp+tp:8,world=64`` splits matrices into 8 parts (``tp``) and the batch among 8 ranks (``fsdp``).
+    For example, ``shard=fsdp+tp:8,world=64`` splits matrices into 8 parts (``tp``), and divides the batch among 64 / 8 = 8
+    ranks (``fsdp``).
     """
 
     name: str
     help: str
-    """The torch feature behind the kind, and its conditions."""
+    """A text for the reference: the torch feature that implements the kind, and the kind's requirements."""
     _: KW_ONLY
     wrapped: bool = False
     """True if the model is called through ``DistributedDataParallel``."""
@@ -44,15 +45,15 @@ class ShardKind:
     fully: bool = False
     """True if ``fully_shard`` shards the parameters, block by block."""
     reshard_after_forward: bool | None = None
-    """True if ``fully_shard`` shards parameters again after forward; ``None`` means all parameters except the root's."""
+    """True if ``fully_shard`` shards parameters again after forward; ``None`` for all parameters except the root module's."""
     replicas: bool = False
-    """True if the number after the colon is the number of model copies."""
+    """True if a number of model copies may follow after a colon, as in ``hsdp:4``."""
     degree: bool = False
-    """True if the number after the colon is the number of parts."""
+    """True if a number of parts follows after a colon, as in ``tp:8``."""
 
     @property
     def form(self) -> str:
-        """The written form: ``"tp:N"``."""
+        """The kind as it is written in a config, with a placeholder for the number: ``"tp:N"``."""
         return f"{self.name}:N" if self.degree else self.name
 
 
@@ -62,7 +63,7 @@ SHARD_KINDS = {
     for kind in (
         ShardKind(
             "ddp",
-            "`DistributedDataParallel`, with `no_sync` in all micro-batches but the last. It needs `world=`, and "
+            "`DistributedDataParallel`, with `no_sync` in all micro-batches except the last. It needs `world=`, and "
             "a gradient for each trainable parameter.",
             wrapped=True,
         ),
@@ -74,7 +75,7 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "zero2",
-            "`fully_shard` on each repeated block and on the model, and parameters stay whole from forward to "
+            "`fully_shard` on each repeated block and on the model. Gathered parameters stay whole from forward to "
             "backward (`reshard_after_forward=False`). It needs `world=`.",
             fully=True,
             reshard_after_forward=False,
@@ -93,7 +94,7 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "hsdp",
-            "`fsdp` within each of 2 model copies; `hsdp:R` has R copies. `world=` is a multiple of R.",
+            "`fsdp` within each of 2 model copies. `hsdp:R` has R copies. `world=` must be a multiple of R.",
             fully=True,
             replicas=True,
         ),
@@ -106,8 +107,8 @@ SHARD_KINDS = {
         ),
         ShardKind(
             "cp",
-            "`context_parallel`: the rank takes the first part of the batch's second dimension, because all parts "
-            "have the same size, and attention runs in a ring. It needs CUDA, and a model that calls "
+            "`context_parallel` with N parts of each sequence, the batch's second dimension. The rank runs the first part, "
+            "because all parts have the same size. Attention runs in a ring. It needs CUDA, and a model that calls "
             "`scaled_dot_product_attention`.",
             degree=True,
         ),
@@ -129,14 +130,14 @@ class Sharding:
 
     text: str
     data: ShardKind | None = None
-    """The kind of data parallelism; ``None`` without any."""
+    """The data-parallel kind; ``None`` without data parallelism."""
     replicas: int = 1
     parts: tuple[tuple[str, int], ...] = ()
-    """The names of the kinds with a degree, and their degrees."""
+    """The names and degrees of all kinds that have a degree."""
 
     @classmethod
     def parse(cls, text: str) -> Sharding:
-        """Return the sharding for a text. Raises ``ValueError`` with a correction."""
+        """Return the sharding for a text. Raises ``ValueError`` with a correction if the text is not valid."""
         data: ShardKind | None = None
         replicas = 1
         parts: dict[str, int] = {}
@@ -147,16 +148,21 @@ class Sharding:
                     raise ValueError(f"shard={text}: {kind.name} is given twice")
                 parts[kind.name] = number or 1
             elif data is not None:
-                raise ValueError(f"shard={text}: {data.name} and {kind.name} both share the batch; choose one of them")
+                raise ValueError(
+                    f"shard={text}: {data.name} and {kind.name} are both data-parallel; choose one of them"
+                )
             else:
                 data = kind
                 replicas = (number or REPLICAS) if kind.replicas else 1
         if data is not None and data.wrapped and parts:
-            raise ValueError(f"shard={text}: DistributedDataParallel takes no split parameters; write shard=fsdp+...")
+            raise ValueError(
+                f"shard={text}: DistributedDataParallel does not accept split parameters; write shard=fsdp+..."
+            )
         for name in ("tp", "cp"):
             if name in parts and "pp" in parts:
                 raise ValueError(
-                    f"shard={text}: {name} cannot be combined with pp, because torch.export traces its stages with whole layers"
+                    f"shard={text}: {name} cannot be combined with pp, because torch.export traces the stages with unsplit "
+                    "layers; leave one out"
                 )
         # The kinds with the most communication come last in a mesh, because neighbouring ranks are in the same node.
         ordered = tuple((name, parts[name]) for name in SHARD_KINDS if name in parts)
@@ -174,7 +180,7 @@ class Sharding:
 
     @property
     def in_place(self) -> bool:
-        """True if shards replace the model's own parameters."""
+        """True if sharding replaces the model's own parameters."""
         return self.fully or self.staged or self.degree("tp") > 1
 
     def degree(self, name: str) -> int:
@@ -203,14 +209,14 @@ class Sharding:
         if world % (part_ranks * self.replicas):
             counts = [f"{name}:{degree}" for name, degree in self.parts]
             counts += [f"{self.replicas} copies"] if self.replicas > 1 else []
-            raise ValueError(f"shard={self.text}: {world} ranks cannot be shared out among {' and '.join(counts)}")
+            raise ValueError(f"shard={self.text}: {world} ranks cannot be divided equally among {' and '.join(counts)}")
         if self.data is None and world != part_ranks:
             raise ValueError(
-                f"shard={self.text} has {part_ranks} ranks, but world={world}; add a kind that shares the batch, as in "
+                f"shard={self.text} has {part_ranks} ranks, but world={world}; add a data-parallel kind, as in "
                 f"shard=fsdp+{self.text}"
             )
         if not 0 <= rank < world:
-            raise ValueError(f"rank={rank}: of {world} ranks the first is 0 and the last {world - 1}")
+            raise ValueError(f"rank={rank}: the ranks of a job with world={world} are 0 to {world - 1}")
         return Layout(self, world, rank)
 
 
@@ -224,7 +230,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that share the batch."""
+        """The number of ranks among which the batch is divided."""
         return self.world // math.prod(degree for _, degree in self.sharding.parts)
 
     @property
@@ -234,12 +240,12 @@ class Layout:
 
 
 def forms() -> Iterator[str]:
-    """Return the written forms of all kinds."""
+    """Return all kinds as they are written in a config."""
     return (kind.form for kind in SHARD_KINDS.values())
 
 
 def read_offload(text: str) -> frozenset[str]:
-    """Return the parts in ``offload=``. Raises ``ValueError`` for an unknown word."""
+    """Return the words in ``offload=``. Raises ``ValueError`` for an unknown or repeated word."""
     words = text.split("+")
     for word in words:
         if word not in OFFLOADS:

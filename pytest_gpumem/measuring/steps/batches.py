@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with ``change`` applied to each tensor. Everything else in the batch stays the same.
 
-    A mapping becomes a dict. Lists and tuples keep their class, but no code of this class runs. If a part refers back to a
-    container around the part, this reference stays unchanged.
+    A mapping becomes a dict. A list or tuple keeps its class, for example a named tuple, but the class's Python code does not
+    run. If a container contains itself, the inner reference still points to the original container.
 
     Example:
         ``map_tensors({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
@@ -35,7 +35,7 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         if id(part) in changed or is_a(part, torch.Tensor):
             continue
         if id(part) in opened:
-            # All members have been changed before.
+            # All members of this container have been changed by now.
             _, members_before = opened[id(part)]
             changed[id(part)] = _like(
                 part, {key: _changed(member, changed, change) for key, member in members_before.items()}
@@ -74,10 +74,10 @@ def _like(container: object, members: dict[Any, Any]) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on ``device``. Tensors already there are not copied.
+    """Return the batch with its tensors on ``device``. Tensors that are already on this device are not copied.
 
-    If ``batch`` is a function, it is called first, outside of ``torch.device(device)``, because a function that draws from a
-    CPU generator would fail inside this context.
+    If ``batch`` is a function, the function is called first, without a default device for new tensors. With
+    ``torch.device(device)``, a function that draws random numbers from a CPU generator would fail.
     """
     import torch
 
@@ -94,13 +94,14 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
         number: The number of micro-batches.
 
     Returns:
-        The micro-batches, whose tensors are views. Tensors with another first dimension are the same in all micro-batches.
+        The micro-batches. Their tensors are views into the batch. A tensor with another first dimension is not split, and is
+        the same in all micro-batches.
 
     Raises:
         ValueError: The samples cannot be split equally.
 
     Example:
-        A batch ``int64[8, 256]`` and ``number=2`` give two micro-batches ``int64[4, 256]``.
+        With ``number=2``, a batch ``int64[8, 256]`` is split into two micro-batches ``int64[4, 256]``.
     """
     samples = samples_in(batch)
     if number == 1:
@@ -111,21 +112,24 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
     size = samples // number
 
     def part(first: int) -> Any:
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
+        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.narrow(0, first, size) if tensor.dim() and tensor.shape[0] == samples else tensor
 
-        return map_tensors(batch, cut)
+        return map_tensors(batch, narrowed)
 
     return [part(first) for first in range(0, samples, size)]
 
 
 def describe(batch: object) -> str:
-    """Return dtype and shape of each tensor in the batch: ``"int64[4, 256], float32[4]"``."""
+    """Return a text with the dtype and shape of each tensor in the batch: ``"int64[4, 256], float32[4]"``."""
     return ", ".join(tensor_text(*dtype_and_shape(tensor)) for tensor in tensors_in(batch))
 
 
 def samples_in(batch: object) -> int | None:
-    """Return the first dimension of the batch's first tensor, or ``None`` without such a dimension."""
+    """Return the number of samples: the size of the first tensor's first dimension.
+
+    Return ``None`` if the batch has no tensor, or if the first tensor is a scalar.
+    """
     for tensor in tensors_in(batch):
         _, shape = dtype_and_shape(tensor)
         return int(shape[0]) if shape else None
@@ -137,10 +141,12 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
 
     Args:
         batch: The step's batch. Its tokens are the elements of its first integer tensor.
-        items: The first name: ``"samples"`` (the default), ``"tokens"``, or a number of items.
+        items: The entry for throughput, which comes first: ``"samples"`` (the default), ``"tokens"``, or a number of items in
+            the step.
 
     Raises:
-        ValueError: ``items`` is another word or not a finite number above zero, or ``"tokens"`` for a batch without tokens.
+        ValueError: ``items`` is an unknown word, or not a finite number above zero. Or ``items`` is ``"tokens"`` and the batch
+            has no integer tensor.
 
     Example:
         ``work_in(batch, "tokens")`` returns ``{"tokens": 2048, "samples": 8}`` for a batch ``int64[8, 256]``.
@@ -154,15 +160,19 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
     if items not in counts:
         raise ValueError(f"items={items!r}: write a number, 'samples' or 'tokens'")
     if items not in work and items == TOKENS:
-        raise ValueError(f"items='tokens' counts a tensor of integers, and the batch has none: {describe(batch)}")
+        raise ValueError(
+            f"items='tokens' counts the elements of an integer tensor, but the batch has no such tensor: {describe(batch)}"
+        )
     return {items: work[items], **work} if items in work else {}
 
 
 def work_of_items(items: float | None) -> dict[str, float]:
-    """Return the items in a step without a batch, by name. Without ``items``, the result is empty.
+    """Return the work in a step without a batch: the number of items under the name ``items``.
+
+    The result is empty if ``items`` is ``None``.
 
     Raises:
-        ValueError: As in `number_of_items`.
+        ValueError: ``items`` is not a finite number above zero.
     """
     return {} if items is None else {ITEMS: number_of_items(items)}
 
@@ -177,18 +187,18 @@ def number_of_items(items: object) -> float:
         with suppress(OverflowError):
             if 0 < float(items) < math.inf:
                 return int(items) if isinstance(items, Integral) else float(items)
-    raise ValueError(f"items={items!r}: write the items in a step as a finite number above zero")
+    raise ValueError(f"items={items!r}: write the number of items in a step, a finite number above zero")
 
 
 def number_of_steps(steps: object, least: int, why: str) -> int:
-    """Return ``steps``, a whole number.
+    """Return ``steps`` as an ``int``.
 
     Raises:
         TypeError: ``steps`` is not a whole number, for example a list with a loop's batches.
         ValueError: ``steps`` is less than ``least``. The message ends with ``why``.
     """
     if isinstance(steps, bool) or not isinstance(steps, Integral):
-        raise TypeError(f"steps is a {type(steps).__name__}, and must be a whole number, {least} or more: {why}")
+        raise TypeError(f"steps must be a whole number, {least} or more, but is a {type(steps).__name__}: {why}")
     if steps < least:
         raise ValueError(f"steps={steps}: {why}")
     return int(steps)
@@ -205,8 +215,8 @@ def _tokens_in(batch: object) -> int | None:
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a model's positional and keyword arguments for a batch.
 
-    A mapping gives keyword arguments. A tuple or list gives positional arguments. Anything else is a single positional
-    argument.
+    A mapping becomes keyword arguments, and a tuple or list becomes positional arguments. Any other batch becomes a single
+    positional argument.
     """
     if issubclass(type(batch), Mapping):
         return (), dict(batch)

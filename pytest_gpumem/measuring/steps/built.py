@@ -1,4 +1,4 @@
-"""A training step's model on its device, with its pipeline stage, gradient buckets and creation sites."""
+"""A training step's model on its device, with its pipeline stage, gradient buckets, and the lines that created its tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class BuiltModel:
     run: torch.nn.Module
     """The module to call: the model, or a wrapper such as ``DistributedDataParallel``."""
     blocks: str | None
-    """The pattern for repeated blocks; ``None`` to find them automatically."""
+    """The pattern for the model's repeated blocks; ``None`` if the blocks are detected."""
     creation_sites: Mapping[int, Site]
-    """The lines that created the model's tensors, by address."""
+    """The source line that created each tensor in the model, by the tensor's address in memory."""
     pipeline: Pipeline | None = None
-    """The stage that runs the micro-batches, for a pipeline."""
+    """The pipeline stage on this rank, which runs all micro-batches; ``None`` without a pipeline."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context around forward. After forward in this context, backward does not average gradients over the ranks."""
+    """Returns a context for forward. If forward ran in this context, backward does not average gradients over the ranks."""
     buckets: Mapping[int, torch.Tensor] | None = None
-    """``DistributedDataParallel``'s copies of gradients, as far as visible; ``None`` without ``DistributedDataParallel``."""
+    """The buffers in which ``DistributedDataParallel`` (DDP) collects gradients, by bucket number; ``None`` without DDP.
+
+    The mapping stays empty if several ranks run, because then DDP does not show its buckets."""
     notes: tuple[str, ...] = ()

@@ -1,4 +1,7 @@
-"""Activation checkpointing for any model, without changes in its code: backward recomputes activations not saved in forward."""
+"""Activation checkpointing for any model, without changes in the model's code.
+
+Forward does not save some activations, and backward recomputes them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class BlockRuns:
-    """Counts calls and runs for each part that backward should recompute. A recomputed part has more runs than calls.
+    """Counter for the calls and runs of each checkpointed part (a block, a module, or a segment with several blocks).
+
+    The model calls a part in forward. Backward runs the part again without a call, so a recomputed part has more runs than
+    calls.
 
     Example:
         A block that is called once in forward and recomputed in backward has 1 call and 2 runs.
@@ -41,10 +47,10 @@ class BlockRuns:
         self.runs: Counter[str] = Counter()
         self.segments: list[Segment] = []
         self.modules: set[int] = set()
-        """The ids of all called modules, in any model."""
+        """The ids of all modules called within `watched`, also of modules in other models."""
 
     def again(self) -> int:
-        """Return how many calls were recomputed so far."""
+        """Return how many calls backward has recomputed so far."""
         return self.runs.total() - self.calls.total()
 
     @contextmanager
@@ -56,9 +62,9 @@ class BlockRuns:
             yield
 
     def check(self, model: torch.nn.Module, config: StepConfig) -> None:
-        """Raise `ConfigError` if no part of ``model`` was recomputed.
+        """Raise `ConfigError` if backward recomputed no checkpointed part.
 
-        A single recomputed part is enough, because a step may leave parts out, for example with LayerDrop.
+        A single recomputed part is enough, because a step may skip other parts, for example with LayerDrop.
         """
         if not self.calls:
             return
@@ -70,8 +76,8 @@ class BlockRuns:
         saved = [path for path in self.calls if self.calls[path]]
         if not any(self.runs[path] > self.calls[path] for path in saved):
             raise ConfigError(
-                f"checkpoint={config.checkpoint}: {_some(saved)} ran, but nothing was computed again in backward "
-                "(no gradient flows through these parts, or they are frozen)"
+                f"checkpoint={config.checkpoint}: {_some(saved)} ran in forward, but backward did not recompute any of "
+                "these modules (they are frozen, or no gradient flows through them)"
             )
 
 
@@ -79,19 +85,18 @@ class BlockRuns:
 def activation_checkpointing(
     model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None
 ) -> Iterator[None]:
-    """Apply ``config.checkpoint`` within the context: forward saves the tensors that the config selects, and backward
-    recomputes all others.
+    """Apply ``config.checkpoint`` within the context: forward saves only some activations, and backward recomputes the others.
 
-    Modules, parameters and their names do not change. Only ``forward`` methods are replaced, and restored at the end.
-    Forward and recomputation draw the same random numbers.
+    Modules, parameters and their names do not change. Only the ``forward`` methods of some modules are replaced, and restored
+    at the end. Forward and recomputation draw the same random numbers.
 
     Args:
         model: The model.
         config: The step config.
-        runs: Counts calls and runs. Leave this out for compiled models.
+        runs: The counter for calls and runs; ``None`` to count nothing, as for a compiled model.
 
     Raises:
-        ConfigError: The model has no part to recompute.
+        ConfigError: The model has no block or module to recompute.
     """
     with ExitStack() as stack:
         for module, forward in _replacements(model, config, runs):
@@ -123,7 +128,7 @@ def _replacements(
 
 
 def _recomputed(model: torch.nn.Module, config: StepConfig) -> list[Sequence[Block]]:
-    """Return groups of modules. Each group is recomputed together. Raises `ConfigError` if there are no groups."""
+    """Return groups of modules. Backward recomputes each group as a whole. Raises `ConfigError` if there are no groups."""
     kind, argument = config.checkpointing
     if kind.recomputed is None:
         return []
@@ -134,7 +139,9 @@ def _recomputed(model: torch.nn.Module, config: StepConfig) -> list[Sequence[Blo
         raise ConfigError(str(error)) from None
     if not groups:
         longest = max(map(len, lists))
-        raise ConfigError(f"checkpoint={config.checkpoint}: {type(model).__name__} has only {longest} blocks in a row")
+        raise ConfigError(
+            f"checkpoint={config.checkpoint}: the longest list of blocks in {type(model).__name__} has only {longest} blocks"
+        )
     return groups
 
 
@@ -184,7 +191,10 @@ def _recompute(path: str, runs: BlockRuns | None, options: dict[str, Any]) -> Ca
 
 
 def _saving(ops: Sequence[str]) -> Callable[[], Any]:
-    """Return a ``context_fn`` for ``checkpoint``, which saves the outputs of these ATen operators and recomputes the rest."""
+    """Return a ``context_fn`` for ``checkpoint``, which saves the outputs of these ATen operators.
+
+    Backward recomputes the outputs of all other operators.
+    """
     import torch
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -201,7 +211,7 @@ def _saving(ops: Sequence[str]) -> Callable[[], Any]:
 def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[None]:
     attributes = instance_dict(module)
     assert attributes is not None, "a module has an instance dict"
-    # No plain assignment, because a module may override __setattr__.
+    # Write to the instance dict directly, because a module may override __setattr__.
     original = dict.get(attributes, "forward")
     dict.__setitem__(attributes, "forward", forward)
     try:
@@ -214,22 +224,26 @@ def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[Non
 
 
 def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
-    """Return a message for a step in which no checkpointed part ran. For blocks, suggest a pattern for modules that did run."""
+    """Return a message for a step in which no checkpointed module ran.
+
+    If blocks are checkpointed, the message suggests a pattern for modules that forward calls.
+    """
     if not config.checkpointing.kind.on_blocks:
         return f"{_some(idle)} did not run in this step"
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
-    source = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
-    members = word_form(len(lists), "its members", "their members")
-    reason = f"{source} the members of {described(lists)}, and its forward calls none of {members}"
+    source = f"blocks={config.blocks} selects" if config.blocks else f"the blocks of {name} were detected as"
+    members = word_form(len(lists), "the modules in", "the modules in the lists")
+    reason = f"{source} {members} {described(lists)}, but forward calls none of these modules"
     running = pattern_of_called(model, called)
     if running is None:
-        return f"{reason}; name modules that it calls with blocks=PATTERN"
+        return f"{reason}; name modules that forward calls with blocks=PATTERN"
     pattern, blocks = running
-    # Segments need a loop that passes a single tensor from block to block, so suggest plain blocks.
+    # Segments need a loop that passes a single tensor from block to block. The suggested modules may have no such loop, so
+    # suggest checkpoint=blocks.
     kind = config.checkpoint if config.checkpointing.kind.recomputed is each_alone else "blocks"
     example = f"checkpoint={kind},blocks={pattern}"
-    return f"{reason}; name modules that it calls, such as {described([blocks])} with '{example}'"
+    return f"{reason}; name modules that forward calls, such as {described([blocks])} with '{example}'"
 
 
 def _some(paths: list[str]) -> str:

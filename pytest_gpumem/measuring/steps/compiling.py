@@ -28,11 +28,11 @@ BACKENDS = ("eager", "aot_eager")
 def compiled_model(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
     """Compile the model with the mode or backend from ``compile=``, and yield the compiled module.
 
-    torch's caches of compiled code are emptied before and after, because code compiled by an earlier test changes the result.
-    For example, earlier code decides whether a shape is compiled as dynamic.
+    torch's caches of compiled code are emptied before and after the context, because code compiled by an earlier test changes
+    the result. For example, torch compiles a shape as dynamic if it has compiled the same code with another shape.
 
     Raises:
-        ConfigError: The emulated GPU lacks a part needed to compile.
+        ConfigError: A library for compiling on an emulated GPU is missing, or this torch release cannot compile there.
     """
     import torch
 
@@ -54,15 +54,15 @@ def _lacking(word: str) -> str | None:
     import torch
 
     if not compiles_within_modes():
-        return f"torch {torch.__version__} does not compile on an emulated GPU, whose values are computed in a mode; 2.11 does"
+        return f"torch {torch.__version__} cannot compile within the dispatch mode of an emulated GPU; use torch 2.11 or later"
     return None if word in BACKENDS else missing_for_compiling(os.environ)
 
 
 def compile_now(phases: Iterable[Phase], word: str) -> None:
     """Run a compiled step once, so torch compiles it, and collect garbage among all objects.
 
-    A compiler creates cycles between new and older objects. Otherwise, tensors in such a cycle might count as the step's own,
-    depending on earlier compilations.
+    The compiler creates reference cycles between new and older objects. Without this collection, tensors in such a cycle might
+    count as the step's own memory, depending on earlier compilations.
 
     Raises:
         ConfigError: Nothing was compiled.
@@ -83,7 +83,10 @@ def compilation_required(word: str) -> Iterator[None]:
 
 @contextmanager
 def warnings_of_compiling() -> Iterator[None]:
-    """Ignore warnings, because a suite may turn a compiler's warnings into errors, and the test did not cause them."""
+    """Ignore warnings within the context.
+
+    A test suite may turn warnings into errors, but its tests do not cause the compiler's warnings.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

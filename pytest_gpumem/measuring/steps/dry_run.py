@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.steps.training import Training
 
 MOST_OVERFLOWS = 18
-"""The most steps in which a `GradScaler` may halve its scale: from 65536 to below 1."""
+"""A dry run repeats its step at most this many times, while a `GradScaler` halves its scale: from 65536 to 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The dry run's result: notes for the measurement, and the number of module calls repeated in backward."""
+    """The dry run's result: notes for the measurement, and the number of module calls repeated by backward."""
 
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
@@ -40,7 +40,7 @@ class DryRun:
 
 
 def dry_run(training: Training, device: Device) -> DryRun:
-    """Run the training step without compiling until its gradient scale no longer falls, on all ranks together.
+    """Run the uncompiled training step until the gradient scale no longer falls on any rank.
 
     Args:
         training: The training step.
@@ -64,7 +64,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
     overflows = False
 
     def check_gradients() -> None:
-        # Offloaded gradients have moved to the host by now, so they look missing.
+        # An offloading optimizer has moved the gradients to the host by now, so they look missing.
         if waits and "optimizer" not in config.offloaded:
             without_gradient.extend(_without_gradient(training.model))
         if training.scaler is not None:
@@ -85,19 +85,20 @@ def dry_run(training: Training, device: Device) -> DryRun:
             if without_gradient:
                 more = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
                 raise ConfigError(
-                    f"shard={config.shard}: DistributedDataParallel waits for the gradient of each parameter, and "
-                    f"{without_gradient[0]}{more} got none; freeze parameters that the step does not use "
+                    f"shard={config.shard}: DistributedDataParallel waits for a gradient for each parameter, but "
+                    f"{without_gradient[0]}{more} got no gradient; freeze parameters that the step does not use "
                     "(requires_grad_(False)), or under torchrun leave shard= out and pass "
                     "DistributedDataParallel(model, find_unused_parameters=True)"
                 )
             scale = training.scale()
-            device.consensus.rest()  # DistributedDataParallel creates its buckets anew in its second step
+            # DistributedDataParallel creates its buckets anew in its second step, so wait until the old buckets are freed.
+            device.consensus.rest()
             if device.consensus.all(scale_before is None or scale is None or scale >= scale_before):
                 break
             if attempt == MOST_OVERFLOWS:
                 overflows = True
                 if nan_gradients:
-                    number = f" ({len(nan_gradients)} gradients are)" if len(nan_gradients) > 1 else ""
+                    number = f" ({len(nan_gradients)} gradients are NaN)" if len(nan_gradients) > 1 else ""
                     raise MeasuringError(
                         f"the gradient of {nan_gradients[0]} is not a number (NaN) under {config} at every gradient scale, so "
                         f"every step would skip the optimizer{number}"
@@ -108,15 +109,18 @@ def dry_run(training: Training, device: Device) -> DryRun:
     cast.check()
     attention.check()
     notes += routes.check()
-    # Checkpointing runs a part again without calling its module. Module hooks do not see this run, so `runs` counts it.
+    # Recomputation runs a checkpointed module's forward without calling the module. Module hooks do not see this run, so
+    # `runs` counts it.
     return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
 
 
 def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Device) -> tuple[str, ...]:
-    """Run an inference step once without compiling, if it uses autocast or a routing, and return notes for the measurement.
+    """Run an inference step once without compiling, and return notes for the measurement.
+
+    Without autocast and ``routing=`` in the config, nothing runs, because there is nothing to check.
 
     Raises:
-        ConfigError: Autocast cast nothing, or the step chose nothing by the assumed routing.
+        ConfigError: Autocast cast nothing, or no choice in the step used the assumed routing.
     """
     cast, routes = AutocastDetector(config.precision), AssumedChoices(config, device)
     if cast.is_idle and config.routing is None:
@@ -128,7 +132,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
 
 
 class BackwardCallCounter:
-    """Counter for module calls in backward. A module is called there only to recompute its output."""
+    """Counter for module calls in backward. Backward calls a module only to recompute the module's output."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -146,12 +150,12 @@ class BackwardCallCounter:
 
 
 def counting_recomputation(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], BackwardCallCounter]:
-    """Return the step's phases, and a counter for module calls repeated in backward.
+    """Return the step's phases, and a counter for module calls repeated by backward.
 
     Args:
-        phases: The step's parts, in order.
-        recomputed: The count from a dry run. If this is ``None``, the first run of the returned phases counts the calls. Later
-            runs are the same as ``phases``.
+        phases: The step's phases, in order.
+        recomputed: The number of repeated calls in a dry run. If this is ``None``, the returned phases count the calls in
+            their first run, and no longer count in later runs.
     """
     counting, again = list(phases), BackwardCallCounter(recomputed or 0)
 
@@ -182,7 +186,7 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
 
 
 class AttentionDetector:
-    """Detector for scaled dot product attention, the only operation in which ranks with ``cp:N`` work together."""
+    """Detector for calls to scaled dot product attention, the only function that ``cp:N`` runs on all ranks together."""
 
     def __init__(self, config: StepConfig) -> None:
         self._config = config
@@ -205,16 +209,17 @@ class AttentionDetector:
             yield
 
     def check(self) -> None:
-        """Raise `ConfigError` if the ranks should share attention but the model never called it."""
+        """Raise `ConfigError` if the config has ``cp:N``, but the model never called scaled dot product attention."""
         if self._is_required and not self._is_called:
             raise ConfigError(
-                f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
-                "ranks of cp share a sequence, so each rank would see its own part only; call it, or leave cp out"
+                f"shard={self._config.shard}: the ranks of cp share a sequence only in "
+                "torch.nn.functional.scaled_dot_product_attention, but the model never calls this function; call it, or "
+                "leave cp out"
             )
 
 
 class AssumedChoices:
-    """Detector for choices made by an assumption (``routing=``), after the creation of this object."""
+    """Detector for choices that the device makes by assumption (``routing=``) after this object is created."""
 
     def __init__(self, config: StepConfig, device: Device) -> None:
         self._config = config
@@ -225,7 +230,7 @@ class AssumedChoices:
         """Return notes for the measurement.
 
         Raises:
-            ConfigError: The device lacks values, but the step chose nothing by values.
+            ConfigError: The config has ``routing=``, but no choice in the step depends on an uncomputed value.
         """
         if self._config.routing is None:
             return ()
@@ -234,8 +239,8 @@ class AssumedChoices:
             return (f"{word} is not needed on {self._device.name}, which computes all values",)
         if self._device.choices_assumed() == self._before:
             raise ConfigError(
-                f"{word} has no effect, because the step chooses nothing by uncomputed values (topk, argmax, max, sort, "
-                f"multinomial); leave {word} out"
+                f"{word} has no effect, because no operator in the step (topk, argmax, max, sort, multinomial) chooses by "
+                f"uncomputed values; leave {word} out"
             )
         return ()
 
@@ -273,7 +278,7 @@ class AutocastDetector:
             self._see(result, dtype)
             return result
 
-        # Operations in a scripted module are not visible, only its output.
+        # The function mode does not see operations inside a scripted module (TorchScript), so look at the module's output.
         handle = register_module_forward_hook(lambda _module, _inputs, output: self._see(output, dtype))
         with handle, function_mode(call):
             yield

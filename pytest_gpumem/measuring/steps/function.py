@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def prepared_function(
     context: MeasuringContext, fn: Callable[[], object], items: float | None = None
 ) -> Iterator[PreparedStep]:
-    """Prepare ``fn()`` as a step that repeats. Tensors held by ``fn`` belong to the step.
+    """Prepare ``fn()`` as a step that repeats. Tensors that can be reached from ``fn`` belong to the step.
 
     Args:
         context: The context in which the step is measured.

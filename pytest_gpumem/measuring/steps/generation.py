@@ -1,4 +1,4 @@
-"""Text generation as a step: a prompt, then each new token, with the cache from the model's ``generate``."""
+"""Text generation as a step: a call to the model's ``generate``, which runs the prompt and then each new token."""
 
 from __future__ import annotations
 
@@ -29,39 +29,41 @@ def number_of_tokens(new_tokens: object) -> int:
 
 
 def with_new_tokens(workload: Workload, new_tokens: int) -> Workload:
-    """Return an inference step's workload, changed to a ``generate`` call's workload."""
+    """Return the workload of a ``generate`` call, made from the workload of an inference step with the same prompt."""
     return replace(workload, step="generate", batch=f"{workload.batch}, {counted(new_tokens, 'new token')}")
 
 
 def only_for_generation(config: StepConfig) -> None:
-    """Raise `ConfigError` if a setting has no effect in ``generate``."""
+    """Raise `ConfigError` if the config has a setting without effect in ``generate``."""
     if config.compile != "none":
-        raise ConfigError(f"step config '{config}': compile does nothing in generate(), which calls the model itself")
+        raise ConfigError(
+            f"step config '{config}': compile does nothing in generate(), which calls the uncompiled model; leave compile= out"
+        )
     if config.cache == "on":
-        raise ConfigError(f"step config '{config}': generate() keeps its cache by itself; leave cache=on out")
+        raise ConfigError(f"step config '{config}': generate() uses a cache by default; leave cache=on out")
 
 
 def generation_work(batch: Any, items: float | str | None, new_tokens: int) -> dict[str, float]:
-    """Return the samples, tokens and items in a ``generate`` call, by name. Only new tokens count, not the prompt's tokens."""
+    """Return the numbers of samples, tokens and items in a ``generate`` call, by name. The prompt's tokens do not count."""
     work = work_in(batch, items)
     return {name: new_tokens * (samples_in(batch) or 1) if name == TOKENS else count for name, count in work.items()}
 
 
 def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfig, device: torch.device) -> list[Phase]:
-    """Return a phase with a call to the model's ``generate`` under ``torch.inference_mode``. The generated
-    text lives until the phase ends.
+    """Return a single phase, which calls the model's ``generate`` under ``torch.inference_mode``.
 
-    The text may end earlier, for example at an end token, if the model's ``generation_config`` says so.
+    The generated tokens are freed when the phase ends. ``generate`` may stop before ``new_tokens`` tokens, for example at an
+    end token, if the model's ``generation_config`` says so.
 
     Args:
         model: A transformers model, or another model whose ``generate`` takes ``max_new_tokens``.
         batch: The prompt, as arguments for ``generate``.
-        new_tokens: The number of tokens to add.
+        new_tokens: The number of tokens to generate.
         config: The step config. ``cache=off`` generates without cached keys and values.
         device: The model's device.
 
     Raises:
-        NotAStep: The model has no ``generate``, or cannot call it with these arguments.
+        NotAStep: The model has no ``generate``, or ``generate`` does not take these arguments.
         ConfigError: A setting in the config has no effect in ``generate``.
     """
     import torch
@@ -70,7 +72,8 @@ def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfi
     method = getattr(model, "generate", None)
     if not callable(method):
         raise NotAStep(
-            f"{type(model).__name__} has no generate(), which new_tokens needs; measure its loop with gpumem.measure"
+            f"new_tokens needs a model with generate(), but {type(model).__name__} has no such method; put the generation loop "
+            "into a function, and measure it with gpumem.measure"
         )
     uncached = {"use_cache": False} if config.cache == "off" else {}
     args, named = arguments_of(batch)

@@ -1,4 +1,4 @@
-"""Global settings for a step, in place of the surrounding settings: mode, matrix precision, key/value cache and autocast."""
+"""Settings that apply only while a step runs: the model's mode, matrix precision, key/value cache, autocast and routing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def global_settings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
-    """Set mode, matrix precision, key/value cache, autocast and routing as in the config, and restore them at the end."""
-    # With cache=on, each call passes use_cache=True.
+    """Apply the config's settings within the context, and restore the previous settings at the end.
+
+    The settings are training or evaluation mode, matrix precision, key/value cache and routing. A surrounding autocast is
+    switched off.
+    """
+    # With cache=on, the model's config stays unchanged, because each call passes use_cache=True.
     cache = False if training or config.cache == "off" else None
     with (
         in_mode(model, training=training),
@@ -37,10 +41,10 @@ def global_settings(model: torch.nn.Module, config: StepConfig, device: Device, 
 
 
 def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: Device, *, training: bool) -> None:
-    """Run forward once if the model has uninitialised parameters or buffers.
+    """Run forward once if the model has uninitialised parameters or buffers (a lazy module such as ``LazyLinear``).
 
-    torch's documentation requires this before an optimizer is created, weights are quantised or the model is compiled. Under
-    ``torch.inference_mode``, the parameters would become inference tensors, which can never be trained.
+    torch's documentation requires this before an optimizer is created, weights are quantised or the model is compiled. Forward
+    does not run under ``torch.inference_mode``, because parameters created in this mode can never be trained.
 
     Args:
         model: The model.
@@ -62,14 +66,16 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter or buffer in a lazy module before its first call."""
+    """Return whether a tensor is a parameter or buffer that gets its shape only in the first call of a lazy module."""
     import torch
 
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
-    """Return notes on emulated features, for example a precision without hardware support.
+    """Check that the device can run a step under this config, and return notes on features emulated by the device.
+
+    For example, a GPU may compute bfloat16 in float32, because it has no hardware for bfloat16.
 
     Raises:
         CannotRun: The device cannot run a step under this config.
@@ -102,16 +108,16 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
 def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
     """Set ``config.use_cache`` in the model within the context.
 
-    Training does not need cached keys and values, so trainers switch the cache off. Recomputed blocks would even add them
-    twice.
+    Training does not need cached keys and values, so trainers switch the cache off. A block that backward recomputes would even
+    add its keys and values twice.
 
     Args:
         model: The model.
         cache: The value for ``use_cache``, or ``None`` to leave it unchanged.
-        required: True to raise if the model has no ``use_cache``.
+        required: True to raise an error if the model has no ``use_cache``.
 
     Raises:
-        ConfigError: The model has no ``config.use_cache``, but it is required.
+        ConfigError: The model has no ``config.use_cache``, but ``required`` is true.
     """
     # Read the attributes without running code, because any module may have any object as its config.
     candidates = (attribute(module, "config") for _, module in named_modules(model))
@@ -121,7 +127,8 @@ def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> It
         return
     if required and not configs:
         raise ConfigError(
-            f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
+            f"cache=off needs a model with config.use_cache, which switches the key/value cache on and off; "
+            f"{type(model).__name__} has no such setting"
         )
     values_before = [(config, attribute(config, "use_cache")) for config in configs.values()]
     for config, _ in values_before:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""The cache argument's names in transformers: the first since 5.24, the second in earlier releases."""
+"""Names for the cache argument of a transformers model: ``cache`` since transformers 5.24, ``past_key_values`` before."""
 
 
 def infer_phases(
@@ -55,8 +55,9 @@ def infer_phases(
 ) -> list[Phase]:
     """Return the phases of an inference step under ``torch.inference_mode``.
 
-    Without a cache, a single phase runs forward. The output lives until the end of the phase. With ``cache=on``, ``prefill``
-    runs all tokens except the last and keeps their keys and values. ``decode`` runs the last token with these keys and values.
+    Without a cache, a single phase runs forward. The output is freed when the phase ends. With ``cache=on``, the phase
+    ``prefill`` runs all tokens except the last and keeps their keys and values. The phase ``decode`` runs the last token with
+    these keys and values.
 
     Args:
         model: The model.
@@ -97,14 +98,17 @@ def infer_phases(
 
 
 def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the batch without its last token, and the last token with the mask for all tokens."""
+    """Return the model's arguments for two calls: the batch without its last token, and the last token alone.
+
+    The second call gets the attention mask for all tokens.
+    """
     import torch
 
     parameters = inspect.signature(model.forward).parameters
     if attribute(attribute(model, "config"), "is_encoder_decoder") is True:
         raise ConfigError(
-            f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
-            "measure its generate() with new_tokens=N of gpumem.infer_step"
+            f"cache=on needs a model without an encoder, but {type(model).__name__} has an encoder and a decoder; measure its "
+            "generate() with gpumem.infer_step(model, batch, new_tokens=N)"
         )
     inputs = dict(batch) if issubclass(type(batch), Mapping) else {next(iter(parameters)): batch}
     names = ("input_ids", "inputs_embeds", next(iter(parameters)))
@@ -123,13 +127,13 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
 
 
 def _cache_argument(model: torch.nn.Module) -> str:
-    """Return the cache's name among the model's arguments and outputs. Raises `ConfigError` if the model takes no cache."""
+    """Return the name under which the model takes and returns its cache. Raises `ConfigError` if the model takes no cache."""
     parameters = inspect.signature(model.forward).parameters
     name = next((argument for argument in CACHE_ARGUMENTS if argument in parameters), None)
     if name is None or "use_cache" not in parameters:
         raise ConfigError(
-            f"cache=on needs a model whose forward takes use_cache and {' or '.join(CACHE_ARGUMENTS)}; "
-            f"{type(model).__name__} does not"
+            f"cache=on needs a model whose forward takes use_cache, and {' or '.join(CACHE_ARGUMENTS)}; "
+            f"{type(model).__name__}.forward does not take these arguments"
         )
     return name
 
@@ -137,12 +141,14 @@ def _cache_argument(model: torch.nn.Module) -> str:
 def _cache_of(output: Any, name: str) -> Any:
     cache = getattr(output, name, None)
     if cache is None:
-        raise ConfigError(f"cache=on: the model's output has no {name}")
+        raise ConfigError(f"cache=on: the model's output has no {name}, which should contain the keys and values")
     return cache
 
 
 def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> torch.nn.Module:
-    """Apply ``weights=int8``: convert the weights of linear layers to int8, but not the activations (torchao).
+    """Convert the weights of linear layers to int8 with torchao if the config has ``weights=int8``.
+
+    Activations are not converted.
 
     Args:
         model: The model. It is changed.
@@ -150,7 +156,7 @@ def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> tor
         is_given: True if the test passed this model, and not a function that builds it.
 
     Raises:
-        ConfigError: torchao is missing, the model was passed by the test, or it has no linear layer.
+        ConfigError: torchao is not installed, the test passed the model itself, or the model has no linear layer.
     """
     import torch
 
@@ -186,10 +192,10 @@ def prepared_infer_step(
         batch: The batch, or a function that returns it.
         config: The step config.
         items: As in `work_in`.
-        new_tokens: The number of tokens to generate; ``None`` for a forward pass.
+        new_tokens: The number of tokens to generate; ``None`` for a step without generation.
 
     Raises:
-        Exception: As in `prepared_train_step`.
+        Exception: The same exceptions as in `prepared_train_step`.
     """
     config = config or StepConfig()
     config.only_for("infer_step")

@@ -1,4 +1,4 @@
-"""Models built without memory for parameters. Parameters get memory after each rank has its shard."""
+"""Build models with parameters on torch's meta device, without memory. Later, each rank allocates memory only for its shard."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Build modules within the context without memory for parameters. Buffers get memory.
+    """Create parameters within the context on the meta device, without memory. Buffers get memory.
 
-    So a model that is larger than the device can be built, and each rank holds only a shard.
+    So a function can build a model that is larger than the device's memory, and each rank then allocates only its shard.
     """
     import torch
 
@@ -40,7 +40,7 @@ def parameters_on_meta() -> Iterator[None]:
             reference, on_meta_device = meta_by_id.get(id(parameter), (None, None))
             if on_meta_device is None or reference is None or reference() is not parameter:
                 on_meta_device = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                # A parameter with two names stays a single parameter.
+                # Remember the new parameter, so a parameter with two names stays a single parameter.
                 meta_by_id[id(parameter)] = weakref.ref(parameter), on_meta_device
             parameter = on_meta_device
         register(module, name, parameter)
@@ -50,9 +50,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
-    """Return the model in the config's precision, as passed by the test or built on the device.
+    """Return the model in the config's precision: the model passed by the test, or a new model on the device.
 
-    A model that will be sharded in place is built on meta if possible.
+    If sharding replaces the model's parameters, they are created on the meta device, unless building needs their values.
 
     Args:
         factory: The model, or a function that builds it.
@@ -60,8 +60,8 @@ def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torc
         device: The step's device.
 
     Raises:
-        ConfigError: Sharding would permanently change a model from outside: the test passed the model, or the function returned
-            an existing model.
+        ConfigError: Sharding would permanently change an existing model, because the test passed the model itself, or a
+            function that returned an existing model.
     """
     import torch
 
@@ -82,7 +82,10 @@ def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torc
 
 
 def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: StepConfig) -> None:
-    """Raise `ConfigError` if a part of the model with parameters was among the ``existing`` modules, given by id."""
+    """Raise `ConfigError` if the model contains a module with parameters that existed before the function was called.
+
+    ``existing`` contains the ids of all earlier modules.
+    """
     for path, part in model.named_modules():
         if id(part) in existing and next(part.parameters(), None) is not None:
             origin = f"a model whose {path} existed before" if path else "a model that existed before"
@@ -93,19 +96,19 @@ def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: 
 
 
 def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:
-    """Return the model with its parameters on meta, or ``None`` if the model needs real parameters while it is built.
+    """Return the model with its parameters on meta, or ``None`` if the model cannot be built with parameters on meta.
 
-    A model needs real parameters if it creates parameters only when it is called, or if the building code reads parameters.
+    This is the case for a model that creates parameters only in its first call, or reads parameters while it is built.
     """
     import torch
 
     if not callable(factory):
         return None
-    # A factory that is wrong in any case raises again when the model is built with real parameters.
+    # Ignore errors here. If the factory also fails without the meta device, the caller raises the second error.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):
-            # A buffer computed from parameters would have no values.
+            # A buffer on meta was computed from parameters, so it would have no values.
             return None if any(buffer.is_meta for buffer in model.buffers()) else _with_buffers_on(device, model)
     return None
 
@@ -120,7 +123,7 @@ def _with_buffers_on(device: torch.device, model: torch.nn.Module) -> torch.nn.M
 
 
 def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
-    """Allocate memory for parameters on meta, with values in the range of a new model's values.
+    """Allocate memory for parameters on meta, and fill them with random values as in a newly created model.
 
     Args:
         model: The model. It is changed.

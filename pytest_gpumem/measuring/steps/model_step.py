@@ -1,4 +1,4 @@
-"""Parts for a model's step: the model on its device, its optimizer and its loss."""
+"""Create the parts of a step: the model on its device, the optimizer and the loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """Return the model on ``device``, either passed by the test or built on this device.
+    """Return the model that the test passed, or build a model on ``device``.
 
     Args:
         model_or_factory: The model, or a class or function that builds it.
@@ -72,17 +72,19 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
 
 
 def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
-    """Return the result of ``factory``, which creates tensors on ``device`` by default.
+    """Call ``factory`` with ``device`` as torch's default device for new tensors, and return the result.
 
     Some factories fail with a default device, for example if they draw from a CPU generator or read a NumPy array. Such a
-    factory is called again without a default device and with the same random numbers. Its result may be on another device.
+    factory is called again without a default device and with the same random numbers. Then its result may be on another
+    device.
 
     Args:
         device: The default device for new tensors.
         factory: A function without arguments.
 
     Raises:
-        Exception: The factory also failed without a default device. The cause is the error with the default device.
+        Exception: The factory ran out of memory, or also failed without a default device. In the second case, the exception's
+            cause is the error from the first call.
     """
     import torch
 
@@ -121,11 +123,11 @@ def build_optimizer(
         optimizer: A class or function that takes the parameters, or an existing optimizer. The default is
             ``torch.optim.AdamW``.
         model: The model.
-        is_existing: True if the test passed this model. Only then may the optimizer exist already.
+        is_existing: True if the test passed this model. Only in this case may ``optimizer`` be an existing optimizer.
 
     Raises:
-        NotAStep: The model has no trainable parameter, or the existing optimizer has other parameters.
-        TypeError: ``optimizer`` returned something else.
+        NotAStep: The model has no trainable parameter, or the existing optimizer was created for other parameters.
+        TypeError: ``optimizer`` is a class or function, but did not return an optimizer.
     """
     import torch
 
@@ -152,7 +154,7 @@ def build_optimizer(
 def quietly() -> Iterator[None]:
     """Suppress warnings and log records within the context."""
     disabled = logging.root.manager.disable
-    # torchao logs each kernel that does not fit this machine. torch logs torchao's deprecated calls.
+    # torchao logs each kernel that does not fit this machine. torch logs torchao's calls to deprecated functions.
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
@@ -169,7 +171,7 @@ def import_quietly(name: str) -> ModuleType:
 
 
 def optimizer_named(word: str) -> OptimizerFactory:
-    """Return the factory for a config's optimizer, with the optimizer's defaults.
+    """Return a factory for the optimizer that a config names. The optimizer's arguments have their defaults.
 
     Args:
         word: A word for ``optimizer=``, for example ``"adamw"`` or ``"adamw-fused"``, but not ``"none"``. Without
@@ -182,7 +184,7 @@ def optimizer_named(word: str) -> OptimizerFactory:
 
     if word in _EIGHT_BIT:
         module, name = eight_bit_module(word)
-        # torchao's optimizer compiles its step.
+        # torchao's 8-bit optimizers compile their step.
         load_compiler()
         eight_bit: OptimizerFactory = getattr(import_quietly(module), name)
         return eight_bit
@@ -192,7 +194,7 @@ def optimizer_named(word: str) -> OptimizerFactory:
 
 
 def eight_bit_module(word: str) -> tuple[str, str]:
-    """Return an 8-bit optimizer's module, in torchao or bitsandbytes, and its class name.
+    """Return the name of the module with an 8-bit optimizer (from torchao or bitsandbytes), and the optimizer's class name.
 
     Raises:
         ConfigError: Neither package is installed.
@@ -228,7 +230,10 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
             "pass loss=lambda output, batch: ..., which returns one number"
         )
     if not value.requires_grad:
-        raise NotAStep("the loss does not depend on any parameter that requires a gradient")
+        raise NotAStep(
+            "the loss does not depend on any parameter that requires a gradient; return a loss computed from the model's "
+            "output, without detach()"
+        )
     return value
 
 
@@ -236,7 +241,7 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float6
 
 
 def precision_of(model: torch.nn.Module) -> str:
-    """Return the precision of the model's floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
+    """Return the precision of the model's floating-point parameters, for example ``"fp32"`` or ``"bf16+fp32"``."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     return "+".join(sorted(_PRECISIONS.get(dtype, dtype) for dtype in dtypes)) or "fp32"
 
@@ -251,7 +256,7 @@ def workload_of(
         model: The prepared model.
         batch: The step's batch.
         config: The step config as the test passed it.
-        precision: The model's precision before quantisation. The default is the current precision.
+        precision: The model's precision before quantisation. By default, the precision of the current parameters.
     """
     return Workload(name, config.text(precision or precision_of(model)), parameters_of(model), describe(batch))
 

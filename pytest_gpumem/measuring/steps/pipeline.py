@@ -1,4 +1,7 @@
-"""A pipeline stage over ranks, run by torch's schedule with the same number of live micro-batches as in a real pipeline."""
+"""A pipeline stage, run by torch's 1F1B schedule.
+
+Even if no other rank exists, a stage has as many live micro-batches as in a real pipeline.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """This rank's stage in a model split between its repeated blocks, run by the 1F1B schedule.
+    """This rank's stage in a model that is split between its repeated blocks. The 1F1B schedule runs the stage.
 
-    ``module`` is the model's part on this rank. ``torch.export`` must be able to trace the model.
+    ``module`` is the part of the model on this rank. ``torch.export`` must be able to trace the model.
 
     Example:
         A model with 8 blocks over 4 ranks: stage 1 is on rank 1 and contains blocks 2 and 3.
@@ -47,10 +50,10 @@ class Pipeline:
         Args:
             model: The complete model, on meta.
             buffers: The model's buffers on the device, with values, by name.
-            batch: All micro-batches. The first dimension of each tensor counts samples.
+            batch: The complete batch, with all micro-batches. Each tensor's first dimension is the number of samples.
             loss: A function with the arguments output and batch.
             config: The step config, with the number of micro-batches in ``accumulate``.
-            group: The ranks, each with a stage.
+            group: The process group. Each rank in the group runs a stage.
             device: The stage's device.
 
         Raises:
@@ -63,7 +66,7 @@ class Pipeline:
         stages, number = group.size(), group.rank()
         if len(parts) < stages:
             raise ConfigError(
-                f"shard={config.shard}: 1F1B runs at least as many micro-batches as there are stages; "
+                f"shard={config.shard}: the 1F1B schedule needs at least as many micro-batches as stages; "
                 f"add accumulate={stages} or more"
             )
         lists = repeated_blocks(model, config.blocks)
@@ -93,14 +96,14 @@ class Pipeline:
         self._schedule = Schedule1F1B(stage, len(parts), loss_fn=self._loss_of)
         holders = sorted({block.path.rpartition(".")[0] for block in blocks})
         self.blocks = f"{holders[0]}.*" if len(holders) == 1 else config.blocks
-        """The pattern for the blocks, because a traced model has no block lists."""
+        """The pattern for repeated blocks in `module`. They cannot be detected, because a traced module has no block lists."""
 
     def run(self) -> None:
         """Run forward and backward of all micro-batches, in the schedule's order."""
         import torch
 
         args, kwargs = arguments_of(self._batch)
-        # The trace lists positional arguments first. Arguments that no stage takes must not be passed to the first stage.
+        # `_takes` has a flag for each model input, positional inputs first. Pass only inputs that the first stage takes.
         is_taken_by_first = self._takes if self._is_first else ()
         positional = [argument for argument, is_taken in zip(args, is_taken_by_first, strict=False) if is_taken]
         keyword_pairs = zip(kwargs.items(), is_taken_by_first[len(args) :], strict=False)
@@ -110,7 +113,7 @@ class Pipeline:
         self._schedule.step(*positional, **keywords)
 
     def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's loss. The schedule passes the micro-batch's number as the target."""
+        """Return a micro-batch's loss. The schedule passes the number of the micro-batch in place of a target."""
         return loss_of(output, self._parts[int(number)], self._loss)
 
 
@@ -122,7 +125,7 @@ def _inputs_of_first_stage(graph: torch.fx.Graph, config: StepConfig) -> tuple[b
         config: The step config, for messages.
 
     Raises:
-        ConfigError: A later stage takes a model input, but later stages get only the previous stage's result.
+        ConfigError: A stage after the first takes a model input, but such a stage gets only the previous stage's result.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     stages = [node for node in graph.nodes if node.op == "call_module"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The meaning of a word for ``precision=``. Dtypes are names, because torch is imported later.
+    """The settings for a precision, such as ``amp-bf16``. Dtypes are stored as names, because torch is imported later.
 
     Example:
         ``amp-bf16`` has float32 weights and computes forward under autocast to bfloat16, without a gradient scaler.
@@ -30,9 +30,9 @@ class Precision:
     weights: str
     autocast: str | None = None
     scaled: bool = False
-    """True if gradients are scaled (``torch.amp.GradScaler``), because float16 has a narrow exponent."""
+    """True if gradients are scaled (``torch.amp.GradScaler``), because small gradients would become 0 in float16."""
     tf32: bool = False
-    """True if a GPU's float32 products and convolutions may run in TF32."""
+    """True if a GPU may compute float32 matrix products and convolutions in TF32."""
     computed: str | None = None
     """The dtype to which ``fully_shard`` casts gathered parameters."""
 
@@ -50,17 +50,17 @@ _PRECISIONS = {
 
 
 def precision_named(word: str | None) -> Precision | None:
-    """Return the precision for a config's word; ``None`` for the model's own precision."""
+    """Return the precision for a word in a config; ``None`` if the config has no precision."""
     return None if word is None else _PRECISIONS[word]
 
 
 def dtype_of(word: str) -> str:
-    """Return the name of a word's weight dtype: ``"bfloat16"`` for ``"bf16"``."""
+    """Return the name of the weight dtype for a precision, for example ``"bfloat16"`` for ``"bf16"``."""
     return _PRECISIONS[word].weights
 
 
 def dtype_of_weights(word: str | None) -> torch.dtype:
-    """Return the weight dtype for a precision; float32 without a word."""
+    """Return the weight dtype for a precision; float32 if ``word`` is ``None``."""
     import torch
 
     dtype: torch.dtype = torch.float32 if word is None else getattr(torch, dtype_of(word))
@@ -73,10 +73,10 @@ def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> to
     Args:
         model: The model.
         word: The word for ``precision=``, or ``None`` to leave the model unchanged.
-        is_given: True if the test passed this model. Only other models are converted.
+        is_given: True if the test passed this model. Only a model that a function built is converted.
 
     Raises:
-        ConfigError: The test passed a model in another dtype, or conversion would lose complex parameters.
+        ConfigError: The test passed a model in another dtype, or conversion would lose the imaginary part of a parameter.
     """
     import torch
 
@@ -89,7 +89,7 @@ def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> to
     other_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
     if complex_names and (other_dtypes or precision.weights != "float32"):
         raise ConfigError(
-            f"{word}: converting the model would make the complex {complex_names[0]} real; leave the precision out, or "
+            f"{word}: converting the model would drop the imaginary part of {complex_names[0]}; leave the precision out, or "
             "build the model in float32 for fp32 or AMP"
         )
     if not other_dtypes:
@@ -97,16 +97,16 @@ def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> to
     if is_given:
         names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
         raise ConfigError(
-            f"{word} trains {precision.weights} parameters, but the model has {names}; "
-            f"pass a function that builds the model, or convert it with model.to(torch.{precision.weights})"
+            f"{word} needs {precision.weights} parameters, but the model has {names}; "
+            f"pass a function that builds the model, or convert the model with model.to(torch.{precision.weights})"
         )
     return model.to(dtype)
 
 
 def batch_in_precision(batch: Any, word: str | None) -> Any:
-    """Return the batch with floating-point tensors in the weight dtype, for half-precision weights.
+    """Return the batch with floating-point tensors converted to the weight dtype, under ``bf16`` or ``fp16``.
 
-    Other batches stay unchanged, because autocast and float32 weights take any floating-point input.
+    Under other precisions the batch stays unchanged, because autocast and float32 weights take any floating-point input.
     """
     import torch
 
@@ -122,15 +122,15 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
 
 @contextmanager
 def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> Iterator[None]:
-    """Enable the precision's autocast within the context. Does nothing for precisions without autocast.
+    """Enable the precision's autocast within the context. Do nothing for a precision without autocast.
 
     Args:
         word: The word for ``precision=``.
         device: The step's device.
-        cached: True to cast a weight once even if it is used twice (torch's default).
+        cached: True to cast a weight only once even if forward uses the weight twice (torch's default).
 
     Raises:
-        MeasuringError: autocast is not on, so the step would be measured in another precision.
+        MeasuringError: torch did not enable autocast, so the step would be measured in another precision.
     """
     import torch
 
@@ -148,7 +148,10 @@ def autocasting(word: str | None, device: torch.device, *, cached: bool = True) 
 
 
 def float32_precision(word: str | None, device: Device) -> AbstractContextManager[object]:
-    """Return a context with the device's float32 products and convolutions in TF32 (``tf32``) or in full precision."""
+    """Return a context in which float32 matrix products and convolutions run in TF32 (for ``tf32``) or in full precision.
+
+    Without a precision, the context changes nothing.
+    """
     precision = precision_named(word)
     return nullcontext() if precision is None else device.tf32(precision.tf32)
 

@@ -1,4 +1,4 @@
-"""The process group for a sharded step: the test's own group, or a group in which only this rank exists."""
+"""The process group for a sharded step: the test's own group, torchrun's ranks, or a fake group with this rank alone."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterator[Layout]:
     """Yield the layout of ranks for a sharded step, within a process group.
 
-    - An existing process group is used.
-    - If ``torchrun`` started this process, a group with torchrun's ranks is created and stays. Ranks that leave a group and
-      create another group at the same address may miss each other.
-    - Otherwise the config's rank is alone. Its collectives return this rank's own parts in place of the other ranks' parts.
+    - If the test has created a process group, this group is used.
+    - If ``torchrun`` started this process, a group with torchrun's ranks is created, and stays until the process exits. Ranks
+      that leave a group and create another group at the same address may miss each other.
+    - Otherwise a fake group is created, in which only the config's rank exists. In this group, a collective returns the rank's
+      own parts in place of the other ranks' parts.
 
     Raises:
         ConfigError: The config's ``world`` or ``rank`` differs from the process group.
@@ -64,7 +65,7 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
 
 
 def is_alone() -> bool:
-    """Return whether this is the only existing rank in the process group."""
+    """Return whether the process group is fake, so only this rank exists."""
     import torch.distributed as dist
 
     return dist.get_backend() == FAKE
@@ -76,7 +77,7 @@ def _layout(config: StepConfig, world: int | None, rank: int | None) -> Layout:
         for name, configured, actual in (("world", config.world, world), ("rank", config.rank or None, rank)):
             if configured is not None and configured != actual:
                 raise ConfigError(
-                    f"{name}={configured}, but this is rank {rank} of a process group of {world}; leave {name}= out"
+                    f"{name}={configured}, but this is rank {rank} in a process group with {world} ranks; leave {name}= out"
                 )
     assert config.sharding is not None, "only called for a sharded step"
     try:

@@ -22,12 +22,12 @@ class Segment:
     `forwards` returns a replacement for each block's ``forward``. The first block's replacement runs all blocks. The
     replacements for the other blocks return their input unchanged.
 
-    This gives correct results only if the model's loop runs each block once and in order, passes the same arguments to each
-    block, and changes nothing between two blocks. All of this is checked in each call.
+    The results are correct only if the model's loop runs each block once and in order, passes the same arguments to each
+    block, and changes nothing between two blocks. Each call checks these conditions.
 
     Example:
-        A model's loop calls blocks 0, 1 and 2. The call to block 0 runs 0, 1 and 2 and returns the output of 2. The calls to 1
-        and 2 return this output again.
+        A model's loop calls blocks 0, 1 and 2. The call to block 0 runs all three blocks and returns the output of block 2. The
+        calls to blocks 1 and 2 return this output again.
     """
 
     def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
@@ -42,7 +42,7 @@ class Segment:
         self._recompute = recompute
         self._output: Any = None
         self._ran = 0
-        """The number of blocks run so far in the loop's current pass."""
+        """The number of blocks called so far by the model's loop in the current forward pass."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
@@ -85,20 +85,22 @@ class Segment:
         return pass_through
 
     def _check(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._call is not None, "the caller has looked"
+        assert self._call is not None, "the caller has checked this"
         if number < self._ran:
             raise self._wrong(number, "it ran more than once")
         if number > self._ran:
             self.check_ended()
         hidden, place = _hidden(args, kwargs)
         if hidden is not self._hidden_of(self._output, number - 1):
-            raise self._wrong(number, "the model changes what it gets from the block before")
+            raise self._wrong(number, "its input is not the unchanged output of the previous block")
         first, current = _others(*self._call, place), _others(args, kwargs, place)
         if first.keys() != current.keys() or any(first[name] is not current[name] for name in current):
             differing = [
                 str(name) for name in sorted({*first, *current}, key=str) if first.get(name) is not current.get(name)
             ]
-            raise self._wrong(number, f"its argument {', '.join(differing)} is not that of {self._paths[0]}")
+            raise self._wrong(
+                number, f"its argument {', '.join(differing)} differs from the argument of {self._paths[0]}"
+            )
 
     def _hidden_of(self, output: Any, number: int) -> Any:
         """Return the next block's input from a block's output: the output, or the only tensor in a tuple."""

@@ -1,4 +1,4 @@
-"""The optimizer for a sharded step: its state per rank, its state in the host's memory, and gradient clipping."""
+"""The optimizer for a step whose parameters or optimizer state are sharded or offloaded, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapted_factory(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerO
     """Return a factory for the optimizer that applies the config's sharding and offloading.
 
     Args:
-        maker: The plain optimizer's factory.
+        maker: A function that creates the plain optimizer.
         config: The step config.
 
     Raises:
@@ -45,12 +45,12 @@ def adapted_factory(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerO
         if sharding is not None and sharding.data is not None and sharding.data.shards_optimizer:
             zero: Any = import_quietly("torch.distributed.optim").ZeroRedundancyOptimizer
             kind: Any = type(optimizer)
-            # Each group contains all of the optimizer's arguments.
+            # Pass only the parameter groups, because each group already contains the optimizer's arguments.
             return cast("torch.optim.Optimizer", zero(optimizer.param_groups, lambda groups, **_: kind(groups)))
         optimizer.param_groups[:] = [
-            {**group, "params": alike}
+            {**group, "params": on_one_mesh}
             for group in optimizer.param_groups
-            for alike in parameter_groups(group["params"])
+            for on_one_mesh in parameter_groups(group["params"])
         ]
         return optimizer
 
@@ -68,10 +68,10 @@ def _host_optimizer() -> Any:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the inner optimizer, which keeps its state on this device; a plain optimizer is returned unchanged.
+    """Return the inner optimizer, which keeps its state on this device. A plain optimizer is returned unchanged.
 
-    In a ``ZeroRedundancyOptimizer``, this is this rank's optimizer. In torchao's ``CPUOffloadOptimizer``, this is the
-    optimizer for small parameters.
+    A ``ZeroRedundancyOptimizer`` contains an optimizer for this rank. torchao's ``CPUOffloadOptimizer`` contains an optimizer
+    for small parameters.
     """
     import torch
 
@@ -80,7 +80,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float) -> None:
-    """Clip gradients to a norm. Unlike torch, this also accepts sharded gradients together with plain gradients."""
+    """Clip gradients to a norm. Unlike torch's function, this function also accepts a mix of sharded and plain gradients."""
     import torch
 
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -102,7 +102,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float) -> Non
 
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters in groups with the same mesh, because an operator cannot take parameters from several meshes."""
+    """Group the parameters by their device mesh, because an operator cannot take parameters from several meshes."""
     groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

@@ -50,7 +50,7 @@ def build_sharded(
         batch: This rank's batch.
         loss: A function with the arguments output and batch.
         config: The step config.
-        layout: The layout of ranks.
+        layout: The job's ranks, and the measured rank.
 
     Raises:
         ConfigError: The model cannot be sharded in this way. The message has the reason.
@@ -91,34 +91,35 @@ def build_sharded(
 
 
 def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
-    """Raise `ConfigError` for a parameter with two names, because sharding would create a separate tensor for each name."""
+    """Raise `ConfigError` if a parameter has two names, because sharding would create a separate tensor for each name."""
     name_by_id: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         earlier_name = name_by_id.setdefault(id(parameter), name)
         if earlier_name != name:
             raise ConfigError(
-                f"shard={config.shard} would untie {earlier_name} and {name}; untie them, or use shard=fsdp"
+                f"shard={config.shard} would untie {earlier_name} and {name}, which share a parameter; untie them in the "
+                "model, or use shard=fsdp"
             )
 
 
 def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, torch.Tensor]]:
-    """Return the model within DDP, and a mapping of DDP's buckets.
+    """Return the model inside ``DistributedDataParallel`` (DDP), and DDP's gradient buckets by number.
 
-    The mapping is filled while steps run, and only if this rank is alone.
+    The mapping of buckets is filled while steps run, and only if this rank is alone.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(model)
     buckets: dict[int, torch.Tensor] = {}
     if is_alone():
-        # DDP's default hook would add up gradients in the process group, which contains only this rank.
+        # DDP's default hook would average gradients over the process group, but no other rank exists.
         ddp.register_comm_hook(None, _hook_alone(buckets))
     return ddp, buckets
 
 
 @contextmanager
 def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
-    """With ``cp:N``, run attention over the ranks' parts of the sequence within the context. Otherwise do nothing.
+    """With ``cp:N``, run attention within the context over the parts of a sequence on all ranks. Otherwise do nothing.
 
     Raises:
         ConfigError: This torch release has no context parallelism.
@@ -135,51 +136,54 @@ def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
             f"shard={layout.sharding.text}: torch {torch.__version__} has no context parallelism"
         ) from None
     mesh = mesh_of(layout, device, sequence=True)["cp"]
-    # context_parallel() requires at least one buffer to shard. The batch has been split before.
+    # Pass a dummy, because context_parallel() requires a buffer to shard, and part_of_sequence() splits the batch.
     dummy = torch.zeros(2 * mesh.size(), device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
     try:
         with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0]):
             yield
     finally:
-        # torch 2.6 does not restore the function.
+        # torch 2.6 does not restore the original function.
         torch.nn.functional.scaled_dot_product_attention = attention
 
 
 def part_of_sequence(batch: Any, layout: Layout) -> Any:
-    """Return a batch with this rank's share of each sequence: the first ``1/N`` of the second dimension with ``cp:N``.
+    """Return the batch with only this rank's share of each sequence.
 
-    All ranks have shares of the same size. Tensors with one dimension stay unchanged.
+    With ``cp:N``, this is the first ``1/N`` of each tensor's second dimension, because the shares of all ranks have the same
+    size. Tensors with one dimension stay unchanged.
 
     Raises:
-        ConfigError: A sequence cannot be split into two parts for each rank, which torch needs to balance the ranks' work.
+        ConfigError: A sequence cannot be split into ``2 * N`` equal parts. torch needs two parts for each rank, to balance the
+            ranks' work.
     """
     degree = layout.sharding.degree("cp")
     if degree == 1:
         return batch
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
+    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() < 2:
             return tensor
         if tensor.shape[1] % (2 * degree):
             raise ConfigError(
-                f"cp:{degree} splits sequences into {2 * degree} equal parts, but a tensor in the batch has {tensor.shape[1]} "
-                "in its second dimension"
+                f"cp:{degree} splits sequences into {2 * degree} equal parts, but a tensor in the batch has the length "
+                f"{tensor.shape[1]} in its second dimension"
             )
         return tensor.narrow(1, 0, tensor.shape[1] // degree).clone()
 
-    return map_tensors(batch, cut)
+    return map_tensors(batch, narrowed)
 
 
 def mesh_of(layout: Layout, device: torch.device, *, sequence: bool = False) -> DeviceMesh:
-    """Return the ranks as a mesh with the dimensions ``pp`` (stages), ``copies`` (of the model), ``data``, and tensor parts.
+    """Return the ranks as a device mesh.
 
-    Parameters are sharded over ``data``. With ``cp:N``, this dimension includes the ranks that share a sequence.
+    The mesh has the dimensions ``pp`` (stages), ``copies`` (of the model), ``data``, and with ``tp:N`` also ``tp``. Parameters
+    are sharded over ``data``. With ``cp:N``, this dimension includes the ranks that share a sequence.
 
     Args:
-        layout: The layout of ranks.
-        device: The device of the ranks.
-        sequence: True to give ranks that share a sequence their own dimension ``cp``.
+        layout: The job's ranks, and the measured rank.
+        device: The measured rank's device.
+        sequence: True to add a dimension ``cp`` for the ranks that share a sequence.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -198,7 +202,7 @@ def _shard_fully(model: torch.nn.Module, config: StepConfig, mesh: DeviceMesh) -
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     kind = None if config.sharding is None else config.sharding.data
-    assert kind is not None, "only called for a kind that shards"
+    assert kind is not None, "only called for a kind with fully_shard"
     precision = precision_named(config.precision)
     computed = None if precision is None or precision.computed is None else getattr(torch, precision.computed)
     reduced = None if config.reduce is None else getattr(torch, dtype_of(config.reduce))
@@ -220,22 +224,22 @@ def _blocks(model: torch.nn.Module, config: StepConfig) -> tuple[list[torch.nn.M
     except ConfigError:
         if config.blocks is not None:
             raise
-        return [], (f"shard={config.shard}: no repeated blocks were found, so the model is gathered as a whole",)
+        return [], (f"shard={config.shard}: no repeated blocks were found, so all parameters are gathered at once",)
     return list({id(block.module): block.module for blocks in lists for block in blocks}.values()), ()
 
 
 def _split_tensors(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Split the model's layers by its ``tp_plan``, a mapping from module patterns to styles."""
+    """Split the model's layers as described by ``model.tp_plan``, a mapping from module patterns to styles."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     plan: Mapping[str, Any] | None = getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigError(
-            f"{type(model).__name__} has no tp_plan, by which its layers are split; set model.tp_plan to a mapping from module "
-            'patterns to "colwise", "rowwise" or a ParallelStyle from torch.distributed.tensor.parallel'
+            f"{type(model).__name__} has no tp_plan, which describes how layers are split; set model.tp_plan to a mapping "
+            'from module patterns to "colwise", "rowwise" or a ParallelStyle from torch.distributed.tensor.parallel'
         )
     for pattern in plan:
-        # torch only warns, and the model would be measured without sharding.
+        # torch only warns if a pattern matches nothing, and the model would be measured without sharding.
         if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
             raise ConfigError(f"tp_plan[{pattern!r}] matches no module of {type(model).__name__}")
     parallelize_module(model, mesh, {pattern: _style(pattern, style) for pattern, style in plan.items()})
@@ -262,7 +266,7 @@ def _style(pattern: str, style: object) -> Any:
 
 
 def _hook_alone(buckets: dict[int, torch.Tensor]) -> Callable[[object, Any], torch.futures.Future[torch.Tensor]]:
-    """Return a DDP hook that uses this rank's gradients as the average of all ranks, and fills ``buckets``."""
+    """Return a communication hook for DDP, which returns this rank's gradients as the average, and fills ``buckets``."""
     import torch
     from torch import distributed
 

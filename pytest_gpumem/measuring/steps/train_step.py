@@ -45,7 +45,7 @@ class PreparedTrainStep(PreparedStep):
 
 
 def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> BuiltModel:
-    """Return the test's model, or build the model on the device in the config's precision."""
+    """Return the test's model, or build a model on the device in the config's precision."""
     with context.creation_sites() as creation_sites:
         model = build_model(factory, context.device.torch_device)
         model = in_precision(model, config.precision, existing_model_in(factory) is not None)
@@ -66,8 +66,8 @@ def prepared_train_step(
 ) -> Iterator[PreparedTrainStep]:
     """Prepare a training step: forward, backward and optimizer.
 
-    The model is built on the device. If there is a config, the step first makes a dry run, and checkpointing is applied.
-    Without a config, the step uses the model's own precision and AdamW.
+    If the test passes a function, it builds the model on the device. If there is a config, checkpointing is applied, and a dry
+    run checks that the config takes effect. Without a config, the step uses the model's own precision and AdamW.
 
     Args:
         context: The context in which the step is measured.
@@ -75,8 +75,8 @@ def prepared_train_step(
         batch: The batch, or a function that returns it.
         config: The step config.
         loss: A function with the arguments output and batch. See `loss_of` for the default.
-        optimizer: An optimizer, or a function that takes the parameters. It must not be combined with ``optimizer=`` in the
-            config.
+        optimizer: An optimizer, or a function that creates one from the parameters. It cannot be combined with ``optimizer=``
+            in the config.
         items: As in `work_in`.
 
     Raises:
@@ -90,14 +90,14 @@ def prepared_train_step(
     config.only_for("train_step")
     if optimizer is not None and config.optimizer != StepConfig().optimizer:
         raise ConfigError(
-            f"the test passes optimizer=, but the step config says optimizer={config.optimizer}; leave one out"
+            f"the test passes optimizer=, but the step config also has optimizer={config.optimizer}; leave one out"
         )
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
     existing_model = existing_model_in(model_or_factory)
     if existing_model is not None:
-        # Old gradients would otherwise be live in the first step only.
+        # Free old gradients, because they would be live in the first step, but not in later steps.
         existing_model.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
@@ -126,7 +126,7 @@ def prepared_train_step(
         training.pipeline, training.unreduced, training.buckets = built.pipeline, built.unreduced, built.buckets
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
-            # This optimizer compiles its step.
+            # 8-bit optimizers compile their step.
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(global_settings(model, config, context.device, training=True))
         dry = dry_run(training, context.device) if has_config else DryRun()
@@ -137,7 +137,7 @@ def prepared_train_step(
         phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
-        # If the scale falls in every step, it cannot show whether the next step repeats this step.
+        # If gradients overflow at every scale, the scale changes in every step, so ignore it when steps are compared.
         scales = training.scaler is not None and not dry.overflows
         yield PreparedTrainStep(
             context=context,

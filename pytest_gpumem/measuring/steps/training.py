@@ -1,4 +1,4 @@
-"""Phases of a training step: micro-batches, scaled gradients, clipping, optimizer, zeroed gradients."""
+"""The phases of a training step: forward and backward for each micro-batch, then the optimizer with clipping and scaling."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Training:
     device: torch.device
     scaler: torch.amp.GradScaler | None = None
     before_optimizer: Callable[[], object] | None = None
-    """Called before the optimizer when all gradients exist. Used only by the dry run."""
+    """A function to call before the optimizer, when all gradients exist. Only the dry run uses this."""
     pipeline: Pipeline | None = None
-    """The pipeline stage, whose schedule runs forward and backward for all micro-batches; ``None`` without a pipeline."""
+    """The pipeline stage on this rank; ``None`` without a pipeline. Its schedule runs forward and backward."""
     buckets: Mapping[int, torch.Tensor] | None = None
     """The same as `BuiltModel.buckets`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -52,10 +52,10 @@ class Training:
             self.scale_gradients()
 
     def phases(self) -> list[Phase]:
-        """Return the step's parts: forward and backward for each micro-batch, then clipping, optimizer and ``zero_grad``.
+        """Return the step's phases: forward and backward for each micro-batch, then clipping, optimizer and ``zero_grad``.
 
-        The output lives until the loss is computed, and the loss lives until the step ends. Gradients are freed at the end,
-        as in a training loop with a function for a step. So all steps begin in the same state.
+        The model's output is freed when the loss is computed, and the loss is freed when the step ends. ``zero_grad`` clears
+        the gradients at the end, so all steps begin in the same state.
 
         Example:
             With ``accumulate=2``: forward, backward, forward, backward, optimizer.
@@ -76,11 +76,11 @@ class Training:
         return [*phases, Phase("optimizer", self._optimize)]
 
     def scale_gradients(self) -> None:
-        """Create a gradient scaler if the precision needs it. Call this for a step without an optimizer."""
+        """Create a gradient scaler if the precision needs it. A step with an optimizer does this by itself."""
         self.scaler = scaler_of(self.config.precision, self.device)
 
     def scale(self) -> float | None:
-        """Return the gradients' scale; ``None`` without a gradient scaler. This waits for the device."""
+        """Return the gradients' scale; ``None`` without a gradient scaler. The call waits for the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     @contextmanager
@@ -92,7 +92,7 @@ class Training:
             yield
 
     def _pipelined(self) -> None:
-        assert self.pipeline is not None, "phases() looks"
+        assert self.pipeline is not None, "phases() has checked this"
         with self._around_forward():
             self.pipeline.run()
 
@@ -109,7 +109,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _optimize(self) -> None:
-        assert self.optimizer is not None, "phases() looks"
+        assert self.optimizer is not None, "phases() has checked this"
         if self.before_optimizer is not None:
             self.before_optimizer()
         if self.scaler is None:

@@ -1,15 +1,16 @@
-"""Compare step times: a sample with a baseline's runs, or two revisions with each other. Pure.
+"""Compare step times: a sample with a baseline's runs, or two revisions with each other. All functions are pure.
 
 A step is slower if its samples are slower. Uncertain samples do not contradict two slower samples. A sample is *slower* if all
-of the following hold:
+of the following conditions are true:
 
-- the ratio is beyond the tolerance, both in seconds and in clock cycles
-- the ratio in seconds without the part that a slower clock explains (`PACE`) is beyond the tolerance
-- the whole interval is beyond the tolerance, in seconds or in cycles
-- the whole interval in cycles is above 1, because seconds also vary with the machine's speed
+- The ratio (current / earlier) is beyond the tolerance, both in seconds and in clock cycles.
+- The ratio in seconds is still beyond the tolerance without the part that a slower clock explains (`PACE`).
+- The whole confidence interval is beyond the tolerance, in seconds or in cycles.
+- The whole confidence interval in cycles is above 1, because seconds also vary with the machine's speed.
 
-If other work disturbed a sample, or if the clock runs slower than in each baseline run, the largest possible effect from
-both is subtracted first (`pytest_gpumem.measuring.timing.validity`). A step that only looks slower is *uncertain*.
+If other work disturbed a sample, or if the clock runs slower than in every baseline run, the largest slowdown that this can
+explain is subtracted first (`pytest_gpumem.measuring.timing.validity`). If the ratio in seconds is beyond the tolerance, but another
+condition is not true, the sample is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
 seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
@@ -37,37 +38,39 @@ if TYPE_CHECKING:
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
-"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower.
+"""If the ratio is within the tolerance, but its interval reaches beyond a slowdown of 25 %, the comparison is uncertain.
 For a tolerance above 12.5 %, the limit is twice the tolerance."""
 MOST_UNKNOWN_IN_TURNS = 2
-"""The same limit for an A/B comparison, in tolerances. It is lower, because more pairs of runs can narrow the interval."""
+"""The same limit for an A/B comparison, as a multiple of the tolerance. It is lower, because more pairs of runs can narrow the
+interval."""
 SLOWER_MACHINE = 0.03
-"""If the clock runs slower than in the baseline's slowest run by more than this share, its effect is subtracted from a
-slowdown. A smaller loss is already within the variation between runs."""
+"""If the clock runs slower than in the baseline's slowest run by more than this share, the effect of the slower clock is
+subtracted from a slowdown. A smaller difference is already part of the variation between runs."""
 SLOWER_RUN = 0.10
-"""The share by which the clock may run slower in a run that is added to a baseline, because five slow runs would hide a
-slowdown."""
+"""If the clock runs slower than the baseline's clock by more than this share, the run is not added to the baseline. Otherwise
+five such runs would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
-"""The share by which the head's clock may run slower than the base's in an A/B comparison, by the median over pairs.
+"""In an A/B comparison, the clock in the head's runs may be slower than in the base's runs by at most this share (the median
+over pairs). Otherwise the comparison counts as disturbed.
 
-This share is smaller, because the runs in a pair follow each other."""
+This share is smaller than `SLOWER_MACHINE`, because the two runs in a pair follow each other."""
 AGREEING = 2
-"""Samples that together prove a slowdown if the other samples are uncertain."""
+"""This many slower samples prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
-_CANNOT_EXPLAIN = "which cannot account for it"
+_CANNOT_EXPLAIN = "which cannot explain the slowdown"
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Medians from accepted runs, the latest last: seconds per step, and cycles per step if the clock was read."""
+    """Medians from a baseline's runs, oldest first: seconds per step, and cycles per step if the clock was read."""
 
     seconds: tuple[float, ...]
     cycles: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cycles and len(self.cycles) != len(self.seconds):
-            raise ValueError(f"{len(self.seconds)} runs in seconds and {len(self.cycles)} in cycles")
+            raise ValueError(f"there are seconds for {len(self.seconds)} runs, but cycles for {len(self.cycles)}")
 
     @property
     def median(self) -> float:
@@ -76,7 +79,7 @@ class Runs:
 
     @property
     def pace(self) -> float | None:
-        """Median clock rate; ``None`` if the clock was not read."""
+        """The median clock rate in cycles per second; ``None`` if the clock was not read."""
         return statistics.median(self._paces) if self.cycles else None
 
     @property
@@ -89,10 +92,11 @@ class Runs:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def extended_by(self, later: Runs) -> Runs:
-        """Return these runs followed by ``later`` runs. Only the last `MOST_RUNS` runs are kept.
+        """Return these runs followed by the ``later`` runs. The result contains at most the last `MOST_RUNS` runs.
 
-        The result has cycles for all runs or for no run. If only one side has cycles, the other side's runs are left out.
-        Otherwise a single run without cycles would remove the cycles from all runs, and slower clocks would go unnoticed.
+        The result has cycles for all runs or for no run. If only these runs or only the ``later`` runs have cycles, the runs
+        without cycles are left out. Otherwise a single run without cycles would remove the cycles from all runs, and slower
+        clocks would go unnoticed.
         """
         if not later.cycles and self.cycles:
             return self
@@ -102,10 +106,10 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run in the form for a baseline, without the time that other work may have taken.
+    """Return the current run as a baseline's run, without the time that other work may have taken.
 
     Returns:
-        The run; ``None`` if it was disturbed too much.
+        The run; ``None`` if other work disturbed it too much.
     """
     sample = times.best
     if not sample.is_a_measure:
@@ -116,7 +120,7 @@ def run_of(times: Times) -> Runs | None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict on a step's speed. If it is uncertain, ``reason`` is a clause."""
+    """The verdict on a step's speed. If the outcome is uncertain, ``reason`` is a clause with the reason."""
 
     outcome: SpeedOutcome
     seconds: Interval
@@ -139,10 +143,10 @@ class Comparison:
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """Compare this run's samples with earlier runs.
 
-    ``samples[0]`` is the first measurement, and the others repeat it. If there is only one sample and it is slower, the step
-    counts as slower, and the caller takes further samples. With several samples, the step is slower if two show a slowdown
-    and no sample shows that the step is not slower. The step is faster if all samples agree. Interference only adds time, so
-    the sample with the smallest slowdown decides.
+    ``samples[0]`` is the first sample, and later samples repeat it. If there is only one sample and it is slower, the step
+    counts as slower, and the caller takes further samples. With several samples, the step is slower if two are slower and no
+    sample is *not slower*. The step is faster only if all samples are faster. Interference only adds time, so the sample with
+    the smallest slowdown decides.
 
     Args:
         samples: This run's samples.
@@ -159,30 +163,30 @@ def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comp
     decisive = min(comparisons, key=lambda comparison: (by_importance.index(comparison.outcome), comparison.ratio))
     slower = [comparison for comparison in comparisons if comparison.outcome == "slower"]
     if decisive.outcome == "uncertain" and len(slower) >= AGREEING:
-        # An uncertain sample does not contradict the others.
+        # An uncertain sample does not contradict the slower samples.
         return min(slower, key=lambda comparison: comparison.ratio)
     return decisive
 
 
 def is_undecided(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
-    """Return whether a further sample may decide, because one sample shows a slowdown and another is uncertain."""
+    """Return whether a further sample may decide, because one sample is slower and another is uncertain."""
     outcomes = {_compare_sample(sample, baseline, tolerance).outcome for sample in samples}
     return outcomes == {"slower", "uncertain"} and compare(samples, baseline, tolerance).outcome == "uncertain"
 
 
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
-    """Compare two revisions that ran in turns.
+    """Compare two revisions, base and head, that ran in turns.
 
-    A drift from pair to pair cancels out in the ratios. If there are enough undisturbed pairs, pairs with an invalid sample
-    do not count. The interval is a bootstrap over pairs and over the rounds in each pair. Because pairs are few, the interval
-    is widened by the ratio of Student's t to the normal distribution.
+    If the machine becomes slower from pair to pair, this cancels out in the ratios. If there are enough undisturbed pairs,
+    pairs with an invalid sample do not count. The interval comes from a bootstrap over pairs and over the rounds in each pair.
+    Because there are few pairs, the interval is widened by Student's t.
 
     Args:
-        pairs: At least one pair (base, head) of neighbouring runs.
+        pairs: Pairs of consecutive runs (base, head), at least one.
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     usable = _usable_pairs(pairs)
-    basis = f"as far as {counted(len(usable), 'pair of runs tells', 'pairs of runs tell')}"
+    basis = f"estimated from {counted(len(usable), 'pair of runs', 'pairs of runs')}"
     most = MOST_UNKNOWN_IN_TURNS * tolerance
     seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in usable])
     if len(pairs) < FEWEST_PAIRS:
@@ -205,8 +209,8 @@ def _usable_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Samp
 def typical_seconds(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[float, float]:
     """Return the seconds per step in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
 
-    Both are geometric means over the pairs. Medians over each side's runs include a drift from pair to pair, so they could show
-    a speedup although `compare_pairs` shows a slowdown.
+    Both values are geometric means over the pairs. Medians over all runs of a revision would include a drift from pair to pair,
+    so they could show a speedup although `compare_pairs` shows a slowdown.
     """
     sides = zip(*_usable_pairs(pairs), strict=True)
     base, head = (
@@ -222,7 +226,7 @@ def _first_disturbance(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 def _seconds_and_cycles(
     pairs: Sequence[tuple[Sequence[Round], Sequence[Round]]],
 ) -> tuple[Interval, Interval | None]:
-    """Return the ratios of rounds (base, head) in seconds, and in cycles if the clock was read in all rounds."""
+    """Return the ratio head / base in seconds, and in cycles if the clock was read in all rounds."""
     seconds = ratio_of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
     all_cycles = [(_cycles(base), _cycles(head)) for base, head in pairs]
     pairs_in_cycles = [(base, head) for base, head in all_cycles if base is not None and head is not None]
@@ -230,7 +234,7 @@ def _seconds_and_cycles(
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
-    """Return a clause if the machine ran slower during the head's runs; otherwise ``None``."""
+    """Return a clause if the machine ran slower in the head's runs than in the base's runs; otherwise ``None``."""
     paces = [(_pace(head), _pace(base)) for base, head in pairs]
     change = (
         statistics.median(
@@ -243,7 +247,7 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 
 def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
-    basis = word_form(runs, "as far as a single run tells", f"as far as {runs} runs tell")
+    basis = word_form(runs, "estimated from a single run", f"estimated from {runs} runs")
 
     current = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
 
@@ -264,7 +268,10 @@ def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Compari
 
 
 def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
-    """Return the verdict on a disturbed step. It is slower if the ``remaining`` time without interference is slower."""
+    """Return the verdict on a disturbed step.
+
+    ``remaining`` compares the time that is left without interference. If this comparison is slower, the step is slower.
+    """
     if remaining.outcome != "slower":
         return comparison
     return replace(comparison, outcome="slower", reason=f"{comparison.reason}, {_CANNOT_EXPLAIN}")
@@ -273,11 +280,12 @@ def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
 def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
     """Return the counted rounds without the time that interference can explain.
 
-    Each round is divided by the factor for time taken by other work, then by the largest slowdown of the running step.
+    The seconds in each round are divided by two factors: for the time that other work took from the step, and for the largest
+    slowdown of the running step.
 
     Args:
         sample: The disturbed sample.
-        other_pace: The pace on the other side; ``None`` if unknown.
+        other_pace: The clock rate in the baseline's slowest run, or in the base's sample; ``None`` if it is unknown.
     """
     own_pace = _pace(sample)
     slowed = sample.slowed or Slowdown()
@@ -299,13 +307,13 @@ def _pace(sample: Sample) -> float | None:
 def slower_machine(current: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
     """Return a clause if the clock runs slower than a baseline's ``pace`` by more than ``most``; otherwise ``None``.
 
-    Cycles do not fully correct for a slower machine, because it affects memory accesses differently from the fixed piece of
-    work that measures the pace.
+    Cycles do not fully correct for a slower machine. The pace is measured with a fixed piece of work, and a slower machine
+    slows memory accesses by another factor than this work.
     """
     if current.pace is None or pace is None:
         return None
     change = current.pace / pace - 1
-    return f"the machine runs {percent(-change)} slower than it did" if change < -most else None
+    return f"the machine runs {percent(-change)} slower than in the baseline" if change < -most else None
 
 
 def _judge(
@@ -324,17 +332,17 @@ def _judge(
         seconds: The ratio in seconds.
         cycles: The ratio in clock cycles; ``None`` if the clock was not read.
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
-        invalid: The reason why the samples cannot show a slowdown; ``None`` if they can.
-        basis: A clause on the number of runs from which the variation is known: ``as far as 3 runs tell``.
-        lost_pace: The factor by which the clock ran slower; ``None`` to compute it from the two ratios.
-        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a share; ``None``
-            for the limit for single runs.
+        invalid: A clause with the reason why the samples cannot show a slowdown; ``None`` if they can.
+        basis: A clause on the number of runs from which the variation is known: ``estimated from 3 runs``.
+        lost_pace: The factor by which the clock ran slower; ``None`` to compute the factor from the two ratios.
+        most_unknown: The limit for the interval, as a share: 0.1 is 10 % slower. An interval that reaches beyond it makes the
+            comparison uncertain. ``None`` for `MOST_UNKNOWN`.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
     looks_slower = min(interval.ratio for interval in intervals) > slower
     if cycles is not None:
-        # A slower clock slows the step by a power (`PACE`) of the clock's ratio.
+        # A slower clock slows the step by the clock's ratio to the power of `PACE`.
         lost_pace = seconds.ratio / cycles.ratio if lost_pace is None else lost_pace
         looks_slower = looks_slower and seconds.ratio / lost_pace**PACE > slower
     if looks_slower and any(interval.low > slower for interval in intervals) and intervals[-1].low > 1:
@@ -342,7 +350,7 @@ def _judge(
     if seconds.ratio > slower:
         reason = f"within the variation of the times, {basis}: {seconds}"
         if cycles is not None and not looks_slower:
-            reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
+            reason = f"a slower clock may explain the slowdown: {seconds} in seconds is {cycles} in cycles"
         return Comparison("uncertain", seconds, cycles, invalid or reason)
     if seconds.high > 1 + (max(MOST_UNKNOWN, 2 * tolerance) if most_unknown is None else most_unknown):
         return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")

@@ -1,4 +1,4 @@
-"""Confidence intervals for time ratios: bootstraps over rounds and runs, widened if there are only a few runs."""
+"""Confidence intervals for ratios between times, from bootstraps over rounds and runs. Few runs widen an interval."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 MOST_TABULATED = 100
-"""The most values with a table of probabilities, because tables grow quadratically. For more values, samples are drawn."""
+"""Up to this many values, medians come from a table of probabilities, which grows quadratically. Above, samples are drawn."""
 
 
 def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -> list[float]:
-    """Return the medians of ``count`` samples with replacement. Each sample has as many values as ``values``."""
+    """Draw ``count`` samples with replacement, each with as many values as ``values``, and return the samples' medians."""
     size = len(values)
     if size > MOST_TABULATED:
         return [statistics.median(rng.choices(values, k=size)) for _ in range(count)]
@@ -33,9 +33,10 @@ def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -
 
 @lru_cache(maxsize=MOST_TABULATED)
 def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
-    """Return the possible middle pairs in a sample, as indices of ordered values, with cumulated probabilities.
+    """Return the possible pairs of middle values in a sample, and the cumulative probabilities of these pairs.
 
-    If ``size`` is odd, both values of a pair are equal. The probabilities follow from order statistics (David and Nagaraja,
+    A sample's median is the mean of its middle pair. A pair consists of two indices into the ordered values. If ``size`` is
+    odd, both indices are equal. The probabilities follow from order statistics (David and Nagaraja,
     Order Statistics, 2.1 and 2.3): the probability that k sampled values are among the first i of n values equals the
     probability of k successes in n trials that each succeed with probability i/n.
     """
@@ -44,7 +45,7 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
     alone = [after - before for before, after in itertools.pairwise(at_most)]
     if size % 2:
         return tuple((index, index) for index in range(size)), tuple(itertools.accumulate(alone))
-    # The sample's lower half ends with one value, and its upper half begins with a later one.
+    # The pair consists of the last value in the sample's lower half, and the first value in its upper half.
     ways = math.comb(size, half)
     ends = [(index / size) ** half for index in range(size + 1)]
     last = [after - before for before, after in itertools.pairwise(ends)]
@@ -58,7 +59,7 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
 
 
 def _probability_of_at_least(hits: int, trials: int, share: float) -> float:
-    """Return the probability of at least ``hits`` in ``trials``."""
+    """Return the probability of at least ``hits`` successes in ``trials`` that each succeed with probability ``share``."""
     return sum(
         math.comb(trials, number) * share**number * (1 - share) ** (trials - number)
         for number in range(hits, trials + 1)
@@ -66,19 +67,19 @@ def _probability_of_at_least(hits: int, trials: int, share: float) -> float:
 
 
 LEVEL = 0.95
-"""The confidence of an interval. A verdict also depends on other conditions than an interval."""
+"""The confidence level of an interval. A verdict also depends on other conditions, such as interference."""
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
-"""Prior spread between runs with the same code: the standard deviation over the logarithms of their medians."""
+"""The assumed (prior) spread between runs with the same code: the standard deviation of the logarithms of their medians."""
 UNKNOWN_SPREAD = 0.045
-"""The prior spread on a machine with a single known run."""
+"""The assumed spread if only a single run is known."""
 PRIOR_RUNS = 4
-"""The prior's weight in runs."""
+"""The assumed spread has the same weight as this many runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio between medians (current / earlier) with its confidence interval. 1.05 is 5 % longer."""
+    """A ratio between medians (current / earlier) with its confidence interval. A ratio of 1.05 means 5 % more time."""
 
     ratio: float
     low: float
@@ -88,13 +89,13 @@ class Interval:
         return f"{format_ratio(self.ratio - 1)} ({format_ratio(self.low - 1)} to {format_ratio(self.high - 1)})"
 
 
-# A measurement is judged again after each further sample, and many values are the same.
+# Results are cached, because a measurement is judged again after each further sample, often with the same rounds and runs.
 @lru_cache(maxsize=64)
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
     """Return the ratio between this run's median and the earlier runs' median, from a bootstrap over rounds and runs.
 
-    Rounds in a run are more alike than different runs, so both medians also vary by the spread between runs. This spread is
-    widened by Student's t, because it is known from a few runs only.
+    Rounds in the same run differ less than rounds in different runs. So the bootstrap also varies both medians by the spread
+    between runs. This spread is widened by Student's t, because it is known from only a few runs.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
     rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
@@ -108,12 +109,12 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
 
 
 def spread_of_runs(runs: Sequence[float]) -> float:
-    """Return the standard deviation over the logarithms of the runs' medians, drawn towards a prior.
+    """Return the standard deviation of the logarithms of the runs' medians, combined with an assumed spread.
 
-    The prior is `PRIOR_SPREAD`. With up to four runs, the prior is larger: `UNKNOWN_SPREAD` divided by the number of runs.
+    The assumed spread is `PRIOR_SPREAD`. With up to four runs, it is larger: `UNKNOWN_SPREAD` divided by the number of runs.
 
     Example:
-        A single run has no spread of its own. Its prior is 0.045, and so is the result: sqrt(4 * 0.045**2 / 4).
+        A single run has no spread, so the result is the assumed spread: sqrt(4 * 0.045**2 / 4) = 0.045.
     """
     prior = max(PRIOR_SPREAD, UNKNOWN_SPREAD / len(runs))
     squares = statistics.pvariance(map(math.log, runs)) * len(runs)
@@ -123,10 +124,10 @@ def spread_of_runs(runs: Sequence[float]) -> float:
 def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
     """Return the ratio (second / first) between medians in paired runs, from a bootstrap over pairs and their rounds."""
     rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
-    # A bootstrap over n values has only (n - 1) / n of their variance.
+    # The means in a bootstrap over n values have only (n - 1) / n of the true variance, so widen them.
     widening = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
     middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)
-    # Each time that a pair is drawn, its rounds are resampled anew.
+    # A pair may be drawn several times. Its rounds are resampled for each draw.
     drawn = rng.choices(range(len(pairs)), k=len(pairs) * RESAMPLES)
     times = Counter(drawn)
     ratios = []
@@ -139,14 +140,17 @@ def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> 
 
 
 def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
-    """Return a ratio's interval from its resampled logarithms."""
+    """Return a ratio with its confidence interval, from the logarithms of resampled ratios."""
     logarithms = sorted(resampled)
     lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
     return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t divided by the normal one (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+    """Return the 97.5 % quantile of Student's t distribution, divided by the same quantile of the normal distribution.
+
+    ``freedom`` is the number of degrees of freedom. The table comes from the NIST/SEMATECH e-Handbook, 1.3.6.7.2.
+    """
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
     quantile = table[min(max(freedom, 1), len(table)) - 1]
     return quantile / statistics.NormalDist().inv_cdf(0.5 + LEVEL / 2)

@@ -1,4 +1,4 @@
-"""Sample a step's time: rounds with several steps, until the median is known well enough or the time budget is spent."""
+"""Sample a step's time: run rounds with several steps, until the median is known well enough or the time budget is spent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_SECONDS = 2.0
 
 
 class TimeBudget:
-    """The remaining seconds for timing in a test. A step may use half of the rest, so later steps also have time."""
+    """The remaining seconds for timing in a test. A step may use half of them, so later steps also have time."""
 
     __slots__ = ("_left", "_left_for_second_samples", "_seconds")
 
@@ -33,17 +33,17 @@ class TimeBudget:
 
     @property
     def share(self) -> float:
-        """Seconds for the next sample."""
+        """The seconds for the next step's first sample: half of the remaining seconds."""
         return self._left / 2
 
     @property
     def second_sample(self) -> float:
-        """Seconds for a step's second sample: the same as for the test's first sample."""
+        """The seconds for a step's second sample: as many as for the first sample in the test."""
         return self._seconds / 2
 
     @property
     def may_sample_again(self) -> bool:
-        """True if seconds are left for second samples that cannot fail the test.
+        """True if time remains for a second sample that cannot fail the test.
 
         A second sample that can fail the test is always taken.
         """
@@ -59,34 +59,35 @@ class TimeBudget:
 
 
 SECONDS_A_ROUND = 0.02
-"""The least seconds in a round. In such a round, the clock's resolution and the duration of a launch do not matter."""
+"""The minimum seconds in a round. A round this long is not affected by the clock's resolution or by a kernel launch."""
 PRECISION = 0.005
-"""Sampling stops if the median is known within this share in both directions, with a confidence of 95 %."""
+"""Sampling stops when the median is known to plus or minus this share, with 95 % confidence."""
 ROUNDS_BEFORE_A_STOP = 12
 ROUNDS_OF_PHASES = 3
 _SHORTEST = 1e-9
-"""Seconds for a step that was too short for the clock, because a ratio needs a time above 0."""
+"""The seconds for a step that was too short for the clock, because ratios need a time above 0."""
 
 
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """Take a sample of ``step``.
 
-    The time of the first step decides how many steps make a round. The first step counts only if it fills a round by itself. If
-    it was unusually slow, the next round is far too short. Then this round decides the number again, and neither the step nor
-    the round counts. A disturbed round is stored but does not count, and sampling continues if time remains.
+    The time of the first step decides how many steps make a round. The first step counts only if it is as long as a round. If
+    the first step was unusually slow, the next round is far too short. Then this short round decides the number of steps, and
+    neither the first step nor the short round counts. A disturbed round is stored but does not count, and sampling continues
+    if time remains.
 
-    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
-    rank decides. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all ranks.
+    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The times on
+    the slowest rank decide. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all ranks.
 
     Args:
         step: Runs one step.
         device: The step's device.
         seconds: The approximate time for the sample.
-        fewest: The least number of rounds.
+        fewest: The minimum number of rounds.
 
     Example:
-        The first step takes 4 ms, so a round has 5 steps and takes 20 ms. Within 1 s there are about 50 rounds. After 12
-        rounds sampling stops if the median is known to 0.5 %.
+        The first step takes 4 ms, so a round has 5 steps and takes 20 ms. In 1 s there is time for about 50 rounds. Sampling
+        stops after 12 or more rounds if the median is known to 0.5 %.
     """
     rounds = _Rounds(device)
     seconds = max(device.consensus.exchange(seconds))
@@ -120,21 +121,21 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
 
 class _Rounds:
-    """A sample's rounds. The clock and possible disturbances are read after every few rounds."""
+    """A sample's rounds. The clock rate and the interference counters are read after every few rounds."""
 
     def __init__(self, device: Device) -> None:
         self.timed: list[Round] = []
         self._read = 0
-        """The number of rounds with a reading after them."""
+        """The number of rounds that were followed by a reading."""
         self._gpu_slowdown = 1.0
         self._device = device
         self._begun = self._before = device.conditions()
         self._pace: float | None = None
         self._unread = 0.0
-        """Seconds in rounds since the latest reading."""
+        """The total seconds of the rounds since the latest reading."""
 
     def read_pace(self) -> None:
-        """Read how fast the clock runs. Call this method after the first step, because an idle GPU has another clock."""
+        """Read the clock rate. Call this method after the first step, because an idle GPU has another clock rate."""
         self._pace = self._device.pace()
 
     def begin(self) -> None:
@@ -157,12 +158,12 @@ class _Rounds:
             self.end()
 
     def end(self) -> None:
-        """Read the clock and the interference, and assign them to the rounds since the last reading."""
+        """Read the clock rate and the interference counters, and add the results to the rounds since the last reading."""
         unread = self.timed[self._read :]
         if not unread:
             return
         pace = self._pace
-        # Read the pace first. Reading the conditions takes so long that the GPU may be idle afterwards.
+        # Read the clock rate first. Reading the interference counters takes so long that the GPU may be idle afterwards.
         self.read_pace()
         conditions = self._device.conditions()
         disturbed = self._device.consensus.first(disturbance(self._before, conditions))
@@ -180,18 +181,21 @@ class _Rounds:
         self._before, self._unread = conditions, 0.0
 
     def are_enough(self) -> bool:
-        """Return whether the median is known. It is only computed after a reading, to keep the pause between rounds short."""
+        """Return whether the median is known well enough.
+
+        The median is only computed after a reading, to keep the pause between other rounds short.
+        """
         return self._read == len(self.timed) and self._device.consensus.all(_is_known(self.timed))
 
     def load(self) -> str | None:
-        """Return a clause on other work that kept the machine busy during the sample; ``None`` if there was none."""
+        """Return a clause if other work kept the machine busy during the sample; otherwise ``None``."""
         return tick_disturbance(self._begun, self._before)
 
     def slowdown(self, *, disturbed: bool) -> Slowdown:
         """Return the largest factors by which interference slowed the steps.
 
         Args:
-            disturbed: Whether some of the counted rounds were disturbed.
+            disturbed: True if some of the counted rounds were disturbed.
         """
         on_host = validity.slowdown(self._begun, self._before)
         shared = max(on_host.shared, self._gpu_slowdown) if disturbed else on_host.shared
@@ -204,7 +208,7 @@ def _steps_a_round(seconds: float) -> int:
 
 
 def _fewest_rounds(took: float) -> int:
-    """Return the least number of rounds. It depends only on the seconds that the last round took."""
+    """Return the minimum number of rounds, given the seconds in the last round. Long rounds need only one."""
     return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
 
 
@@ -234,7 +238,7 @@ def time_step(
 
 @contextmanager
 def exclusive_use(device: Device) -> Iterator[str | None]:
-    """Keep other measured tests off all ranks' devices. Yield the reason if this fails, otherwise ``None``."""
+    """Keep other measured tests from using the devices of all ranks. Yield the reason if this fails, otherwise ``None``."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())
@@ -242,7 +246,7 @@ def exclusive_use(device: Device) -> Iterator[str | None]:
 
 
 def invalidate_if_refused(refused: str | None, sample: Sample, device: Device) -> Sample:
-    """Return the sample, invalid if exclusive use was refused. ``refused`` is the clause from `exclusive_use`, or ``None``."""
+    """Return the sample, marked as invalid if other tests could use the device. ``refused`` comes from `exclusive_use`."""
     if refused is None:
         return sample
     slowed = sample.slowed or Slowdown()
@@ -258,14 +262,15 @@ def time_phases(
 ) -> Mapping[str, float]:
     """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
-    A sample's rounds are not used for this, because they would include a clock reading at every boundary. For
-    a step with a single phase, nothing runs and the result is empty.
+    The phases run in separate rounds, because the clock readings between phases would make a sample's rounds longer. For a step
+    with a single phase, nothing runs and the result is empty.
 
     Args:
         phases: The phases by name, each with a function that runs the phase.
         device: The step's device.
-        steps: The steps in a round.
-        time_budget: The remaining seconds. If their share is spent early, fewer than `ROUNDS_OF_PHASES` rounds run.
+        steps: The number of steps in a round.
+        time_budget: The remaining seconds. Half of them are for phases. If this is spent early, fewer than `ROUNDS_OF_PHASES`
+            rounds run.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):

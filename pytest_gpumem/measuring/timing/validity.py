@@ -1,19 +1,20 @@
-"""Judge whether times are valid: the interference between two readings, its limits, and the slowdown it explains. Pure.
+"""Judge whether times are valid. All functions are pure.
 
-Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
+They find the interference between two readings, compare it with limits, and compute the slowdown that it can explain. Each
+kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
 
 - Interference that *takes time* from the step, such as another process on its core, is known for each interval between two
-  readings. The times of this interval are divided by its factor.
-- Interference that *slows* the running step is known for a whole sample. The pace is the clock rate. Sharing with a neighbour
-  (caches, memory, the two halves of a core) slows the pace as well as the step, so the larger of both factors counts.
-  Cold caches after waiting do not show in the pace, because a pace is the best result from a few readings. So their factor
-  multiplies the pace's factor.
+  readings. The times in the interval are divided by the factor for this interference.
+- Interference that *slows* the running step is known for a whole sample. Programs on other cores share caches and memory with
+  the step. This slows the measured clock rate (the pace) as well as the step, so the larger of both factors counts. Cold
+  caches after waiting do not show in the pace, because a pace is the best result from a few readings. So their factor is
+  multiplied with the pace's factor.
 
 Example: a thread waited for 10 % of a 20 ms round. Without the waiting, the round took 20 * 0.9 = 18 ms,
 so `time_factor` is 1 / 0.9 = 1.11.
 
 The constants for the CPU were measured on virtual machines with two cores (AMD EPYC, Intel Xeon): a step's time without
-waiting, divided by the time in quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
+waiting, divided by its time on an otherwise idle machine (`benchmarks/results/cpu-x86_64/time-gate.md`).
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""The largest share of its time that a thread may wait for a core. Waiting makes the step at least this much longer. A
-thread waited 0 % on a quiet machine, and 1 % with a busy process on each other core. With a process that shared the core for
-a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
+"""A time counts as disturbed if the thread waited for a core during more than this share. Waiting makes a step at least this
+much longer. A thread waited 0 % on an idle machine, and 1 % if each of the other cores was busy. With a process that
+shared the core for a tenth of the time, a thread waited 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
-"""The largest share that the hypervisor may take from a busy core's time. Stolen time has the same effect as waiting."""
+"""A time counts as disturbed if the hypervisor took more than this share of a busy core. Stolen time acts like waiting."""
 OTHERS = 0.25
-"""The largest share that other processes may use on the other cores. On two cores with a common L3 cache, computing on the
-other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
-9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
+"""A time counts as disturbed if other processes used more than this share of the other cores. On two cores with a common L3
+cache, computing on the other core made GPT-2 steps up to 8 % longer, and copying through memory up to 41 %. Copying for a
+quarter of the time made steps up to 9 % longer. For steps of 3 ms, the three figures are 15 %, 76 % and 11 %. But such short
+steps varied by up to 38 % even without another process."""
 SLOWEST_CLOCK = 0.75
 """The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
-"""The number of counters in /proc/stat that `_others` adds up. Each counter may be a tick off."""
+"""The number of counters in /proc/stat that `_others` adds up. Each counter may be wrong by one tick."""
 
 _TIMES = {1: "once", 2: "twice"}
 _SLOWDOWNS = {
@@ -52,16 +54,16 @@ _SLOWDOWNS = {
 }
 _CLOCK_MEANS_NOTHING = frozenset({"GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"})
 """Reasons for a lower clock that are not interference. An idle GPU lowers its clock. The power limit lowers the clock in
-every large matrix product, so it is caused by the step. Lower application clocks are set on purpose, and are equal in
+every large matrix product, so the step itself is the cause. Lower application clocks are set on purpose, and are equal in
 every run."""
 
 
 def disturbance(before: Conditions, after: Conditions) -> str | None:
-    """Return a clause on all known disturbances between two readings; ``None`` if nothing disturbed the time.
+    """Return a clause with all known disturbances between two readings; ``None`` if nothing disturbed the time.
 
-    The function works for intervals of any length. Counters in ticks count only beyond their resolution, so a round of 20 ms
-    proves nothing about them, but a sample that takes a second does. The clock is judged at the end, because a GPU is idle
-    before its first work.
+    The interval between the readings may have any length. Some counters advance in ticks, and count only beyond this
+    resolution. So they may show a disturbance in a sample that takes a second, but hardly in a round of 20 ms. The GPU's clock
+    is judged at the second reading, because a GPU is idle before its first work.
     """
     return _clauses(
         _retried(before, after),
@@ -76,7 +78,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 
 
 def tick_disturbance(before: Conditions, after: Conditions) -> str | None:
-    """Return the disturbances that are counted in ticks, for a whole sample."""
+    """Return a clause with the disturbances that are counted in ticks, for a whole sample; ``None`` if there are none."""
     return _clauses(_stolen(before, after), _others(before, after))
 
 
@@ -97,14 +99,14 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
 
 
 def increase(before: int | None, after: int | None) -> int:
-    """Return a counter's increase. After a reset to 0, the second reading is the increase."""
+    """Return a counter's increase between two readings. If the counter was reset to 0, return the second reading."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
 
 
 def is_throttled(before: Conditions, after: Conditions) -> bool:
-    """Return whether the clock was lowered to protect the GPU, at either end of the interval."""
+    """Return whether the GPU's clock was lowered to protect the GPU, at either reading."""
     return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
 
 
@@ -122,9 +124,9 @@ def _throttled(before: Conditions, after: Conditions) -> str | None:
 
 
 def sm_clock_share(after: Conditions) -> float | None:
-    """Return the SM clock divided by its default if it is too low; otherwise ``None``.
+    """Return the SM clock divided by its default if the clock is too low; otherwise ``None``.
 
-    A low clock that the step's power or a setting explains does not count.
+    Return ``None`` also for a low clock that the step's power draw or a setting explains.
     """
     if not after.sm_clock or not after.sm_clock_default:
         return None
@@ -140,20 +142,20 @@ def _slow_clock(after: Conditions) -> str | None:
 
 
 def other_processes(before: Conditions, after: Conditions) -> int:
-    """Return the number of GPU processes from other sessions at either reading."""
+    """Return the number of processes from outside this session that used the GPU at either reading."""
     return max(len(before.other_pids | after.other_pids), before.other_processes or 0, after.other_processes or 0)
 
 
 def _other_processes(before: Conditions, after: Conditions) -> str | None:
     pids = sorted(before.other_pids | after.other_pids)
     if len(pids) == 1:
-        return f"process {pids[0]} used the GPU, too"
+        return f"process {pids[0]} also used the GPU"
     if pids:
-        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} used the GPU, too"
+        return f"processes {', '.join(map(str, pids[:-1]))} and {pids[-1]} also used the GPU"
     number = other_processes(before, after)
     if not number:
         return None
-    return word_form(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
+    return word_form(number, "another process also used the GPU", f"{number} other processes also used the GPU")
 
 
 def _waited(before: Conditions, after: Conditions) -> str | None:
@@ -208,32 +210,35 @@ def percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""The largest slowdown for each other busy core, as a share. At most 0.12 was measured while the pace stayed the same.
-A larger slowdown shows in the pace."""
+"""Each other busy core slows a step by at most this share. While the pace stayed the same, at most 0.12 was measured. A larger
+slowdown also shows in the pace."""
 REFILLING = 0.45
-"""The largest slowdown for each second of waiting, divided by the seconds on a core: other processes fill the caches while
-the thread waits. At most 0.25 was measured on the EPYC with up to 60 % waiting (steps took 1.14 times as long at 40 %,
-1.34 times at 50 %). There is no upper limit: with a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on
-the Xeon, with four processes for each core."""
+"""An upper bound for the slowdown by cold caches, because other processes fill the caches while the thread waits. The slowdown
+is this number, multiplied by the waiting time and divided by the time on a core. On the EPYC, the number was at most 0.25 for
+up to 60 % waiting (steps took 1.14 times as long at 40 %, and 1.34 times at 50 %). The slowdown itself has no upper limit. With
+a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes for each core."""
 MOST_SLOWED = 5.0
-"""The largest slowdown on machines with many busy cores, which share the memory's bandwidth. Not measured."""
+"""An upper bound for the slowdown by all other busy cores, which share the memory's bandwidth. It was not measured."""
 MOST_STOLEN = 0.95
 THROTTLED = 4.0
-"""The largest slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown`` in
-nvml.h), and the factor 2 may count twice."""
+"""An upper bound for the slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown``
+in nvml.h), so a step takes up to twice as long. This bound is twice as high, to be safe."""
 OTHERS_ON_GPU = 2.0
-"""The largest slowdown on a GPU for each process, including this process. The processes take turns with equal slices of time,
-and the factor may count twice."""
+"""An upper bound for the slowdown on a shared GPU, for each process including this process. With equal time slices, two
+processes take twice as long. This bound is twice as high, to be safe."""
 SECONDS_A_RETRY = 1.0
-"""The most seconds in which the allocator releases its cache, up to a whole GPU's memory, and allocates it again."""
+"""An upper bound for the seconds of a retry, in which the allocator releases its cache (up to all memory) and tries again."""
 SECONDS_A_GRAPH = 100.0
-"""The most seconds in which torch.compile compiles a graph."""
+"""An upper bound for the seconds in which torch.compile compiles a graph."""
 GPU_CLOCK = 2
-"""The exponent with which a lowered GPU clock may slow a step. Not measured."""
+"""A lowered GPU clock slows a step by at most the clock's ratio to this power. The exponent was not measured."""
 
 
 def time_factor(before: Conditions, after: Conditions) -> float:
-    """Return the largest factor by which interference that takes time lengthens the time between two readings."""
+    """Return an upper bound for the factor by which interference lengthened the time between two readings.
+
+    Only interference that takes time from the step counts, for example other processes on the step's core.
+    """
     waited = _waiting(before, after)
     events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
         before.graphs, after.graphs
@@ -241,15 +246,15 @@ def time_factor(before: Conditions, after: Conditions) -> float:
     other_count = other_processes(before, after)
     on_gpu = OTHERS_ON_GPU * (1 + other_count) if other_count else 1.0
     seconds = elapsed(before, after)
-    # If an event may have filled the interval, nothing is known about the step.
+    # If retries and compiling may have filled the whole interval, nothing is known about the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
     return on_gpu / left / (1 - waited)
 
 
 def slowdown(before: Conditions, after: Conditions) -> Slowdown:
-    """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
+    """Return upper bounds for the factors by which the running step was slowed, from the host's counters for a sample.
 
-    The counters sum up stolen time over all cores, and all of it may be missing on this step's core.
+    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
@@ -268,17 +273,18 @@ def gpu_slowdown(before: Conditions, after: Conditions) -> float:
 
 
 def contention_factor(conditions: Conditions) -> float:
-    """Return the largest factor by which another measured test can slow a step without exclusive use of the device.
+    """Return the largest factor by which another measured test can slow a step if both use the device at once.
 
-    On the host, the CPU time of other processes shows the other test, so the factor is 1. A GPU has no such reading.
+    On the host, the factor is 1, because the CPU time of other processes already includes the other test. A GPU does not
+    report such a time.
     """
     return 1.0 if conditions.other_cpu_seconds is not None else 2 * OTHERS_ON_GPU
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of time in which the thread was ready to run and had no core.
+    """Return the share of time in which the thread was ready to run but waited for a core.
 
-    If the device does not count this time, return the share that other processes used.
+    If the device does not count this time, return the CPU time that other processes used, as a share of the interval.
     """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
