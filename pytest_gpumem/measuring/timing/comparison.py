@@ -9,8 +9,8 @@ of the following conditions are true:
 - The whole confidence interval in cycles is above 1, because seconds also vary with the machine's speed.
 
 If other work disturbed a sample, or if the clock runs slower than in every baseline run, the largest slowdown that this can
-explain is subtracted first (`pytest_gpumem.measuring.timing.validity`). If the ratio in seconds is beyond the tolerance, but another
-condition is not true, the sample is *uncertain*.
+explain is subtracted first (`pytest_gpumem.measuring.timing.validity`). If the ratio in seconds is beyond the tolerance, but
+another condition is not true, the sample is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
 seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
