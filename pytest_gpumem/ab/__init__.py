@@ -1,1 +1,1 @@
-"""Comparison of two variants on the same machine: runs in turns, and verdicts on their bytes, counts and times."""
+"""Comparison of two variants of the code or its packages, by alternating runs on the same machine."""
