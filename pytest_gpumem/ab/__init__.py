@@ -1,1 +1,1 @@
-"""Comparison of two variants of the code or its packages, by alternating runs on the same machine."""
+"""Compare two variants of a project's code or packages, by alternating test runs on the same machine."""

@@ -94,7 +94,7 @@ def temporary_folder() -> Iterator[Path]:
 def clear_leftovers(checkout: Checkout) -> int:
     """Remove worktrees and temporary folders left by killed comparisons, and return the number of removed worktrees.
 
-    Worktrees and folders of running comparisons stay. Raises `GitError` if the worktrees cannot be listed.
+    Running comparisons keep their worktrees and folders. Raises `GitError` if the worktrees cannot be listed.
     """
     leftovers = [
         path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_leftover(path.parent)
@@ -119,7 +119,7 @@ def _is_leftover(folder: Path) -> bool:
         # The operating system has deleted the folder, but git still lists its worktree.
         return True
     try:
-        # Another user may have created a folder or a link with this name. Then this raises OSError.
+        # If another user has created a folder or a link with this name, these calls raise OSError.
         with open_folder(folder.parent, [folder.name]) as opened:
             opened.make_private(refuse_shared=True)
         if not (folder / _LOCK).exists():
@@ -142,7 +142,7 @@ def worktrees(
         checkout: A checkout of the repository with the revisions.
         revisions: The revision for each worktree, by the worktree's name.
         folder: The folder in which the worktrees are created.
-        stop: The signal to end the command, if any has come.
+        stop: Records a signal to end the command, such as Ctrl-C.
 
     Yields:
         The worktrees' paths by name, and notes for the user, for example about missing submodules.
@@ -168,10 +168,10 @@ def worktrees(
 
 
 def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
-    """Check out submodules, and return a clause if submodules are missing, and a clause if files from Git LFS are missing."""
+    """Check out submodules. Return a clause for each kind of missing files: submodules, and files from Git LFS."""
     notes = []
     if (worktree / ".gitmodules").exists():
-        # --init would change the repository's configuration. Without this option, git updates the submodules that the user has.
+        # --init would change the repository's configuration. Without this option, git only updates existing submodules.
         for arguments in (
             ["update", "--quiet"],
             ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],

@@ -100,7 +100,7 @@ def message_of(report: pytest.TestReport) -> str:
 
 
 def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
-    """Return the files of imported modules that lie in ``checkouts``, by module name.
+    """Return the files of imported modules from the folders ``checkouts``, by module name.
 
     Modules in the checkout ``home`` and modules in installed packages are left out.
     """

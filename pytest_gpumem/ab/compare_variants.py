@@ -104,7 +104,7 @@ repeat exactly."""
 def reports_in_turns(
     take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], ComparisonReport], most_pairs: int
 ) -> Iterator[ComparisonReport]:
-    """Run base and head in pairs, and yield a report after each pair, until `is_settled` or ``most_pairs`` is reached.
+    """Run base and head in pairs, and yield a report after each pair. Stop if `is_settled` or after ``most_pairs`` pairs.
 
     Args:
         take: Runs base or head once. Its arguments are the side, ``"base"`` or ``"head"``, and the run's number, from 1.
@@ -135,7 +135,7 @@ def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> b
     """Return whether all tests are decided, so no more pairs are needed. ``previous`` is the report before the last pair.
 
     If no test is timed, a single pair decides all tests. Otherwise there must be at least `FEWEST_PAIRS` pairs. In addition,
-    each test must be no slower than the tolerance with certainty, or must have the same outcome in both reports.
+    each test's slowdown must certainly be within the tolerance, or each test's outcome must be the same in both reports.
     """
     assert report.pairs is not None, "the report was made from pairs of runs"
     if not report.rows:
@@ -195,7 +195,7 @@ def set_up(
         arguments: pytest's arguments.
         setup: A shell command to run before each run; ``None`` for no command.
         environments: The cache of virtual environments.
-        stop: The signal to end the command, if any has come.
+        stop: Records a signal to end the command, such as Ctrl-C.
         say: Prints a line for the user.
         only: The ids of the tests to run. If empty, all tests run.
 
@@ -230,7 +230,7 @@ def settings_in(root: Path) -> Settings:
 
 
 def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVariant, head_run: Run) -> ChangedCode:
-    """Return the lines that differ between the code of base and head. The runs show pytest's root directory."""
+    """Return the lines that differ between base's and head's code. The two runs tell pytest's root directory."""
     old, new = (
         Folders(variant.top / run.root, variant.site_folders) for variant, run in ((base, base_run), (head, head_run))
     )

@@ -141,8 +141,8 @@ def _outside_code(outside_modules: Mapping[str, str]) -> str:
     return (
         f"the tests did not run this revision's code, because they imported {shown}{more}. "
         "An editable installation always imports from the folder in which it was installed. So install each revision before "
-        "its runs (--setup 'pip install -e .'), uninstall the project, or set PYTHONPATH to a relative path, which "
-        "is relative to the run's folder"
+        "its runs (--setup 'pip install -e .'), uninstall the project, or set PYTHONPATH to a path relative to the run's "
+        "folder"
     )
 
 
@@ -208,7 +208,7 @@ def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inhe
 
 
 def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
-    """Return the path in the worktree for the same path in the user's checkout.
+    """Translate a path in the user's checkout into the same path in the worktree.
 
     Return ``None`` for a path outside the checkout, or in a virtual environment inside the checkout.
     """
@@ -269,7 +269,7 @@ class Runner:
             )
             if status:
                 raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
-        # PYTHONPATH is made after --setup, because --setup may create folders for it.
+        # This comes after --setup, which may create folders that belong on PYTHONPATH.
         environment = self._environment(worktree, own / "plugin", lines)
         # Each run has its own pytest cache. Otherwise --last-failed would select other tests in the next run.
         options = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
@@ -284,7 +284,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the GitHub job's summary. Without this variable, the runs cannot.
+        # Only the comparison writes into the GitHub job's summary. The runs cannot, because they do not get this variable.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"

@@ -45,8 +45,8 @@ def compare_runs(
     """Compare two variants, base and head, by pairs of runs.
 
     For example, three pairs have step times of 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s. Times are compared by
-    each pair's ratio, here 1.02 three times. Bytes are compared by base's value and head's value with the smallest distance
-    (`closest`).
+    each pair's ratio, here about 1.02 in each pair. Bytes are compared by base's value and head's value with the smallest
+    distance (`closest`).
 
     Args:
         pairs: The pairs, each as (base's run, head's run).
@@ -93,7 +93,7 @@ def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
 
 
 def _error(runs: Sequence[Run], nodeid: str) -> str:
-    """Return a test's exception message from the first run with a message, or an empty text if no run has a message."""
+    """Return a test's exception message from the first of ``runs`` with a message, or otherwise an empty text."""
     return next((run.errors[nodeid] for run in runs if nodeid in run.errors), "")
 
 
@@ -252,8 +252,8 @@ def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tupl
 def _notes(series: _Series) -> Iterator[str]:
     """Yield notes on a measurement.
 
-    A note names a metric without a value in base or in head, or a metric that differs between runs of the same variant, or
-    tells how many runs took the measurement.
+    A note names a metric without a value in base or in head, or a metric that differs between runs of the same variant. If
+    some runs did not take the measurement, a note says how many did.
     """
     for name, metric in METRICS.items():
         sides = series.values(name) if metric.unit in WHOLE else {}

@@ -46,7 +46,7 @@ class Candidate:
     """The package name, if the candidate is a release."""
     backwards: bool = False
     """True if the candidates lead back in time, from a later good to an earlier bad candidate. The search then finds the
-    change that mended the test."""
+    change that fixed the test."""
 
     @property
     def title(self) -> str:
@@ -61,7 +61,7 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
         checkout: A checkout of the repository.
         good: The good commit, which comes first in the result.
         bad: The bad commit, which comes last. If ``good`` descends from ``bad``, the candidates lead back in time, and a
-            search finds the commit that mended the test.
+            search finds the commit that fixed the test.
         first_parent: True to leave out commits from merged branches, so a merge commit stands for its branch. False to
             include these commits. Each candidate then names its parents.
 
@@ -177,7 +177,8 @@ def releases(
         package: The package's name.
         listed: All the package's releases on the package index.
         good: The good release, which comes first.
-        bad: The bad release, which comes last. An address such as ``"@ git+https://..."`` comes after all final releases.
+        bad: The bad release, which comes last. An address such as ``"@ git+https://..."`` counts as newer than all final
+            releases.
         pinned_releases: Releases of other packages, by name. Every candidate pins these releases, too.
     """
     if bad.startswith(ADDRESS_PREFIX):
@@ -197,7 +198,7 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the sorted names of the packages to search, and candidates that change these packages one after the other.
+    """Return the sorted names of the packages to search, and candidates. Each candidate changes one more package.
 
     A package is left out if only ``good`` or only ``bad`` contains it, or if both contain builds of the same release.
 

@@ -260,7 +260,7 @@ class Search:
         values = f"{METRICS[judged].title} {good_value} and {bad_value}"
         if any(change.outcome is Outcome.IMPROVED for change in changes):
             raise NothingToSearch(
-                f"{last.name} is better than {first.name} ({values}); to find what mended it, exchange --good and --bad"
+                f"{last.name} is better than {first.name} ({values}); to find what fixed it, exchange --good and --bad"
             )
         raise NothingToSearch(
             f"{last.name} is no worse than {first.name} ({values}): either both are good, or both are bad"
@@ -272,7 +272,7 @@ def _changes(report: ComparisonReport, metric: str) -> list[ComparedChange]:
 
 
 def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
-    """Return the largest ``"old"`` or ``"new"`` value of a metric, as ``side`` says.
+    """Return a metric's largest value on ``side``, which is ``"old"`` or ``"new"``.
 
     Only tests that are worse count. If no test is worse, all tests count.
     """
@@ -282,7 +282,7 @@ def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
 
 
 def _most_important(report: ComparisonReport) -> str | None:
-    """Return the metric that is worse, or ``None``. Of several such metrics, return the first that a failure would name."""
+    """Return the worse metric that a failure message would name first, or ``None`` if no metric is worse."""
     worse = {change.metric for row in report.rows for change in row.changes if change.outcome is Outcome.REGRESSED}
     return min(worse, key=lambda name: METRICS[name].precedence, default=None)
 

@@ -75,10 +75,10 @@ def regressed_test_of(text: str, name: str) -> RegressedTest:
     try:
         regressed = list(_in_comparison(plain)) if of_ab else list(_in_session(text, name))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{name} is not a report from this version of gpumem ab: {error!r}") from None
+        raise ReportError(f"{name}: this file is not a report from this version of gpumem ab: {error!r}") from None
     if not regressed:
         raise NothingToSearch(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
-    # A test with worse bytes or counts is searched faster than a test with a worse time: a single run per candidate is enough.
+    # Prefer a test with worse bytes or counts, which repeat exactly. So a single run per candidate is enough.
     first = next((red for red in regressed if red.metric is None), regressed[0])
     other_tests = len({red.nodeid for red in regressed} - {first.nodeid})
     return RegressedTest(

@@ -111,7 +111,7 @@ def result(search: SearchResult) -> str:
     old, new = values[::-1] if search.bad.backwards else values
     ratio = f" ({format_ratio(new / old - 1)})" if old and new is not None else ""
     before, after = (shown(search.metric, value, search.settings.units) for value in (old, new))
-    effect = "mended it" if search.bad.backwards else "did it"
+    effect = "fixed it" if search.bad.backwards else "did it"
     skipped = "; the candidates between could not be judged" if search.skipped else ""
     return f"{culprit(search)} {effect}: {title} {before} to {after}{ratio}, after {earlier.name}{skipped}"
 

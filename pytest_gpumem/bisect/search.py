@@ -26,7 +26,7 @@ class Graph:
     """The parents of each variant. Variants are identified by position, from 0.
 
     The first variant is known to be good, and the last variant is known to be bad. ``backwards`` is True if the bad variant is
-    an ancestor of the good variant. The search then finds the oldest good variant, which mended the test.
+    an ancestor of the good variant. The search then finds the oldest good variant, which fixed the test.
 
     Example:
         ``Graph(((), (0,), (0,), (1, 2)))`` has two branches, 1 and 2, which both come from 0 and are merged by 3.
@@ -118,8 +118,8 @@ def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -
 
     The positions divide the suspects (variants that may have made the change) evenly. Instead of a skipped variant, the nearest
     variant without an answer is judged. When all suspects are judged, the parent of the first bad variant may still lack a run,
-    because it is only known to be good from a good descendant. Then the parent is judged too, because a report compares the
-    first bad variant with its parent.
+    because a good descendant already shows that the parent is good. Then the parent is judged too, because a report compares
+    the first bad variant with its parent.
 
     Example: among 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
@@ -144,7 +144,7 @@ def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -
 
 
 def _in_time(graph: Graph, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Return the answers by history: "good" is without the change, "bad" with the change. Swap both in a backwards search."""
+    """Return answers in historical order, so "good" means without the change. A backwards search swaps "good" and "bad"."""
     return {position: _OPPOSITE[answer] if graph.backwards else answer for position, answer in answers.items()}
 
 

@@ -137,7 +137,7 @@ class Values:
         )
 
     def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
-        """Return whether a changed statement calls a method on the object ``name``, which may replace an attribute's value."""
+        """Return whether a changed statement calls a method on the object ``name``. A method may replace attributes' values."""
         return any(
             is_changed(statement.node)
             and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(statement.node))

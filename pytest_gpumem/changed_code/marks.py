@@ -133,7 +133,7 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
 
 
 def _first_on_chains(place: Place, lookup: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
-    """Return the first line on each call chain for which ``lookup`` finds something. Chains start at the place itself."""
+    """Return the first line on each call chain for which ``lookup`` finds something. A chain starts at the place itself."""
     chains = chains_of(place.site, place.library, place.callers)
     firsts = (next(filter(None, map(lookup, chain)), {}) for chain in chains)
     return {line: value for first in firsts for line, value in first.items()}

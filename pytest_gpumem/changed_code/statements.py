@@ -69,7 +69,7 @@ class TwoVersions:
 
     @cached_property
     def common_lines(self) -> dict[int, int]:
-        """The number of each new line that the old file also contains, with the line's old number. Numbers count from 1.
+        """The old line number for each line of the new file, by new line number, without changed lines. Numbers count from 1.
 
         Example: an old file has 4 lines, and its line 2 was removed: ``{1: 1, 2: 3, 3: 4}``.
         """
@@ -141,7 +141,7 @@ class TwoVersions:
     def _longer_lived(self) -> dict[str, dict[str, str]]:
         """Names whose first value lives longer in the new version, by the function's qualified name.
 
-        Each name has the old statement that ended its value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        With each name comes the old statement that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {

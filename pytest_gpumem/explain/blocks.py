@@ -79,7 +79,7 @@ class Timeline:
     garbage: tuple[int, int] | None = None
     """The first and last moment of the garbage collection after the step."""
     workspaces: tuple[int, int] | None = None
-    """The first and last moment of the time after the step in which the backend (cuBLAS) frees its workspaces."""
+    """The first and last moment at which the backend (cuBLAS) frees its workspaces after the step."""
     no_grad: ModuleCalls = field(default_factory=dict)
     """The number of calls with grad mode off, for each module and function (`GraphCalls`)."""
     no_backward: ModuleCalls = field(default_factory=dict)
@@ -93,11 +93,11 @@ class Timeline:
     phases: Mapping[str, int] = field(default_factory=dict)
     """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
-    """The steps recorded right after this step. In such a timeline, every block that was live when the following step began is
-    an older block, whoever owns the block."""
+    """The steps recorded right after this step. In these timelines, all blocks from before the following step are older blocks,
+    whoever owns them."""
 
     def at(self, moment: int) -> list[Lifetime]:
-        """Return the blocks that are live right after a moment."""
+        """Return the blocks live right after the token at ``moment``."""
         return [
             block
             for block in self.lifetimes

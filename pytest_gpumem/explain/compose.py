@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
-    """Return the composition of the bytes that are live right after a moment.
+    """Return the composition right after the token at ``moment``.
 
     Args:
         timeline: The recorded step.
@@ -76,7 +76,7 @@ def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Compositio
 
 
 def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
-    """Return the composition of the bytes that the step keeps after its end. ``growth`` is passed to `survivors_of`."""
+    """Return the composition of the bytes kept by the step after its end. ``growth`` is passed to `survivors_of`."""
     survivors = survivors_of(timeline, growth)
     step = (timeline, *timeline.following)[survivors.step]
     rows = [
@@ -96,13 +96,13 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
 
 
 def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
-    """Return the holders of the bytes that the step keeps after its end.
+    """Return the holders of the bytes kept by the step after its end.
 
     If it is ambiguous which blocks are kept, and these blocks have several holders, all these holders are alternatives.
 
     Args:
         timeline: The recorded step and the following steps.
-        paths: For each block that is live at the end of the recording, the path to the block's holder, by address.
+        paths: For each live block at the end of the recording, the path to the block's holder, by the block's address.
         growth: Passed to `survivors_of`.
     """
     survivors = survivors_of(timeline, growth)
@@ -141,7 +141,7 @@ def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[
 def _holders(
     timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
 ) -> tuple[Holder, ...]:
-    """Return the holders for rows, without rows that have no path. A row comes with the blocks that may contain its bytes."""
+    """Return the holders for rows. A row comes with the blocks that may contain its bytes. Rows without a path are dropped."""
     rows_by_paths: dict[frozenset[str], list[Row]] = {}
     for blocks, row in rows:
         row_paths = frozenset(paths[block.address] for block in blocks if block.address in paths)
@@ -188,7 +188,7 @@ def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
-    """Return the composition of the blocks that were freed by Python's cyclic collector, after the step."""
+    """Return the composition of the blocks freed only by Python's cyclic collector, after the step."""
     if timeline.garbage is None:
         return Composition(0, ())
     begin, end = timeline.garbage
@@ -241,7 +241,7 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "temporary" if block.freed is not None else "other"
     if block.module_ended is not None:
         return "temporary" if _freed_by(block, block.module_ended) else "activation"
-    # Outside of all modules, an activation is a block that is still live when backward runs its first node.
+    # A block from outside all modules is an activation if it is still live when backward runs the next node.
     after = bisect_right(timeline.nodes, block.allocated)
     if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"

@@ -16,7 +16,7 @@ _LONGEST = 8
 
 
 def collect_cycles() -> tuple[str, ...]:
-    """Collect garbage, and return the types in the garbage's reference cycles that keep tensors alive.
+    """Collect garbage, and return the types in the garbage's reference cycles with tensors.
 
     Example:
         ``("Trainer -> dict -> Trainer",)``
@@ -52,7 +52,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
     ]
     counts: dict[str, int] = {}
     holding: set[int] = set()
-    # `_strongly_connected` returns a component after all components that can be reached from this component.
+    # `_strongly_connected` returns a component after all components to which this component refers.
     for component in _strongly_connected(edges):
         if not any(
             is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component

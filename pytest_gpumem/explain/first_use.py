@@ -1,4 +1,4 @@
-"""Find the tensors that a measured run leaves behind, and the holders of these tensors.
+"""Find the tensors left behind by a measured run, and their holders.
 
 A cache is filled at its first use, in the measured run. The recorded run comes later and finds a full cache.
 """
@@ -47,7 +47,7 @@ class NewTensors:
             self._newer = [reference for number, reference in _references().items() if number not in older]
 
     def alive_by_address(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
-        """Return the new tensors that are alive, by block address. Blocks that also contain an older tensor are left out."""
+        """Return the new tensors still alive, by block address. Blocks shared with an older tensor are left out."""
         older = blocks_of(_alive(self._older.values()), device)
         by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in _alive(self._newer):
@@ -93,7 +93,7 @@ class RetainedBlocks:
     paths: Mapping[int, str]
 
     def holders(self, besides: Collection[str] = (), *, is_once: bool = False) -> tuple[Holder, ...]:
-        """Return the holders of the blocks, the holder with most bytes first.
+        """Return the blocks' holders, the holder with most bytes first.
 
         Args:
             besides: Paths of holders to leave out, because these holders also keep tensors from the next run.
@@ -113,8 +113,8 @@ class RetainedBlocks:
     def extend_explanation(self, explanation: Explanation) -> Explanation:
         """Add the bytes left behind by the measured run, and not by the recorded run, to the recorded run's explanation.
 
-        The recorded run may have retained the same bytes under a different or unknown path. So only the bytes in excess of
-        those bytes are added. A holder is certainly a cache only if all holders in the recorded run are known.
+        The recorded run may have retained the same bytes under a different or unknown path. So only additional bytes are
+        added. A holder is certainly a cache only if all holders in the recorded run are known.
 
         Example:
             The measured run left 100 kB in ``Cache.tables`` and 40 kB in ``Net.seen``. The recorded run retained only 40 kB in
@@ -160,8 +160,8 @@ def blocks_retained_by_run(
     Args:
         new_tensors: The run's tensors, after `NewTensors.record`.
         device: The device of the blocks.
-        own: The addresses of blocks that belong to the test, for example to its fixtures.
-        known_blocks: The size of each new block that the device knows, by address. Some of these blocks have no Python tensor.
+        own: The addresses of the test's own blocks, for example from its fixtures.
+        known_blocks: The size of each new block known to the device, by address. Some blocks have no Python tensor.
     """
     blocks = {
         address: _Block(Row("other", nbytes), (), device)
@@ -178,6 +178,6 @@ def blocks_retained_by_run(
 
 
 def _text_of(tensors: list[torch.Tensor], nbytes: int) -> str:
-    """Return the dtype and shape of a tensor that fills the whole block. If all tensors are smaller views, return no text."""
+    """Return dtype and shape from a tensor as large as the block. If all tensors are smaller views, return no text."""
     full_size = (tensor for tensor in tensors if dense_bytes(tensor) == nbytes)
     return next((tensor_text(*dtype_and_shape(tensor)) for tensor in full_size), "")

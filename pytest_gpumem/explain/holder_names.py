@@ -52,9 +52,9 @@ def context_variable_text(node: object, value: object) -> str | None:
 
 
 def module_name(namespace: object) -> str | None:
-    """Return the name of the module that has ``namespace`` as its globals, even if the module is not in ``sys.modules``.
+    """Return the name of the module whose globals are ``namespace``, even if the module is not in ``sys.modules``.
 
-    Return ``None`` if ``namespace`` is not the globals of a module.
+    Return ``None`` if no module has these globals.
     """
     if type(namespace) is not dict or not (
         dict.__contains__(namespace, "__builtins__") or dict.__contains__(namespace, "__spec__")
@@ -77,11 +77,11 @@ def class_text(kind: type) -> str:
 def function_text(function: types.FunctionType, *, outer: bool = False, prefix: str = "") -> str:
     """Return a function's name to show as a holder. If a package contains the function, its module is included.
 
-    The name comes from the code object, because decorators copy the name of the function that they wrap.
+    The name comes from the code object, because decorators copy the wrapped function's ``__qualname__``.
 
     Args:
         function: Any function.
-        outer: True to return the name of the function around a nested function.
+        outer: True to return the enclosing function's name, if ``function`` is nested.
         prefix: Text before the name, for example ``"lru_cache of "``.
     """
     qualname = code_name(function.__code__, function.__qualname__)
@@ -104,7 +104,7 @@ def lru_cache_text(cached: Any) -> str | None:
 
 
 def names_of_defaults(function: types.FunctionType) -> list[str]:
-    """Return the names of the parameters whose defaults are in ``function.__defaults__``."""
+    """Return the names of the parameters with defaults in ``function.__defaults__``."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 

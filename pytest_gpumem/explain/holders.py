@@ -1,6 +1,6 @@
 """Find the holders of tensors, and the attributes on the path from each holder to the tensor.
 
-A holder keeps a tensor alive. It is a module, a class, a function, or an object that the running test uses.
+A holder keeps a tensor alive. It is a module, a class, a function, or an object used by the running test.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _LONGEST = 3
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _SEEN_THROUGH = ("builtins", "functools", "itertools", "operator", "weakref", "collections")
 """Packages whose classes are left out of a path: methods, iterators, `functools.partial`, `weakref.WeakKeyDictionary` and
-others. A user does not know the attributes of such objects."""
+others. A user does not know the attributes in these classes."""
 _OF_CONTAINERS = ("weakref", "collections")
-"""Packages with container classes. Values in the attributes of such an object are shown as the container's elements."""
+"""Packages with container classes. Values in a container's attributes are shown as the container's elements."""
 
 
 def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
@@ -81,7 +81,7 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
 
     Returns:
         The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Another block
-        gets the path of the examined blocks with its size, if all of these have the same path.
+        gets the path of the examined blocks with its size, if these all have the same path.
     """
     if not blocks:
         return {}
@@ -132,7 +132,7 @@ def _sample_of(blocks: Mapping[int, int]) -> set[int]:
 
 
 def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the paths for blocks that were not examined, each from examined blocks with the same size.
+    """Return the paths for the unexamined blocks: for each, the path of the examined blocks with the same size.
 
     A path is empty unless all these examined blocks have the same path.
     """
@@ -173,7 +173,7 @@ def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]
 
 
 def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Return the NumPy arrays that use the memory of blocks, by block address.
+    """Return the NumPy arrays in the blocks' memory, by block address.
 
     Python's collector does not track arrays, so this function searches among the referents of all tracked objects.
     """
@@ -230,7 +230,7 @@ class _Path:
     """The path from a holder to an object.
 
     The path to an instance dict (``__dict__``) has the same parts as the path to the object. In addition, ``before`` and
-    ``after`` are the texts around the name of an attribute.
+    ``after`` are the texts around an attribute's name.
 
     Example:
         The class ``Cache`` has a dict ``entries``. The dict contains a loader, whose attribute ``batch`` is a tensor. The
@@ -301,7 +301,7 @@ class _Path:
 
 
 class _Search:
-    """Searches upwards from tensors, through the objects that refer to them, to holders with a name.
+    """Searches upwards from tensors: from each object to its referrers, until a holder with a name is reached.
 
     An object's height is the number of references from the object down to a tensor. To find referrers, Python walks through all
     objects. A single walk for many objects takes much less time than a walk for each object. So the referrers of all objects
@@ -376,7 +376,7 @@ class _Search:
         return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
 
     def _references(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs of places: an object, and an object that refers to it."""
+        """Return pairs of places: an object's place, and the place of a referrer to this object."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
         # The call passes on this tuple. From a list, Python would make another tuple, which is found as a referrer since 3.14.
@@ -457,11 +457,11 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 
 
 def _is_passed_over(holder: object, value: object) -> bool:
-    """Return whether the search ignores a holder, so the objects that refer to this holder are not searched.
+    """Return whether the search ignores a holder, and does not search for the holder's referrers.
 
     This is true for a running frame, for holders such as modules and classes, at which a path ends, and for pytest's objects.
-    A function in this package that wraps a user's function is ignored as the holder of its attributes, because
-    `functools.wraps` copies these from the user's function.
+    A wrapper function in this package is ignored as the holder of its attributes, because `functools.wraps` copies these
+    attributes from the user's function.
     """
     kind = type(holder)
     if kind is types.FrameType:

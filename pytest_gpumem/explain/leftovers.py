@@ -1,4 +1,4 @@
-"""Match leftovers, which are older blocks from earlier steps, with blocks of the recorded step. All functions are pure."""
+"""Match leftovers, which are older blocks from earlier steps, with the recorded step's blocks. All functions are pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_PLACES = 4
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
-    """Return the blocks of a timeline. Each leftover is matched with a block that the step made in the same way.
+    """Return a timeline's blocks. Each leftover is matched with a block made by the recorded step in the same way.
 
     Leftovers count as the step's own until the step's older blocks together reach ``own_bytes``, which were measured earlier.
     Other leftovers come from steps between the measurement and the recording.
@@ -36,7 +36,7 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
     )
     blocks = [block for block in lifetimes if not matches.is_leftover(block)]
     for block in _in_turn(filter(matches.is_leftover, lifetimes), matches):
-        # If the step frees its own block, the block cannot come from a later step, so it counts even above ``own_bytes``.
+        # Later steps cannot have left a block freed by this step. So the block counts even beyond ``own_bytes``.
         if block.nbytes <= room or (block.own and block.freed is not None):
             room -= block.nbytes
             blocks.append(replace(block, own=True, matched=matches.next_for(block)))
@@ -48,10 +48,10 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 
 
 class _Matches:
-    """Finds the recorded step's block for an older block that an earlier step made in the same way, by size.
+    """Finds a block of equal size in the recorded step for a leftover from an earlier step.
 
-    A block that all following steps keep matches an older block that is also kept. A block that a following step frees matches
-    an older block that the recorded step frees.
+    Blocks kept by all following steps match leftovers that are kept, too. Blocks freed by a following step match leftovers
+    freed by the recorded step.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -118,7 +118,7 @@ def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:
 def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetime]:
     """Return the blocks, with at most ``own_bytes`` of older blocks as the step's own.
 
-    Older blocks in excess of these bytes come from steps after the peak's measurement. Blocks with the most frequent size are
+    Older blocks beyond these bytes come from steps after the peak's measurement. Blocks with the most frequent size are
     dropped first, because a leak consists of many blocks with the same size.
     """
     excess = sum(block.nbytes for block in blocks if block.is_older and block.own) - own_bytes
@@ -141,8 +141,8 @@ def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]
     """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
 
     Leftovers freed by the step come first, because later steps cannot have kept these. The other leftovers follow in groups,
-    and each group has as many blocks of each size as a step keeps. Among blocks of the same size, blocks that already count
-    as the step's own come first.
+    and each group has as many blocks of each size as a step keeps. Within a size, blocks already counted as the step's own
+    come first.
     """
     ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
     freed = Counter(block.nbytes for block in ordered if block.freed is not None)

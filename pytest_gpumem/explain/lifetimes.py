@@ -115,9 +115,9 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks. Workspaces of the backend (cuBLAS) from before the recording become the step's own.
+    """Yield the blocks. The backend's workspaces (cuBLAS) from before the recording become the step's own.
 
-    Earlier runs of the step made these workspaces. They are recognized by their free in the span ``released``, in which the
+    The step's earlier runs made these workspaces. They are recognized by their free in the span ``released``, in which the
     backend releases its workspaces.
     """
     for block in lifetimes:
@@ -166,10 +166,7 @@ class _Reader:
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
-        """The moments at which the innermost call and the innermost module around each allocation began; -1 for none.
-
-        The keys are the moments of the allocations.
-        """
+        """For each allocation's moment: the moments at which the innermost call and module around it began; -1 for none."""
         self._ends: dict[int, int] = {}
         """The moment at which each span ended, by the moment at which the span began."""
         self._mark_by_node: dict[int, Mark | None] = {}
@@ -178,13 +175,13 @@ class _Reader:
         """The number of recomputed calls, by the module's folded path."""
         self._nodes: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
-        """The first and last moment of each mark of kind ``rest``, by the mark's path: workspaces, garbage or result."""
+        """The first and last moment of each mark with kind ``rest``, by the mark's path: workspaces, garbage or result."""
         self._lines: set[tuple[str, str]] = set()
         """The lines that ran in forward. If such a line runs in backward too, the line is recomputed."""
         self._sites: dict[str, Mark] = {}
         """The latest forward mark in each module, by the module's path."""
         self._paths: dict[tuple[str, str], str] = {}
-        """The module in which each line first ran in forward. Code that is recomputed outside of modules belongs there."""
+        """The module in which each line first ran in forward. Recomputed code outside all modules gets this module."""
         self._calls = GraphCalls(trace.marks)
         self._tensors = iter(trace.tensors[0] if trace.tensors else ())
 

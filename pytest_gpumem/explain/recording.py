@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.events import Token
 
 DIFFERING_STEPS = 6
-"""The minimum number of steps to record if steps differ. For example, 6 steps show work that every sixth step does.
+"""The minimum number of steps to record if steps differ. For example, 6 steps include work done in every sixth step.
 
 If steps keep bytes, 6 more steps follow each recorded step. So recordings begin 7 steps apart. Because 7 is a prime number,
 recordings meet all kinds of steps even if steps repeat in a period of 2 to 6 steps.
@@ -63,7 +63,7 @@ _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 FOLLOWING_STEPS = 4
 """The number of following steps in a recording, if steps keep bytes and do not differ.
 
-4 steps distinguish a leak from a list with the latest four entries, and from two buffers that are used alternately. If batch
+4 steps distinguish a leak from a list with the latest four entries, and from two alternating buffers. If batch
 sizes are random, they rarely rise in all these steps.
 """
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
@@ -101,7 +101,7 @@ class EarlierBlocks:
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
-    """The addresses of blocks, as far as addresses are known."""
+    """The blocks' addresses, as far as these are known."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Subject:
     """Runs the subject once. The result stays alive until garbage has been collected. Afterwards it is freed, so it does not
     count among the blocks left behind by the subject."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
-    """Returns the storages that belong to the subject before it runs."""
+    """Returns the subject's own storages before it runs."""
     own_bytes: Callable[[], int]
     """Returns the subject's own bytes before it runs, including blocks that ``own`` cannot find."""
     register: Callable[[TensorOwners], None] = lambda _: None
@@ -290,7 +290,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
 
 
 class _Recordings:
-    """All recordings of a subject, and the choice of the recording to explain.
+    """Collects the recordings of a subject, and chooses the recording to explain.
 
     Args:
         expected: The measured figures.
@@ -537,7 +537,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
 
 
 def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
-    """Return the sizes of the blocks whose holders are searched, by address, without the ``freed`` addresses."""
+    """Return the size of each block whose holder is searched, by address. The addresses in ``freed`` are left out."""
     survivors = survivors_of(timeline, growth)
     blocks = [
         *survivors.blocks,
@@ -607,7 +607,7 @@ def _explained(recorded: Recording) -> Explanation:
 
 
 def _notes_on_growth(recorded: Recording) -> Iterator[str]:
-    """Yield a clause for each difference between the bytes kept by the recorded step and by the measured steps."""
+    """Yield notes if the recorded step did not keep the same bytes as the measured steps."""
     nbytes = recorded.survivors.nbytes
     if not recorded.growth:
         return

@@ -24,7 +24,7 @@ class Renewal(NamedTuple):
 
 
 def renewals(timeline: Timeline) -> list[Renewal]:
-    """Return the inputs freed by a step, each with the block that replaces the input.
+    """Return the inputs freed by a step, each with the block created to replace the input.
 
     Example:
         A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which is an
@@ -54,7 +54,7 @@ def renewals(timeline: Timeline) -> list[Renewal]:
 
 
 def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """Return the blocks from the last following step that correspond to ``recorded_blocks``, by size, module and line."""
+    """Return the last following step's blocks with the same size, module and line as ``recorded_blocks``."""
     if not timeline.following:
         return recorded_blocks
     last = timeline.following[-1]
@@ -69,7 +69,7 @@ def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence
 
 
 def with_makers_of_inputs(timeline: Timeline) -> Timeline:
-    """Return the timeline in which each renewed input has the line and operator that create the input."""
+    """Return the timeline, with the creating line and operator for each renewed input."""
     makers = {id(renewal.freed): renewal.created for renewal in renewals(timeline)}
     lifetimes = (
         replace(block, mark=maker.mark, operator=maker.operator, node=maker.node) if maker is not None else block

@@ -1,4 +1,4 @@
-"""Find source locations: the user's line, and the line in a library that the user's line called."""
+"""Find source locations: the user's line, and the library line called from the user's line."""
 
 from __future__ import annotations
 

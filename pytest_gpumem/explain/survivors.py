@@ -38,12 +38,12 @@ class Replacement(NamedTuple):
     nbytes: int
     """The difference between the two sizes, or the average difference if each step replaces the block."""
     latest: tuple[Lifetime, ...]
-    """The blocks from the same line and operator that are live at the end of the recording."""
+    """The live blocks from the same line and operator at the end of the recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The blocks that a step keeps after its end.
+    """The blocks kept by a step after its end.
 
     Example:
         A step appends its output to a list, and replaces a target with the same size. The following steps free the target,
@@ -51,7 +51,7 @@ class Survivors:
     """
 
     blocks: tuple[Lifetime, ...] = ()
-    """The blocks that the step certainly keeps."""
+    """The blocks certainly kept by the step."""
     ambiguous: tuple[AmbiguousBlocks, ...] = ()
     replacements: tuple[Replacement, ...] = ()
     step: int = 0
@@ -135,7 +135,7 @@ def place_of(block: Lifetime) -> Place:
 class _ReplacedBlocks:
     """Older blocks freed by the step, which the step's survivors may replace.
 
-    ``passing`` are blocks that a following step frees. They replace older blocks too, so their number is subtracted.
+    ``passing`` are blocks freed by a following step. They replace older blocks too, so their number is subtracted.
     """
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
@@ -154,7 +154,7 @@ class _ReplacedBlocks:
         self._owners.subtract(_owner_and_size(block) for block in passing if block.label is not None)
 
     def pools(self, blocks: Iterable[Lifetime]) -> Iterator[tuple[list[Lifetime], int]]:
-        """Yield groups of blocks with the same size, each with the number of older blocks of this size that the step freed.
+        """Group the blocks by size. Yield each group, and how many older blocks with this size the step freed.
 
         A block is left out if it replaces an older block with the same owner, for example a new gradient.
         """
@@ -198,7 +198,7 @@ def _replacements(timeline: Timeline) -> Iterator[Replacement]:
     """Yield a replacement for each place (line and operator) at which every step replaces blocks with larger blocks.
 
     The sizes must rise in every step, because sizes that depend on random batches sometimes fall. The last step does not
-    count, because it is unknown which of its blocks a further step would free.
+    count, because no further step shows which blocks are freed.
     """
     steps = [timeline, *timeline.following]
     passing = [_by_place(block for block in step.lifetimes if _passes(block, step)) for step in steps[:-1]]

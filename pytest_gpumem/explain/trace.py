@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
 
 WHOLE_STEP = "step"
-"""The name of the single phase in a step that has no phases of its own."""
+"""The phase's name in a step without marked phases."""
 
 # Operators that other operators call to create their results. Rows name the outer operator, which is more specific.
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
@@ -30,7 +30,7 @@ _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contigu
 
 _CAST = "aten::_to_copy"
 AUTOCAST = "autocast's cached cast"
-"""The displayed operator for a copy of a weight in lower precision, which autocast caches.
+"""The displayed operator for a weight's copy in lower precision, which autocast caches.
 
 The profiler shows the copy within the first operator that uses the weight.
 """
@@ -127,7 +127,7 @@ class Trace:
 
     @staticmethod
     def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-        """Return ``tokens`` without the beginning and the end of the span that begins with the first token."""
+        """Return ``tokens`` without the first token, which begins a span, and without the end of this span."""
         depths = accumulate(isinstance(token, SpanBegin) - isinstance(token, SpanEnd) for token in tokens)
         end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
         return tokens[1:end] + tokens[end + 1 :]
@@ -151,11 +151,11 @@ class GraphCalls:
         self._function_at: dict[str, str] = {}
         """The function that contains each line, for lines that ran with grad mode on, and for their callers."""
         self._callers: dict[str, dict[Caller, None]] = {}
-        """The callers of each module or function that ran with grad mode on, in the order of the calls."""
+        """The callers of each module or function that ran with grad mode on, in call order."""
         self._open: list[int] = []
         """The open calls, as indices into ``_calls``."""
         self._nodes = 0
-        """The number of autograd nodes that are running."""
+        """The number of running autograd nodes."""
         self._made_in: dict[int, tuple[int, ...]] = {}
         """The module calls in which forward made each autograd node, by the node's sequence number."""
         self._ran: set[int] = set()

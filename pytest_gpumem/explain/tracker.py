@@ -80,7 +80,7 @@ class Tracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark modules, optimizers and calls within the context, with the detail that ``level`` requires."""
+        """Mark modules, optimizers and calls within the context. At lower levels of detail, mark only some or none."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
