@@ -45,7 +45,7 @@ class Lifetime:
     tensor: str = ""
     label: Label | None = None
     is_kept: bool | None = None
-    """For a block that outlives the step: True if all following steps keep it, False if a following step frees it.
+    """For a block that outlives the step: True if all following steps keep the block, False if a following step frees the block.
 
     ``None`` if no following step was recorded.
     """
@@ -93,8 +93,8 @@ class Timeline:
     phases: Mapping[str, int] = field(default_factory=dict)
     """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
-    """The steps recorded right after this step. In these timelines, all blocks from before the following step are older blocks,
-    whoever owns them."""
+    """The steps recorded right after this step. In the timeline of a following step, all blocks from
+    before this following step are older blocks, whoever owns them."""
 
     def at(self, moment: int) -> list[Lifetime]:
         """Return the blocks live right after the token at ``moment``."""

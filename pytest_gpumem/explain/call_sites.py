@@ -90,7 +90,7 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # Autograd creates an operator's node before the operator runs. So the latest number belongs to this operator, if any.
+        # Autograd creates an operator's node before the operator runs. So a new latest number belongs to this operator's node.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return

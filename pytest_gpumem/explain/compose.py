@@ -98,7 +98,7 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
 def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
     """Return the holders of the bytes kept by the step after its end.
 
-    If it is ambiguous which blocks are kept, and these blocks have several holders, all these holders are alternatives.
+    If it is ambiguous which blocks are kept, and these blocks have several holders, the result names all as alternatives.
 
     Args:
         timeline: The recorded step and the following steps.
@@ -221,7 +221,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
 
 
 def category_of(block: Lifetime, timeline: Timeline) -> str:
-    """Return a block's category, which depends on the owner, or without an owner on the allocating code and the lifetime."""
+    """Return a block's category. Without an owner, the category depends on the allocating code and the lifetime."""
     if block.matched is not None:
         return category_of(block.matched, timeline)
     if block.label is not None:

@@ -16,7 +16,7 @@ _LONGEST = 8
 
 
 def collect_cycles() -> tuple[str, ...]:
-    """Collect garbage, and return the types in the garbage's reference cycles with tensors.
+    """Collect garbage, and return the types in each collected reference cycle with tensors.
 
     Example:
         ``("Trainer -> dict -> Trainer",)``

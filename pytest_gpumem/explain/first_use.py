@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class NewTensors:
     """The tensors made between the creation of this object and `record`. This object keeps no tensor alive.
 
-    Objects frozen by ``gc.freeze`` are not examined. So a search takes 1 ms for 20,000 other objects. Call `record` before
-    objects are frozen again.
+    Only objects not frozen by ``gc.freeze`` are examined, which takes 1 ms for 20,000 objects. Call `record` before new objects
+    are frozen.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class NewTensors:
 
 
 def _is_torch_frozen() -> bool:
-    """Return whether the torch module is frozen, because counting all frozen objects would take 0.1 s."""
+    """Return whether objects are frozen, with the torch module as a sample. Counting frozen objects would take 0.1 s."""
     import torch
 
     return not any(value is torch for value in gc.get_objects())

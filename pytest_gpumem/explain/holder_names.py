@@ -38,11 +38,11 @@ def context_variable_text(node: object, value: object) -> str | None:
 
     Args:
         node: Any object. Python stores the values of context variables in a tree, whose node class has no public name. A
-            node refers to a value and then to the value's variable.
+            node refers to a value and directly afterwards to the value's variable.
         value: The value to look for.
 
     Returns:
-        The variable's name, or ``None`` if ``node`` is no such node or does not contain the value.
+        The variable's name, or ``None`` if ``node`` is another object or does not contain the value.
     """
     if not class_name(type(node)).startswith("hamt_"):
         return None

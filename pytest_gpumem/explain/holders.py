@@ -229,7 +229,7 @@ class _Kind(IntEnum):
 class _Path:
     """The path from a holder to an object.
 
-    The path to an instance dict (``__dict__``) has the same parts as the path to the object. In addition, ``before`` and
+    The path to an instance dict (``__dict__``) has the same parts as the path to its object. In addition, ``before`` and
     ``after`` are the texts around an attribute's name.
 
     Example:
@@ -379,7 +379,7 @@ class _Search:
         """Return pairs of places: an object's place, and the place of a referrer to this object."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # The call passes on this tuple. From a list, Python would make another tuple, which is found as a referrer since 3.14.
+        # The function receives this very tuple. From a list, Python would make another tuple, a further referrer since 3.14.
         objects = tuple(self._objects[place] for place in places)
         place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}

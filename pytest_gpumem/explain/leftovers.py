@@ -89,7 +89,7 @@ class _Matches:
         return inputs > unowned or (inputs > 1 and inputs * _MOST_PLACES >= unowned)
 
     def each_step(self, nbytes: int, freed: int) -> int:
-        """Return how many blocks with ``nbytes`` each step keeps. The recorded step frees ``freed`` older blocks like these."""
+        """Return how many blocks of a size each step keeps. The recorded step frees ``freed`` older blocks of this size."""
         if nbytes in self._lasting:
             return len(self._lasting[nbytes])
         return max(1, len(self._passing[nbytes]) - freed)
@@ -119,7 +119,7 @@ def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetim
     """Return the blocks, with at most ``own_bytes`` of older blocks as the step's own.
 
     Older blocks beyond these bytes come from steps after the peak's measurement. Blocks with the most frequent size are
-    dropped first, because a leak consists of many blocks with the same size.
+    excluded first, because a leak consists of many blocks with the same size.
     """
     excess = sum(block.nbytes for block in blocks if block.is_older and block.own) - own_bytes
     may_be_later = [

@@ -117,8 +117,8 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
     """Yield the blocks. The backend's workspaces (cuBLAS) from before the recording become the step's own.
 
-    The step's earlier runs made these workspaces. They are recognized by their free in the span ``released``, in which the
-    backend releases its workspaces.
+    The step's earlier runs made these workspaces. They are freed in ``released``, the span in which the backend releases
+    its workspaces.
     """
     for block in lifetimes:
         is_older_without_label = block.allocated < 0 and block.label is None
@@ -273,14 +273,14 @@ class _Reader:
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: SpanBegin, own: Mark | None) -> Mark | None:
-        """Return a node's own mark if it has a line, and otherwise the mark of the operator that created the node, if known."""
+        """Return a node's own mark if this mark has a line, and otherwise the mark of the operator that created the node."""
         creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
             return creating_mark
         return replace(own, path=own.path or (creating_mark.path if creating_mark is not None else ""))
 
     def _recomputed_mark(self, mark: Mark) -> Mark:
-        """Add the module or line from forward to a recomputed mark, because in backward torch calls the code, not the user."""
+        """Add the module or line from forward to a recomputed mark, because in backward only torch calls the code."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:

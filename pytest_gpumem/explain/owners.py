@@ -201,7 +201,7 @@ Reference = TypeVar("Reference")
 
 
 def _text_for(texts: Mapping[int, tuple[weakref.ref[Reference], str]], owner: Reference) -> str | None:
-    """Return the text stored for an owner. Return ``None`` without a text, or if an earlier object had the same ``id``."""
+    """Return the text stored for an owner; ``None`` if no text is stored, or only for an earlier object with this ``id``."""
     reference, text = texts.get(id(owner), (None, None))
     return text if reference is not None and reference() is owner else None
 

@@ -92,7 +92,7 @@ class ExpectedFigures:
     """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. Following
     steps are recorded too, because they free tensors that are only replaced and not kept."""
     steps: int = 1
-    """The maximum number of steps to record until a step matches. This is more than 1 if steps differ."""
+    """The maximum number of steps to record until a recording matches. This is more than 1 if steps differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +106,21 @@ class EarlierBlocks:
 
 @dataclass(frozen=True)
 class Subject:
-    """The step or call to record. The defaults fit a repeated step, whose owners are found while it runs."""
+    """The step or call to record. The defaults fit a repeated step, whose owners are found while the step runs."""
 
     run: Callable[[Tracker], object]
     """Runs the subject once. The result stays alive until garbage has been collected. Afterwards it is freed, so it does not
     count among the blocks left behind by the subject."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
-    """Returns the subject's own storages before it runs."""
+    """Called before the run. Returns the subject's own storages."""
     own_bytes: Callable[[], int]
-    """Returns the subject's own bytes before it runs, including blocks that ``own`` cannot find."""
+    """Called before the run. Returns the subject's own bytes, including blocks that ``own`` cannot find."""
     register: Callable[[TensorOwners], None] = lambda _: None
-    """Registers the owners of tensors before the run."""
+    """Called before the run. Registers the owners of tensors."""
     prepare: Callable[[], None] = lambda: None
-    """Undoes an earlier run's changes before the run, for example empties a cache."""
+    """Called before the run. Undoes an earlier run's changes, for example empties a cache."""
     earlier_blocks: Callable[[], EarlierBlocks] = EarlierBlocks
-    """Returns the blocks left behind by an earlier run."""
+    """Called before the run. Returns the blocks left behind by an earlier run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     is_once: bool = False
     """True to record at a single level of detail only, because each further run repeats the subject's side effects."""
@@ -247,7 +247,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
     this peak, the recording with the most operators is used. Module calls are collected from all recorded steps, for example
     from a validation in every fifth step. If steps keep bytes, a recording also contains the following steps.
 
-    All ranks record equally often, because they decide together (`Device.consensus`).
+    All ranks make the same number of recordings, because they decide together (`Device.consensus`).
 
     Args:
         device: The device whose peak is explained.
@@ -272,7 +272,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         recorded = recorder.at(level)
         if device.consensus.any(recorded.error is not None):
             if recordings.matching is not None:
-                break  # the user's loop has no further step, and a recording matches
+                break  # the user's loop has ended, and an earlier recording matches
             if level == levels[-1] and recorded.error is not None and recordings.closest is None:
                 raise recorded.error
             continue
@@ -362,7 +362,7 @@ def _note_on_another(closest: Recording, expected: ExpectedFigures) -> str:
     compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
     return (
         f"the recorded run needed {needed}, {compared} than the measured run, so some rows are missing or wrong; let "
-        "runs repeat: fix the seed, and fill caches before the measurement"
+        "runs repeat exactly: fix the seed, and fill caches before the measurement"
     )
 
 
@@ -568,7 +568,7 @@ def gpu_that_ran_out(error: BaseException) -> str | None:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, from the error's message; ``None`` if they are not mentioned.
+    """Return the bytes that could not be allocated, from the error's message; ``None`` if the message does not mention them.
 
     Example:
         21,474,836,480 for ``Tried to allocate 20.00 GiB``.

@@ -20,7 +20,7 @@ class Renewal(NamedTuple):
     freed: Lifetime
     created: Lifetime
     latest: Lifetime | None
-    """The replacement at the end of the recording, because following steps also replace the input; ``None`` if unknown."""
+    """The latest replacement, because following steps also replace the input. ``None`` if unknown."""
 
 
 def renewals(timeline: Timeline) -> list[Renewal]:

@@ -31,7 +31,7 @@ above the user's line."""
 
 
 class Site(NamedTuple):
-    """The user's line, and the library line called from there, as ``file.py:line``. A line is empty if no frame has it.
+    """The user's line, and the library line called from there, as ``file.py:line``. A line is empty if there is no such frame.
 
     Example:
         A user's model calls an attention layer in transformers: ``user`` is ``"model.py:38"`` and ``library`` is

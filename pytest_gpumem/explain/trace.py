@@ -251,7 +251,7 @@ def _function_text(module: str, function: str) -> str:
 class SpanStack:
     """Attributes an allocation to the open spans around it. The spans have to be passed in order, the outermost first.
 
-    ``lines`` are the lines reached by forward, as (site, library).
+    ``lines`` are the lines that ran in forward, as (site, library).
     """
 
     lines: AbstractSet[tuple[str, str]]
@@ -262,7 +262,7 @@ class SpanStack:
     call: int = -1
     module: int = -1
     node: SpanBegin | None = None
-    """The autograd node that allocates; ``None`` if forward code allocates, even if it is recomputed within a node."""
+    """The autograd node that allocates; ``None`` if forward code allocates, even if a node recomputes this code."""
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None

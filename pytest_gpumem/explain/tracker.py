@@ -80,7 +80,7 @@ class Tracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark modules, optimizers and calls within the context. At lower levels of detail, mark only some or none."""
+        """Mark modules, optimizers and calls within the context. At lower levels of detail, some get no marks."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -141,7 +141,7 @@ class Tracker:
         module_frame = self._modules[-1][3] if self._modules else 0
         function, caller, caller_function = self._sites.function(name, 3, module_frame)
         if self._modules and function == "forward":
-            function = ""  # forward has the module's grad mode, unless forward changes the mode itself
+            function = ""  # forward runs with the module's grad mode, unless forward changes the mode itself
         if self._modules and caller_function == "forward":
             caller_function = ""
         number = len(self.marks)
@@ -273,7 +273,7 @@ def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManage
 
 @cache
 def _function_mode_class() -> Any:
-    """Return the mode's class, made once, because a class is a reference cycle and would appear in reported garbage."""
+    """Return the mode's class, which is made only once: a class is a reference cycle and would appear in reported garbage."""
     from torch.overrides import TorchFunctionMode
 
     class FunctionMode(TorchFunctionMode):
