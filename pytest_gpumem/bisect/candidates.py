@@ -1,6 +1,6 @@
 """List the candidates for a bisection, from the good to the bad candidate.
 
-The candidates are the commits between two revisions, a package's releases, or mixtures of two sets of packages.
+The candidates are the commits between two revisions, a package's releases, or mixtures of two sets of releases.
 """
 
 from __future__ import annotations

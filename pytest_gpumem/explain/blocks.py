@@ -45,7 +45,7 @@ class Lifetime:
     tensor: str = ""
     label: Label | None = None
     is_kept: bool | None = None
-    """For a block that outlives the step: True if all following steps keep the block, False if a following step frees the block.
+    """For a block that outlives the step: True if all following steps keep the block, False if a following step frees it.
 
     ``None`` if no following step was recorded.
     """

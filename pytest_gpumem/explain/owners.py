@@ -201,7 +201,10 @@ Reference = TypeVar("Reference")
 
 
 def _text_for(texts: Mapping[int, tuple[weakref.ref[Reference], str]], owner: Reference) -> str | None:
-    """Return the text stored for an owner; ``None`` if no text is stored, or only for an earlier object with this ``id``."""
+    """Return the text stored for an owner, or ``None``.
+
+    A text does not count if it was stored for an earlier object with the same ``id``.
+    """
     reference, text = texts.get(id(owner), (None, None))
     return text if reference is not None and reference() is owner else None
 
