@@ -135,7 +135,7 @@ def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> b
     """Return whether all tests are decided, so no more pairs are needed. ``previous`` is the report before the last pair.
 
     If no test is timed, a single pair decides all tests. Otherwise there must be at least `FEWEST_PAIRS` pairs. In addition,
-    each test's slowdown must certainly be within the tolerance, or each test's outcome must be the same in both reports.
+    each test must certainly be no slower than the tolerance allows, or have the same outcome in both reports.
     """
     assert report.pairs is not None, "the report was made from pairs of runs"
     if not report.rows:

@@ -141,8 +141,8 @@ def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]
     """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
 
     Leftovers freed by the step come first, because later steps cannot have kept these. The other leftovers follow in groups,
-    and each group has as many blocks of each size as a step keeps. Within a size, blocks already counted as the step's own
-    come first.
+    and each group has as many blocks of each size as a step keeps. Among blocks with the same size, blocks already counted
+    as the step's own come first.
     """
     ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
     freed = Counter(block.nbytes for block in ordered if block.freed is not None)
