@@ -162,7 +162,7 @@ def test_code_that_is_imported_from_the_checkout_ends_it(repository, monkeypatch
     assert f"head after ({repository.git('rev-parse', 'after')[:7]}): the tests did not run this revision's code" in (
         result.stderr
     )
-    assert f"it imported shipped from {repository.path / 'src' / 'shipped.py'}." in result.stderr
+    assert f"they imported shipped from {repository.path / 'src' / 'shipped.py'}." in result.stderr
     assert repository.is_untouched()
 
 
@@ -173,7 +173,7 @@ def test_code_that_workers_import_from_the_checkout_is_seen(repository):
     repository.commit("before")
     result = ab("before", "--", *PLAIN, "-n1")
     assert result.exit_code == 2
-    assert "it imported shipped from" in result.stderr
+    assert "they imported shipped from" in result.stderr
 
 
 def test_where_nothing_is_measured_one_pair_shows_it(repository, forks):
