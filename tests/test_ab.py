@@ -158,10 +158,10 @@ def test_code_that_is_imported_from_the_checkout_ends_it(repository, monkeypatch
     result = ab("before", "after", "--", *PLAIN)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert f"head after ({repository.git('rev-parse', 'after')[:7]}): it did not run the code of its revision" in (
+    assert f"head after ({repository.git('rev-parse', 'after')[:7]}): the tests did not run this revision's code" in (
         result.stderr
     )
-    assert f"it imported shipped from {repository.path / 'src' / 'shipped.py'}." in result.stderr
+    assert f"they imported shipped from {repository.path / 'src' / 'shipped.py'}." in result.stderr
     assert repository.is_untouched()
 
 
@@ -172,7 +172,7 @@ def test_code_that_workers_import_from_the_checkout_is_seen(repository):
     repository.commit("before")
     result = ab("before", "--", *PLAIN, "-n1")
     assert result.exit_code == 2
-    assert "it imported shipped from" in result.stderr
+    assert "they imported shipped from" in result.stderr
 
 
 def test_where_nothing_is_measured_one_pair_shows_it(repository, forks):
@@ -197,7 +197,7 @@ def test_setup_runs_in_the_worktree_before_each_run_there(repository, forks):
     assert result.exit_code == 0, result.output
     folders = [Path(line).name for line in count.read_text().splitlines()]
     assert folders == ["base", "head", "head", "base"] * 2
-    assert "--setup ran in worktrees that are removed now" in result.stderr
+    assert "--setup ran in worktrees, which are removed now" in result.stderr
 
 
 def test_a_setup_that_fails_ends_it_with_what_it_said(repository):
@@ -319,7 +319,7 @@ def commands_that_run() -> list[str]:
         (["before", "--report", "no/such/ab.json"], "there is no folder no/such"),
         (
             ["before", "--", "--gpumem-update=all"],
-            "--gpumem-update is about baselines, and this command reads and writes none",
+            "leave out --gpumem-update: this command neither reads nor writes baselines",
         ),
         ([], "Missing argument 'BASE'"),
         (["--", "tests"], "Missing argument 'BASE'"),

@@ -109,7 +109,7 @@ def test_the_commit_that_mended_it_is_found_in_a_history_with_branches(repositor
     result = gpumem("bisect", "--all", "--good", "main", "--bad", merged["merge"], "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert f"gpumem bisect: {mender[:9]} shipped.py (Ada, " in result.stdout
-    assert f"mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after {merged['last'][:9]}\n" in result.stdout
+    assert f"fixed it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after {merged['last'][:9]}\n" in result.stdout
 
 
 USES = """
@@ -184,7 +184,7 @@ def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate):
     assert "fetch-depth: 0" in result.stderr
 
 
-NO_WORKTREES = "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again\n"
+NO_WORKTREES = "--setup ran in worktrees, which are removed now: if --setup installed packages from a worktree, install them again\n"
 
 
 def test_runs_with_a_setup_are_one_at_a_time(repository, tmp_path):

@@ -226,7 +226,7 @@ def test_of_several_requirements_the_one_that_did_it_is_named(job, github):
         pytest.param("-r gone.txt", "says: gone.txt cannot be read: No such file", marks=pytest.mark.thorough),
         pytest.param(
             "unrelated==1.1",
-            "says: the tests import nothing that differs (unrelated as here and 1.1)",
+            "says: the tests import no package that differs (unrelated as installed and 1.1)",
             marks=pytest.mark.thorough,
         ),
         (" ", "says: Missing argument 'BASE', or --base-with or --head-with."),

@@ -282,7 +282,7 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
         ("tinymodels=2.0", "'tinymodels=2.0' is not a valid requirement, like 'transformers==4.38.2'"),
         (
             "unused==1.0",
-            "the tests import nothing that differs (unused as here and 1.0), so there is nothing to compare",
+            "the tests import no package that differs (unused as installed and 1.0), so there is nothing to compare",
         ),
     ],
 )
@@ -332,7 +332,7 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         (
             "1.2",
             "1.0",
-            "1.0 is better than 1.2 (peak allocated 12.00 MB and 10.00 MB); to find what mended it, exchange",
+            "1.0 is better than 1.2 (peak allocated 12.00 MB and 10.00 MB); to find what fixed it, exchange",
         ),
         ("1.0", "9.9", "9.9 cannot be measured: tinymodels==9.9 cannot be installed: "),
         ("1.0", "1.0", "--good and --bad are the same release of tinymodels: 1.0"),
@@ -353,7 +353,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     result = gpumem("bisect", "--package", "tinymodels", *ends, "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert (
-        "gpumem bisect: tinymodels 1.1 mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 1.0\n"
+        "gpumem bisect: tinymodels 1.1 fixed it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 1.0\n"
         in result.stdout
     )
     assert "to accept it" not in result.stdout
@@ -417,7 +417,7 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
         raise StopSignal(signal.SIGINT)
 
     command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
-    going_on = "continuing with 2 runs from an earlier start\n"
+    going_on = "reusing 2 runs from an earlier search, which was interrupted\n"
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(Search, "_trials", interrupted)
         assert gpumem(*command).exit_code == 130
@@ -628,7 +628,7 @@ def test_at_most_8_of_64_commits_are_measured_and_a_killed_search_resumes(commit
     result = gpumem(*FIND)
     assert result.exit_code == 0, result.output
     # Four were begun, and one of them could not be imported.
-    assert "continuing with 3 runs from an earlier start\n" in result.stderr
+    assert "reusing 3 runs from an earlier search, which was interrupted\n" in result.stderr
     assert 3 + result.stderr.count("1 measured in") <= 8
     # The commit before it cannot be imported, and neither can the one after it.
     first, second = (commits.git("rev-parse", f"HEAD~{63 - number}")[:9] for number in (40, 41))
@@ -648,7 +648,7 @@ def test_the_tolerance_is_that_of_the_bad_commit(commits, at_once):
     (commits.path / "pyproject.toml").unlink()
     found = gpumem("bisect", "--good", "HEAD~30", "--bad", "main", "test_it.py::test_a", "--", *PLAIN)
     assert found.exit_code == 2
-    assert "(peak allocated 10.00 MB and 12.00 MB): both ends are good, or both are bad" in found.stderr
+    assert "(peak allocated 10.00 MB and 12.00 MB): either both are good, or both are bad" in found.stderr
 
 
 def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_out(commits, at_once):
@@ -659,7 +659,7 @@ def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_ou
     assert "1 file is changed and not committed: only commits are compared\n" in result.stderr
     mended = commits.git("rev-parse", "HEAD")[:9]
     assert f"gpumem bisect: {mended} change 64 (Ada, " in result.stdout
-    assert "mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
+    assert "fixed it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
 
 
 @pytest.mark.thorough
@@ -696,10 +696,10 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypat
         (["--good", "main", "--bad", "main"], "are the same commit"),
         (
             ["--good", "HEAD~63", "--bad", "beside"],
-            "(peak allocated 10.00 MB and 10.00 MB): both ends are good, or both are bad",
+            "(peak allocated 10.00 MB and 10.00 MB): either both are good, or both are bad",
         ),
         (["--good", "main", "--bad", "beside"], "is not an ancestor of beside"),
-        (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
+        (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs both in base and in head"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),
         (["--package", "a", "--good", "1.0"], "name both ends"),

@@ -1,4 +1,4 @@
-"""The user's git repository: its revisions, and temporary worktrees for them."""
+"""Find revisions in the user's git repository, and check them out in temporary worktrees."""
 
 from __future__ import annotations
 
@@ -29,41 +29,44 @@ _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A checkout. ``top`` is its root, and ``folder`` the path from the root to the current folder."""
+    """A git checkout, or a plain folder without git.
+
+    ``top`` is the checkout's root folder. ``folder`` is the path from the root to the current folder.
+    """
 
     top: Path
     folder: Path
 
     @classmethod
     def around(cls, current: Path) -> Checkout:
-        """Return the checkout around the folder ``current``. Raises `GitError`."""
+        """Return the git checkout around the folder ``current``. Raises `GitError` outside of git repositories."""
         top = Path(git(current, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
         return cls(top, current.resolve().relative_to(top))
 
     @classmethod
     def as_it_is(cls, current: Path) -> Checkout:
-        """Return the checkout around the folder ``current``, or the folder itself if no git repository contains it."""
+        """Return the git checkout around the folder ``current``. Without a git repository, this folder is the checkout."""
         try:
             return cls.around(current)
         except GitError:
             return cls(current.resolve(), Path())
 
     def revision(self, name: str) -> Revision:
-        """Return the commit for a branch, tag or hash. Raises `GitError`."""
+        """Return the commit that a branch, tag or hash names. Raises `GitError` if there is no such commit."""
         try:
             commit = git(self.top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         except GitError:
             shallow = is_shallow(self.top)
-            hint = "; this clone has no history: fetch it with `git fetch --unshallow`" if shallow else ""
+            hint = "; this clone is shallow: fetch its history with `git fetch --unshallow`" if shallow else ""
             raise GitError(f"there is no revision {name!r} in {self.top}{hint}") from None
         return Revision(name, commit.strip())
 
     def uncommitted(self) -> int:
-        """Return how many changed or new files are not committed."""
+        """Return the number of files with uncommitted changes, including new files."""
         return len(git(self.top, "status", "--porcelain", "--untracked-files=all").splitlines())
 
     def checkouts(self) -> list[Path]:
-        """Return every folder with a checkout of this repository, this checkout first."""
+        """Return the root folders of the repository's checkouts (git worktrees). This checkout comes first."""
         if not (self.top / ".git").exists():
             return [self.top]
         lines = git(self.top, "worktree", "list", "--porcelain").splitlines()
@@ -73,12 +76,15 @@ class Checkout:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed at the end. A lock in the folder shows other processes that this process uses it."""
+    """Create a temporary folder, and remove the folder when the context ends.
+
+    Meanwhile a locked file in the folder shows other processes that the folder is in use.
+    """
     from filelock import FileLock
 
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
-        # The system releases the lock when the process ends, even after a crash.
+        # The operating system releases the lock when this process ends, even after a crash.
         with FileLock(folder / _LOCK):
             yield folder
     finally:
@@ -86,16 +92,16 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def clear_leftovers(checkout: Checkout) -> int:
-    """Remove worktrees and temporary folders from killed comparisons, and return the number of worktrees.
+    """Remove worktrees and temporary folders left by killed comparisons, and return the number of removed worktrees.
 
-    Comparisons that still run keep their worktrees and folders. Raises `GitError`.
+    Running comparisons keep their worktrees and folders. Raises `GitError` if the worktrees cannot be listed.
     """
     leftovers = [
         path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_leftover(path.parent)
     ]
     for path in leftovers:
         _remove(checkout, path)
-    # A comparison that was killed between two runs left a folder without a worktree.
+    # A comparison may have been killed between two runs. Then its temporary folder contains no worktree.
     empty = (folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _is_leftover(folder))
     for folder in {*empty, *(path.parent for path in leftovers)}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -103,14 +109,17 @@ def clear_leftovers(checkout: Checkout) -> int:
 
 
 def _is_leftover(folder: Path) -> bool:
-    """Return whether the process that made a temporary folder has ended. A folder without a lock file is not ours."""
+    """Return whether the process that created a temporary folder has ended.
+
+    A folder without a lock file comes from other software, so the result is False.
+    """
     from filelock import FileLock, Timeout
 
     if not folder.exists():
-        # The system has emptied its temporary folder, but git still lists the worktree.
+        # The operating system has deleted the folder, but git still lists its worktree.
         return True
     try:
-        # Another user may have created a folder or a link with this name.
+        # If another user has created a folder or a link with this name, these calls raise OSError.
         with open_folder(folder.parent, [folder.name]) as opened:
             opened.make_private(refuse_shared=True)
         if not (folder / _LOCK).exists():
@@ -125,20 +134,22 @@ def _is_leftover(folder: Path) -> bool:
 def worktrees(
     checkout: Checkout, revisions: Mapping[str, Revision], folder: Path, stop: Stop
 ) -> Iterator[tuple[dict[str, Path], list[str]]]:
-    """Make a detached worktree for each revision. No branch, index or file in the checkout changes.
+    """Create a detached worktree for each revision, and remove the worktrees when the context ends.
+
+    The user's branches, index and files do not change.
 
     Args:
-        checkout: The checkout.
-        revisions: The revisions, by worktree name.
-        folder: The folder for the worktrees.
-        stop: Ends the command on a signal.
+        checkout: A checkout of the repository with the revisions.
+        revisions: The revision for each worktree, by the worktree's name.
+        folder: The folder in which the worktrees are created.
+        stop: Records a signal to end the command, such as Ctrl-C.
 
     Yields:
-        The worktree paths by name, and notes for the user, for example on missing submodules.
+        The worktrees' paths by name, and notes for the user, for example about missing submodules.
 
     Raises:
         GitError: A revision cannot be checked out.
-        StopSignal: A signal was noted.
+        StopSignal: A signal such as Ctrl-C has come.
     """
     tops: dict[str, Path] = {}
     notes: list[str] = []
@@ -157,10 +168,10 @@ def worktrees(
 
 
 def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
-    """Check out submodules, and return a clause for each missing part."""
+    """Check out submodules. Return a clause for each kind of missing files: submodules, and files from Git LFS."""
     notes = []
     if (worktree / ".gitmodules").exists():
-        # Without --init, git only updates submodules that the checkout has, and does not change the repository's configuration.
+        # --init would change the repository's configuration. Without this option, git only updates existing submodules.
         for arguments in (
             ["update", "--quiet"],
             ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],
@@ -174,18 +185,20 @@ def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
         try:
             git(worktree, "config", "filter.lfs.smudge")
         except GitError:
-            notes.append("files from Git LFS are pointers only, because git-lfs is not set up")
+            notes.append(
+                "files from Git LFS contain pointers instead of data, because git-lfs is not set up (git lfs install)"
+            )
     return notes
 
 
 def _remove(checkout: Checkout, worktree: Path) -> None:
-    # Forced twice, because git locks a worktree during its checkout, and the lock remains if git is killed.
+    # ``--force`` is given twice, because git locks a worktree during the checkout, and the lock remains if git is killed.
     remove = ("worktree", "remove", "--force", "--force", str(worktree))
     try:
         git(checkout.top, *remove)
     except GitError:
-        # The worktree is damaged or in use. Git can remove it once its folder is gone. `git worktree prune` is not used,
-        # because it would also remove other worktrees from the list.
+        # The worktree is damaged or in use. After its folder is deleted, git can remove the worktree from its list.
+        # `git worktree prune` would also remove other worktrees from the list.
         shutil.rmtree(worktree, ignore_errors=True)
         with suppress(GitError):
             git(checkout.top, *remove)

@@ -202,5 +202,5 @@ def test_files_of_git_lfs_without_git_lfs_are_told(repository, checkout, tmp_pat
     commit(repository)
     with worktrees(checkout, both(checkout, "HEAD~1"), tmp_path, Stop()) as (_, notes):
         assert [note.partition(": ")[2] for note in notes] == [
-            "files from Git LFS are pointers only, because git-lfs is not set up"
+            "files from Git LFS contain pointers instead of data, because git-lfs is not set up (git lfs install)"
         ]

@@ -58,11 +58,11 @@ def test_an_environment_within_the_checkout_is_not_looked_for_in_the_worktree(pl
     [
         (
             "--gpumem-update=new",
-            "--gpumem-update is about baselines, and this command reads and writes none: leave it out",
+            "leave out --gpumem-update: this command neither reads nor writes baselines",
         ),
-        ("--gpumem-baseline", "--gpumem-baseline is about baselines"),
+        ("--gpumem-baseline", "leave out --gpumem-baseline: "),
         ("{top}/tests", "/tests is a path into the checkout"),
-        ("--rootdir={top}", "make the path relative"),
+        ("--rootdir={top}", "use a relative path"),
     ],
 )
 def test_arguments_that_would_defeat_the_comparison_are_refused(places, argument, said):

@@ -59,7 +59,7 @@ def test_a_test_that_fails_as_expected_did_not_fail_by_itself():
         (2, "pytest could not collect the tests, or was interrupted (exit status 2)"),
         (4, "pytest did not understand its arguments or settings (exit status 4)"),
         (5, "pytest collected no tests (exit status 5)"),
-        (7, "pytest ended with exit status 7 before its end"),
+        (7, "pytest ended with exit status 7 before the end of the session"),
         (-9, "pytest was ended by signal 9"),
     ],
 )
@@ -80,7 +80,9 @@ def test_code_of_another_checkout_is_told_with_what_mends_it():
     with pytest.raises(RunFailed) as failed:
         run_of([end(0, outside_modules)], 0)
     text = str(failed.value)
-    assert "it imported model from /repo/model.py, other_0 from /repo/o.py, other_1 from /repo/o.py and 2 more" in text
+    assert (
+        "they imported model from /repo/model.py, other_0 from /repo/o.py, other_1 from /repo/o.py and 2 more" in text
+    )
     assert "--setup 'pip install -e .'" in text
     assert "PYTHONPATH" in text
 
@@ -95,5 +97,5 @@ def test_figures_of_another_version_that_cannot_be_read_are_told_as_such():
         "why": "",
         "verdict": '{"file": "test_it.py"}',
     }
-    with pytest.raises(RunFailed, match="it used another version of pytest-gpumem"):
+    with pytest.raises(RunFailed, match="the tests used another version of pytest-gpumem"):
         run_of([json.dumps(told), end()], 0)

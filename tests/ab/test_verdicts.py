@@ -110,7 +110,7 @@ def test_a_slowdown_that_is_tolerated_is_none():
         (
             measured("test_a", measurement()),
             TestVerdict("test_it.py", "test_a", relations=2),
-            "it asserts relations only, in head",
+            "it asserts relations but measures no figures, in head",
         ),
         (
             measured("test_a", measurement()),
@@ -225,7 +225,10 @@ def test_a_relation_that_holds_in_base_only_is_broken():
     base = TestVerdict("test_it.py", "test_a", relations=1)
     failed = unmeasured("test_a", "the test itself failed", failed=True)
     (one,) = compared([pair(base, failed)]).omitted_tests
-    assert (one.word, one.reason) == ("broken", "it asserts relations only, in base; the test itself failed, in head")
+    assert (one.word, one.reason) == (
+        "broken",
+        "it asserts relations but measures no figures, in base; the test itself failed, in head",
+    )
 
 
 def test_what_is_broken_says_the_exception_in_one_line():

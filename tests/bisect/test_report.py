@@ -51,7 +51,7 @@ def test_a_merge_that_mended_it_is_looked_into_the_other_way_round():
         bad=replace(BAD, backwards=True),
         step=compared(10e6, 12e6),
     )
-    assert result(mended).startswith("1f2e3d4 mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 5a6b7c8")
+    assert result(mended).startswith("1f2e3d4 fixed it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 5a6b7c8")
     assert notes(mended) == ["1f2e3d4 is a merge; to search its branch: --all --good 1f2e3d4 --bad 1f2e3d4^"]
 
 

@@ -315,7 +315,7 @@ def test_a_holder_that_is_too_far_away_is_said(registry):
         nest = [nest]
     registry["far"] = nest
     kept = address(kept)
-    assert told({kept}) == (f"something more than {HIGHEST} references away",)
+    assert told({kept}) == (f"an object more than {HIGHEST} references away",)
 
 
 def test_the_shortest_path_wins_whichever_was_there_first(registry):

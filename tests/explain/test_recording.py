@@ -261,7 +261,7 @@ def test_a_step_whose_recording_never_has_the_measured_peak_says_so(recorder):
     assert note.startswith(
         f"the recorded run needed {format_bytes(actual.peak)}, 100 B less than the measured run, so "
     )
-    assert note.endswith("let runs repeat: fix the seed, and fill caches before")
+    assert note.endswith("let runs repeat exactly: fix the seed, and fill caches before the measurement")
     assert explanation.peak.total == actual.peak
     assert explanation.peak.rest == 0
 

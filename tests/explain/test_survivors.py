@@ -104,7 +104,9 @@ def test_a_cache_that_a_longer_one_replaces_keeps_the_difference(others):
     assert lines(timeline, growth) == {"train.py:5": 10, **({"train.py:6": 40} if others else {})}
     retained = composition_of_retained(timeline, growth)
     assert retained.total == growth
-    assert [note.partition(":")[0] for note in retained.notes] == ["10 B is a difference"]
+    assert [note.partition(":")[0] for note in retained.notes] == [
+        "10 B is the difference between a tensor and the smaller tensor that it replaces, as with torch.cat on a cache"
+    ]
     assert survivors_of(timeline, growth).replacements[0].latest[0].address == 1005, (
         "the tensor that is there now has a holder"
     )

@@ -1,1 +1,1 @@
-"""Changed lines between two versions of the code, and verdicts that list these lines first."""
+"""Find the lines that changed between two versions of the code, and list these lines first in verdicts."""

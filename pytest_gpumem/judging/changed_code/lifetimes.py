@@ -1,10 +1,10 @@
-"""Lifetimes of the values in a function's local names and attributes. Pure.
+"""Find values that live longer in a function's new version than in the old version. All functions are pure.
 
-A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. Without these statements, a value can still
-end early: ``return down(hidden)`` frees ``hidden`` at the same moment as ``hidden = down(hidden)``.
+The value of a name ``hidden`` ends at ``del hidden``, at ``hidden = None``, or if ``hidden`` is bound to another value. A value
+can also end without these statements: ``return down(hidden)`` frees ``hidden`` at the same moment as ``hidden = down(hidden)``.
 
 For example, the old version of a function is ``hidden = up(x); out = down(hidden); del hidden; return head(out)``. If the new
-version lacks ``del hidden``, `longer_lived_than` returns ``{"hidden": "del hidden"}``.
+version lacks ``del hidden``, `Values.longer_lived_than` returns ``{"hidden": "del hidden"}``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _Leaving = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class _Step(NamedTuple):
-    """A block around a statement: its compound statement and name. ``is_left`` is true if it ends in ``return`` or similar."""
+    """A block around a statement, for example the ``else`` block of an ``if``.
+
+    ``parent`` is the compound statement, and ``block`` is the block's name in `ast`, for example ``"orelse"``. ``is_left`` is
+    True if the block ends with ``return``, ``raise``, ``continue`` or ``break``.
+    """
 
     parent: ast.stmt
     block: str
@@ -33,14 +37,14 @@ class _Step(NamedTuple):
 
 
 class _StatementInBlocks(NamedTuple):
-    """A statement in a function, with the blocks around it, the outermost first."""
+    """A statement in a function, with the blocks around the statement, the outermost first. ``bound`` are the bound names."""
 
     node: ast.stmt
     steps: tuple[_Step, ...]
     bound: tuple[str, ...]
 
     def can_reach(self, later: _StatementInBlocks) -> bool:
-        """Return whether a call of the function can run this statement and then ``later``."""
+        """Return whether a single call of the function can run this statement and afterwards ``later``."""
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
         own, later_steps = self.steps[shared:], later.steps[shared:]
         if own and later_steps and own[0].parent is later_steps[0].parent and _are_alternatives(own[0], later_steps[0]):
@@ -53,7 +57,7 @@ class _StatementInBlocks(NamedTuple):
 
 
 class Values:
-    """The values of names and attributes in a function, without nested functions."""
+    """The values of names and attributes in a function. Nested functions are ignored."""
 
     def __init__(self, function: Function) -> None:
         self._statements = sorted(_placed(function.body, ()), key=lambda statement: statement.node.lineno)
@@ -62,11 +66,11 @@ class Values:
         """Return the names whose first value lives longer than in the old version.
 
         Args:
-            old: The old version.
-            is_changed: Returns whether a statement of this version is missing in the old version.
+            old: The values in the function's old version.
+            is_changed: Returns whether a statement in this version has lines that the old version lacks.
 
         Returns:
-            The statement that ended the value in the old version, by name: ``{"hidden": "del hidden"}``.
+            For each name, the statement that ended the value in the old version: ``{"hidden": "del hidden"}``.
         """
         endings = {}
         for name in {name for statement in self._statements for name in statement.bound}:
@@ -92,7 +96,7 @@ class Values:
         )
 
     def _end(self, name: str) -> _StatementInBlocks | None:
-        """Return the first statement that ends the first value of a name; ``None`` if there is none."""
+        """Return the statement that ends the first value of a name, or ``None`` if no statement ends this value."""
         first = self._first(name)
         if first is None:
             return None
@@ -107,7 +111,7 @@ class Values:
         )
 
     def _last_use(self, name: str, until: _StatementInBlocks | None) -> _StatementInBlocks | None:
-        """Return the last statement that reads or binds a name, at most up to ``until`` (``None`` for the whole function)."""
+        """Return the last statement up to ``until`` that reads or binds a name. With ``None``, search the whole function."""
         last = None
         for statement in self._statements:
             if _depth(statement.node, name) >= 0 or name in statement.bound:
@@ -121,7 +125,7 @@ class Values:
         return -1 if last is None else _depth(last.node, name)
 
     def _is_followed(self, name: str, statement: _StatementInBlocks) -> bool:
-        """Return whether work follows a statement. During this work, a living value of the name takes memory."""
+        """Return whether code after a statement can allocate memory. If so, the peak may include the name's value."""
         if "." in name or "[" in name:
             return True
         first = self._first(name)
@@ -133,7 +137,7 @@ class Values:
         )
 
     def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
-        """Return whether a changed statement calls a method on the object ``name``. The method may end an attribute's value."""
+        """Return whether a changed statement calls a method on the object ``name``. A method may replace attributes' values."""
         return any(
             is_changed(statement.node)
             and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(statement.node))
@@ -180,7 +184,7 @@ def _blocks(node: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def _are_alternatives(step: _Step, other: _Step) -> bool:
-    """Return whether two blocks in a compound statement exclude each other, like ``if`` and ``else``."""
+    """Return whether only one of two blocks in a compound statement can run, as with ``if`` and ``else``."""
     kinds = {step.block.partition(" ")[0], other.block.partition(" ")[0]}
     if isinstance(step.parent, _Loop) or "finalbody" in kinds:
         return False
@@ -188,7 +192,7 @@ def _are_alternatives(step: _Step, other: _Step) -> bool:
 
 
 def _parts(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement without the statements in its blocks. A nested function yields all its nodes."""
+    """Yield a statement's syntax nodes, except statements in its blocks. For a nested function or class, yield all nodes."""
     for child in ast.iter_child_nodes(node):
         if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from ast.walk(child)
@@ -199,7 +203,7 @@ def _works(node: ast.stmt) -> bool:
 
 
 def _depth(node: ast.AST, name: str) -> int:
-    """Return how many working expressions enclose the use of a name: 2 in ``f(g(name))``; -1 if the name is not read."""
+    """Return the number of calls and operations around a name: 2 in ``f(g(name))``. Return -1 if the name is not read."""
     if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
         return 0
     children = (

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _MOVED_SHARE = 0.5
-"""If a new file shares at least this part of its lines with a removed file, it counts as the removed file, renamed."""
+"""A new file counts as renamed if a removed file had at least this share of the new file's lines."""
 _MOST_COMPARED = 300
-"""The most removed files with which a new file is compared."""
+"""The maximum number of removed files to compare with a new file."""
 
 
 class Place(Protocol):
-    """A row or a tally: a line in the user's code, a line in a library, and the call chains to it."""
+    """A place in the code: a line in the user's code, a line in a library, and the call chains to these lines."""
 
     @property
     def site(self) -> str: ...
@@ -47,7 +47,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class ChangedCode:
-    """The lines in ``new`` that ``old`` lacks."""
+    """The lines that the new version of the code contains and the old version lacks."""
 
     old: Source
     new: Source
@@ -56,11 +56,11 @@ class ChangedCode:
     _files: dict[str, TwoVersions | None] = field(default_factory=dict)
 
     def with_packages(self, names: Iterable[str]) -> ChangedCode:
-        """Return a copy for versions in which the releases of the named packages differ."""
+        """Return a copy whose ``packages`` are the given names, normalized."""
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
     def mark(self, place: Place) -> str:
-        """Return a clause if a place's line, or one of its callers' lines, has changed; empty if nothing has changed.
+        """Return a clause if the lines of a place or of its callers have changed, or an empty text if they have not.
 
         Example: ``changed line``, or ``changed line: `del hidden` is gone``.
         """
@@ -71,7 +71,7 @@ class ChangedCode:
         return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
 
     def is_own(self, place: Place) -> bool:
-        """Return whether the place's own line has changed, in the user's code or in the library."""
+        """Return whether the line of the place itself has changed, in the user's code or in a library."""
         return any(line in self._changed(line) for line in (place.library, place.site) if line)
 
     def lines(self, place: Place) -> tuple[str, ...]:
@@ -81,8 +81,9 @@ class ChangedCode:
     def named(self, place: Place) -> tuple[str, ...]:
         """Return the lines to show first for a place, at most one for each call chain to the place.
 
-        They are the changed lines. If nothing has changed, they are the innermost lines in packages whose releases differ.
-        Example: rotary-embedding-torch's own line, and not the einops helper that this line calls.
+        These are the changed lines. If no line has changed, these are the innermost lines in packages whose releases differ.
+        For example, if only rotary-embedding-torch has another release, its own line is shown, and not einops's line, which
+        is called from there.
         """
         return self.lines(place) or tuple(_first_on_chains(place, self._of_compared_package))
 
@@ -93,7 +94,7 @@ class ChangedCode:
         return {line: None} if canonicalize_name(package_of(line)) in self.packages else {}
 
     def _changed(self, line: str) -> dict[str, ChangedLine]:
-        """Return the changed line that affects a line, possibly the line itself; empty if nothing has changed."""
+        """Return the changed line that affects ``line``, possibly ``line`` itself. If no changed line does, return nothing."""
         file, number = file_and_line(line)
         if file not in self._files:
             self._files[file] = self._versions(line)
@@ -102,7 +103,7 @@ class ChangedCode:
         return {} if changed is None else {f"{line.rpartition(':')[0]}:{changed.number}": changed}
 
     def _versions(self, line: str) -> TwoVersions | None:
-        """Return the file of a line in both versions; ``None`` if a version is unknown."""
+        """Return both versions of the file with ``line``, or ``None`` if a version is unknown."""
         new = self.new.lines(line)
         old = self.old.lines(line) if new else None
         if not new or old is None:
@@ -110,7 +111,7 @@ class ChangedCode:
         return TwoVersions(old or self._moved(line, new), new)
 
     def _moved(self, line: str, new: Sequence[str]) -> Sequence[str]:
-        """Return the old file that a new file was moved from; empty if the file was not moved."""
+        """Return the old lines of the file with ``line`` if the file was renamed, and otherwise no lines."""
         name = PurePosixPath(file_and_line(line)[0].partition(": ")[2] or file_and_line(line)[0]).name
         listed = {*self.new.neighbours(line)}
         removed = [file for file in self.old.neighbours(line) if file not in listed and not self.new.lines(file)]
@@ -132,7 +133,7 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
 
 
 def _first_on_chains(place: Place, lookup: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
-    """Return the first line with a result from ``lookup`` on each call chain, starting from the place itself."""
+    """Return the first line on each call chain for which ``lookup`` finds something. A chain starts at the place itself."""
     chains = chains_of(place.site, place.library, place.callers)
     firsts = (next(filter(None, map(lookup, chain)), {}) for chain in chains)
     return {line: value for first in firsts for line, value in first.items()}
@@ -151,7 +152,7 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
 
 
 def without_callers(verdict: Verdict) -> Verdict:
-    """Return a verdict without callers, which are only needed until the changed lines are marked."""
+    """Remove callers from a verdict, because they are only needed until the changed lines are marked."""
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)

@@ -1,4 +1,4 @@
-"""Find the source code of the lines in rows, in folders on this machine or in a commit."""
+"""Read the source files of lines in rows, from folders on this machine or from a commit."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _MOST_FILES = 20_000
 _PLAIN = "100"
-"""First digits in the mode of a plain file; links and submodules have other digits."""
+"""The first digits of a plain file's mode in git. The modes of links and submodules begin with other digits."""
 
 
 class Source(Protocol):
-    """One version of the code."""
+    """A version of the code, whose source files can be read."""
 
     def lines(self, line: str) -> Sequence[str] | None:
-        """Return the source lines for a row's ``line``, such as ``models/gpt.py:12``.
+        """Return all lines in the file of a row's ``line``: for ``models/gpt.py:12``, the lines in ``models/gpt.py``.
 
-        The result is empty if this version lacks the file, and ``None`` if the file is unknown or unreadable.
+        The result is empty if this version lacks the file, and ``None`` if the file cannot be found or read.
         """
 
     def neighbours(self, line: str) -> Iterator[str]:
-        """Yield the Python files from the same project or package, each as a line: ``models/gpt.py:1``."""
+        """Yield the Python files in the project or package of ``line``, each by its first line: ``models/gpt.py:1``."""
 
 
 def _decoded(data: bytes) -> list[str] | None:
-    """Return a source file's lines as Python counts them; ``None`` if they cannot be decoded."""
+    """Return a source file's lines as Python counts lines, or ``None`` if the file cannot be decoded."""
     try:
         return decode_source(data).split("\n")
     except (SyntaxError, UnicodeDecodeError, LookupError):
@@ -111,7 +111,7 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 class NoSource:
-    """A version of the code without any source."""
+    """A version of the code whose source files are unknown."""
 
     def lines(self, line: str) -> None:
         del line
@@ -122,7 +122,7 @@ class NoSource:
 
 
 class Blob(NamedTuple):
-    """A file in a commit: its mode, for example ``100644`` for a plain file, and the name of its contents."""
+    """A file in a commit: its mode, for example ``100644`` for a plain file, and git's hash for its contents."""
 
     mode: str
     name: str
@@ -132,24 +132,24 @@ class Blob(NamedTuple):
 class Commit:
     """The project's code in a commit, without installed packages and without nested repositories.
 
-    The methods raise `GitError` if the clone lacks the contents of a file.
+    The methods raise `GitError` if the clone lacks a file's contents.
     """
 
     top: Path
-    """The checkout's folder."""
+    """The checkout's root folder."""
     prefix: PurePosixPath
-    """The path from the checkout to pytest's root directory."""
+    """The path from the checkout's root folder to pytest's root directory."""
     files: Mapping[str, Blob]
-    """The commit's files by path from the checkout."""
+    """The commit's files, by path from the checkout's root folder."""
 
     @classmethod
     def read(cls, top: Path, root: Path, commit: str) -> Commit:
         """Read a commit.
 
         Args:
-            top: The checkout's folder.
+            top: The checkout's root folder.
             root: pytest's root directory.
-            commit: The hash, which may be abbreviated.
+            commit: The commit's hash, which may be abbreviated.
 
         Raises:
             GitError: The clone lacks the commit, or the hash is not valid.

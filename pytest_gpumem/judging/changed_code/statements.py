@@ -1,6 +1,6 @@
-"""Changed statements between two versions of a file. Pure.
+"""Find the lines that changed between two versions of a file. All functions are pure.
 
-A line can count as changed although its text is the same. For example, a function loses ``del hidden``::
+A line can count as changed although its text is the same. For example, a function loses the statement ``del hidden``::
 
     hidden = self.up(x)        # line 2: changed, because ``del hidden`` is gone and the tensor lives longer
     out = self.down(hidden)    # line 3: not changed
@@ -27,11 +27,11 @@ _With = (ast.With, ast.AsyncWith)
 _Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
 """Statements that can replace a ``with`` while the lines in its body stay the same."""
 _TESTS_OWN = "pytest."
-"""Prefix of decorators that affect the selection of tests, but not the code in the tests."""
+"""Prefix of pytest's decorators, which affect the selection of tests, but not the code in the tests."""
 
 
 class _Statement(NamedTuple):
-    """First and last line of a statement, and the names that it binds: ``outputs``, ``self.cache``."""
+    """A statement's first and last line, and its bound names, for example ``outputs`` and ``self.cache``."""
 
     first: int
     last: int
@@ -39,7 +39,10 @@ class _Statement(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Lines inside a changed ``with`` or under changed decorators: the line to report, and the first and last line."""
+    """Lines inside a changed ``with``, or in a function with changed decorators.
+
+    ``changed`` is the line to report for all these lines. ``begin`` and ``end`` are the first and the last of these lines.
+    """
 
     changed: ChangedLine
     begin: int
@@ -47,7 +50,11 @@ class _Block(NamedTuple):
 
 
 class ChangedLine(NamedTuple):
-    """A line of the new file, and the removed statement or decorator from the old file: ``del hidden``."""
+    """The number of a changed line in the new file.
+
+    ``removed`` is the statement or decorator whose removal is the change, for example ``del hidden``. It is empty if the line
+    itself has changed.
+    """
 
     number: int
     removed: str = ""
@@ -55,19 +62,19 @@ class ChangedLine(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """A file in both versions, as lines."""
+    """The lines of a file in the old and the new version."""
 
     old: Sequence[str]
     new: Sequence[str]
 
     @cached_property
     def common_lines(self) -> dict[int, int]:
-        """Line numbers in the new file that also exist in the old file, with their old numbers. They count from 1.
+        """The old line number for each line of the new file, by new line number, without changed lines. Numbers count from 1.
 
-        Example: if the old file's line 2 was removed, ``{1: 1, 2: 3, 3: 4}``.
+        Example: an old file has 4 lines, and its line 2 was removed: ``{1: 1, 2: 3, 3: 4}``.
         """
         old, new = self.old, self.new
-        # Most files differ in a few lines. Matching only these lines is fast even in a file with 10,000 lines.
+        # Most files begin and end with many equal lines. Without these, matching is fast even in a file with 10,000 lines.
         shortest = min(len(old), len(new))
         begin = next((index for index in range(shortest) if old[index] != new[index]), shortest)
         rest = shortest - begin
@@ -85,13 +92,15 @@ class TwoVersions:
     def changed_at(self, number: int) -> ChangedLine | None:
         """Return the changed line that affects a line of the new file; ``None`` if nothing has changed.
 
-        The first match counts:
+        The first condition that is true decides:
 
-        1. The line's statement has changed: the line itself.
-        2. The statement's result lives longer, because the old function deleted this result before other work: the line itself.
-        3. A ``with`` around the line has changed, or another block has replaced it: the first line of the new block.
-        4. A decorator on the line's function has changed: the function's first line. For example, ``@torch.no_grad()`` decides
-           whether the function's calls save tensors.
+        1. The statement with the line has changed. The result is the line itself.
+        2. A value that the statement binds lives longer, because for example a ``del`` was removed. The result is the line
+           itself.
+        3. A ``with`` around the line has changed, or another block has replaced the ``with``. The result is the first line of
+           the new block.
+        4. A decorator on the function with the line has changed. The result is the function's first line. For example,
+           ``@torch.no_grad()`` decides whether the function's calls save tensors.
         """
         statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
         innermost = max(statements, default=_Statement(number, number))
@@ -120,7 +129,7 @@ class TwoVersions:
 
     @cached_property
     def _statements(self) -> list[_Statement]:
-        """All statements. A compound statement ends at the line before its body."""
+        """All statements in the new file. A compound statement is counted only up to the line before its body."""
         statements = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
@@ -132,7 +141,7 @@ class TwoVersions:
     def _longer_lived(self) -> dict[str, dict[str, str]]:
         """Names whose first value lives longer in the new version, by the function's qualified name.
 
-        The mapping's values are the old statements that ended each value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        With each name comes the old statement that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {
@@ -148,7 +157,7 @@ class TwoVersions:
 
     @cached_property
     def _blocks(self) -> list[_Block]:
-        """Blocks with a changed head."""
+        """Blocks whose first line has changed, and functions whose decorators have changed."""
         blocks = [
             _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
@@ -157,7 +166,7 @@ class TwoVersions:
             and self._differs(node.lineno, _first(node.body[0]) - 1)
         ]
         old_decorators = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
-        # A removed decorator leaves no line, so the function's first line stands for it.
+        # A removed decorator has no line in the new file, so the function's first line is reported.
         for name, node in self._functions.items():
             decorators = _decorators(node)
             earlier = old_decorators.get(name, decorators)
@@ -167,12 +176,12 @@ class TwoVersions:
         return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
-        """Return whether the old file had a statement from this block inside a ``with``."""
+        """Return whether a statement in this block was inside a ``with`` in the old file."""
         return not self._old_in_with.isdisjoint(self.common_lines.get(_first(statement)) for statement in body)
 
     @cached_property
     def _old_in_with(self) -> frozenset[int]:
-        """First lines of the statements in the old file's ``with`` bodies."""
+        """The line numbers at which the statements in the old file's ``with`` bodies begin."""
         nodes = ast.walk(_parsed(self.old))
         return frozenset(_first(statement) for node in nodes if isinstance(node, _With) for statement in node.body)
 

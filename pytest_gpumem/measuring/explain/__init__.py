@@ -1,1 +1,1 @@
-"""Explanation of a peak: recorded events, block lifetimes, and the composition of the live bytes."""
+"""Explain a peak: record a step's allocations, find each block's lifetime, and list the tensors live at the peak."""

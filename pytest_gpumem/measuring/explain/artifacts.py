@@ -1,4 +1,4 @@
-"""Files from a recorded step: its timeline as JSON, and the allocator's snapshot for PyTorch's viewer."""
+"""Write files about a recorded step: a timeline as JSON, and on CUDA a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 TIMELINE_FORMAT = 1
 TIMELINE_KEYS = {"format": f"The number of the format: {TIMELINE_FORMAT}.", "test": "The test's node id."}
-"""The keys in a timeline, besides the fields of `OverTime`, and their meaning."""
+"""The keys in a timeline file besides the fields of `OverTime`, each with its meaning."""
 _LONGEST_NAME = 120
 
 
 def artifact_name(nodeid: str, number: int) -> str:
-    """Return a file name without suffix for a test's ``number``-th recording. The name is unique to the test."""
+    """Return a file name without suffix for a test's ``number``-th recording. Two tests never get the same name."""
     plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.-")
     return f"{plain or 'test'}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
 
 
 class Artifacts:
-    """Writer for a test's recordings, into the folder from ``--gpumem-artifacts``.
+    """Writes a test's recordings into the folder from ``--gpumem-artifacts``. Without this option, nothing is written.
 
-    Each recorded step gets a file ``<test>-<hash>-<number>.timeline.json``, which is written completely or not at all. On CUDA
-    it also gets ``<test>-<hash>-<number>.snapshot.pickle``, written by ``torch.cuda.memory._dump_snapshot``.
+    Each recorded step gets a file ``<test>-<hash>-<number>.timeline.json``, which is written completely or not at all. On CUDA,
+    there is also a file ``<test>-<hash>-<number>.snapshot.pickle``, as ``torch.cuda.memory._dump_snapshot`` writes it.
     """
 
     def __init__(self, folder: Path | None, nodeid: str, device: Device) -> None:
@@ -43,7 +43,7 @@ class Artifacts:
         self._count = 0
 
     def keep(self, recorded: Recording) -> str | None:
-        """Write a recording's files. Return a clause if this fails, otherwise ``None``."""
+        """Write a recording's files. If this fails, return the reason, and otherwise ``None``."""
         if self._folder is None:
             return None
         self._count += 1
@@ -51,7 +51,7 @@ class Artifacts:
         timeline, snapshot = (self._folder / f"{name}.{suffix}" for suffix in ("timeline.json", "snapshot.pickle"))
         try:
             for earlier in (timeline, snapshot):
-                # An earlier session's file must not look like a file from this session.
+                # Remove a file from an earlier session, so nobody takes it for a file from this session.
                 earlier.unlink(missing_ok=True)
             write_atomically(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
             self._device.keep_snapshot(snapshot)

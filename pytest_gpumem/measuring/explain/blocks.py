@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A block from its allocation to its free. Moments are token indices, and -1 is before the recording.
+    """A memory block from its allocation to its free.
 
-    `lifetimes` has an example.
+    A moment is an index into the recording's tokens, and -1 means before the recording. The module `lifetimes` has an example.
     """
 
     address: int
     nbytes: int
     allocated: int
     freed: int | None = None
-    """``None`` if the block outlived the recording."""
+    """The moment of the free; ``None`` if the block was still live at the end of the recording."""
     own: bool = True
-    """True if the step allocated the block, or held it at the step's beginning."""
+    """True if the step allocated the block, or if the block already belonged to the step when the recording began."""
     phase: str = ""
-    """The step's phase. For code without phases: ``forward``, ``backward`` or ``optimizer``."""
+    """The phase that allocated the block. In code without marked phases: ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
     node: str = ""
     """The autograd node that allocated the block; empty if Python code allocated the block."""
     in_optimizer: bool = False
     recomputed: bool = False
-    """True if Python code allocated the block during backward, so the code was recomputed."""
+    """True if forward code allocated the block while backward ran this code again, for example in a checkpointed layer."""
     mark: Mark | None = None
-    """The innermost mark around the allocation. In backward, the mark around the operator that created the node. ``None`` if
-    there is no mark."""
+    """The innermost module or call mark around the allocation. For a block from an autograd node, the mark around the forward
+    operator that created this node. ``None`` if there is no mark."""
     call_ended: int | None = None
     """The moment when the innermost torch function, node or operator around the allocation ended."""
     module_ended: int | None = None
@@ -45,12 +45,12 @@ class Lifetime:
     tensor: str = ""
     label: Label | None = None
     is_kept: bool | None = None
-    """For a block that outlives the step: True if all following steps keep it, False if a following step frees it.
+    """For a block that outlives the step: True if all following steps keep the block, False if a following step frees it.
 
     ``None`` if no following step was recorded.
     """
     matched: Lifetime | None = None
-    """For a leftover from an earlier step: the block with equal size that this step made in the same way, and left."""
+    """For a leftover from an earlier step, the block of equal size that the recorded step made in the same way."""
 
     @property
     def is_older(self) -> bool:
@@ -60,15 +60,16 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Live bytes and block lifetimes in a recording. Live bytes count from the beginning, and moments are token indices.
+    """Live bytes and block lifetimes in a recording.
 
+    Live bytes are the change since the beginning of the recording. A moment is an index into the recording's tokens. The module
     `lifetimes` has an example.
     """
 
     live: tuple[int, ...]
     """The live bytes after each token."""
     peak: int
-    """The moment of the peak; -1 if live bytes never rose above the beginning."""
+    """The moment of the peak; -1 if live bytes were never higher than at the beginning."""
     peak_bytes: int
     lifetimes: tuple[Lifetime, ...]
     recomputed: Mapping[str, int]
@@ -76,26 +77,27 @@ class Timeline:
     """The moments at which autograd nodes began to run."""
     step_ended: int | None = None
     garbage: tuple[int, int] | None = None
-    """The first and last moment of the cycle collection after the step."""
+    """The first and last moment of the garbage collection after the step."""
     workspaces: tuple[int, int] | None = None
-    """The first and last moment of the backend's workspace release after the step."""
+    """The first and last moment at which the backend (cuBLAS) frees its workspaces after the step."""
     no_grad: ModuleCalls = field(default_factory=dict)
     """The number of calls with grad mode off, for each module and function (`GraphCalls`)."""
     no_backward: ModuleCalls = field(default_factory=dict)
-    """The number of forward calls for which no node ran in backward, for each module (`GraphCalls`)."""
+    """The number of each module's forward calls whose autograd nodes did not run in backward (`GraphCalls`)."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """The callers of modules and functions with grad mode on, by folded path."""
+    """The callers of modules and functions that ran with grad mode on, by folded path, for example ``blocks.*.attention``."""
     function_at: Mapping[str, str] = field(default_factory=dict)
     """The function that contains each line, for lines that ran with grad mode on."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
-    """Each module's layer numbers, by folded path."""
+    """The layer numbers in each module's paths, by folded path: ``{"blocks.*": {(0,), (1,)}}`` for two blocks."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
-    """The steps recorded right after this step. Their older blocks are all blocks live at their beginning, with any owner."""
+    """The steps recorded right after this step. In the timeline of a following step, all blocks from
+    before this following step are older blocks, whoever owns them."""
 
     def at(self, moment: int) -> list[Lifetime]:
-        """Return the blocks live right after a moment."""
+        """Return the blocks live right after the token at ``moment``."""
         return [
             block
             for block in self.lifetimes

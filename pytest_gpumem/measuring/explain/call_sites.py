@@ -1,4 +1,4 @@
-"""The lines that create tensors or call operators, in forward and backward."""
+"""Find the lines that create tensors or call operators, in forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
-    """Within the context, store in ``by_address`` the calling line for each tensor made by a torch function."""
+    """Record which line creates each tensor within the context.
+
+    For each tensor created by a torch function, the calling line is stored in ``by_address``, under the storage's address.
+    """
     import torch
 
     def addresses(value: object) -> set[int]:
@@ -34,7 +37,7 @@ def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        # In-place functions return an argument, which they did not create.
+        # An in-place function returns one of its arguments, which is not a new tensor.
         returned = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
         for address in returned and returned - addresses((args, kwargs)):
             by_address[address] = sites.caller_site(2)
@@ -45,14 +48,14 @@ def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
 
 
 class OperatorSites:
-    """Finder for the places of operators during one run of a step."""
+    """Finds the module and the lines from which each operator is called, during a single run of a step."""
 
     def __init__(self, sites: Sites, device: torch.device) -> None:
         self._sites = sites
         self._tracker = Tracker(device, sites, "modules", snapshots=False)
         self._first_number = next_node_number()
         self._made: dict[int, tuple[int, OperatorSite]] = {}
-        """The thread and place in which each graph node was created, by autograd's number. Each thread counts its own nodes."""
+        """The thread and place that created each autograd node, by the node's number. Each thread has its own numbers."""
         self._at_line: dict[tuple[str, str], OperatorSite] = {}
         """The place of the first forward operator at each line."""
         self.modules: set[str] = set()
@@ -65,18 +68,18 @@ class OperatorSites:
         return self._tracker.watching()
 
     def operator_site(self) -> OperatorSite:
-        """Return the place of the operator that runs next. Call this for each operator, because views create nodes too."""
+        """Return the place of the operator that runs next. Call this also for views, because they create nodes too."""
         module, site = self._tracker.module, self._sites.caller_site(2)
         self.modules.add(module)
         number = running_node_number()
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
         line = site.user, site.library
         if number is None:
-            # The folded path stands for any layer, because recomputed code in backward does not show its layer.
+            # Code recomputed in backward does not show its layer. So store the folded path (``blocks.*``) for this code.
             self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
-            # This is Python code in a node: a recomputed part, or the backward of an autograd function.
+            # Python code runs in an autograd node: recomputed code, or the backward of a custom autograd function.
             if not module:
                 place = self._at_line.get(line, place)
             elif not site.user:
@@ -87,7 +90,7 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # If autograd creates a node for the operator, autograd creates the node before the operator runs.
+        # Autograd creates an operator's node before the operator runs. So a new latest number belongs to this operator's node.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return

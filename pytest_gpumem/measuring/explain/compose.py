@@ -1,4 +1,4 @@
-"""Composition of the live bytes at a moment in a timeline. Pure.
+"""Make the composition of the live bytes at a moment in a timeline. All functions are pure.
 
 Each live block becomes a row with a category. Equal rows are merged.
 
@@ -17,8 +17,8 @@ Example:
 
     1. The owner's category, if an ownership snapshot gave the block a label: ``parameter``, ``buffer``, ``gradient``,
        ``optimizer state`` or ``input``.
-    2. ``workspace``: the block was freed before its call ended, or with the backend's workspaces.
-    3. ``other``: an older block without a label.
+    2. ``workspace``: the block was freed before the call that allocated the block ended, or with the backend's workspaces.
+    3. ``other``: the block is older than the recording and has no label.
     4. ``temporary``: an autograd node allocated the block.
     5. All other blocks come from Python code. A block from an optimizer is ``temporary`` if it was freed, and otherwise
        ``other``. A block from a module is ``activation`` if it outlived the module's call, and otherwise ``temporary``. A
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
-    """Return the composition right after a moment.
+    """Return the composition right after the token at ``moment``.
 
     Args:
         timeline: The recorded step.
-        moment: A token index; -1 for the beginning.
+        moment: An index into the recording's tokens; -1 for the beginning of the recording.
         own: The step's own bytes when the recording began.
     """
     live = timeline.live[moment] if moment >= 0 else 0
@@ -76,7 +76,7 @@ def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Compositio
 
 
 def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
-    """Return the composition of the bytes kept by the step. ``growth`` is the argument of `survivors_of`."""
+    """Return the composition of the bytes kept by the step after its end. ``growth`` is passed to `survivors_of`."""
     survivors = survivors_of(timeline, growth)
     step = (timeline, *timeline.following)[survivors.step]
     rows = [
@@ -87,8 +87,8 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
     notes = [*map(_note_on_ambiguous, survivors.ambiguous)]
     if survivors.replacements:
         notes.append(
-            f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces a smaller tensor, as with "
-            "torch.cat on a cache"
+            f"{format_bytes(survivors.difference)} is the difference between a tensor and the smaller tensor that it replaces, "
+            "as with torch.cat on a cache"
         )
     return Composition(
         survivors.nbytes, join_layers(merge_rows(rows), timeline.layers), timeline.recomputed, tuple(notes)
@@ -96,14 +96,14 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
 
 
 def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
-    """Return the holders of the bytes kept by the step.
+    """Return the holders of the bytes kept by the step after its end.
 
-    A holder is certain unless its blocks are ambiguous and these blocks have several holders.
+    If it is ambiguous which blocks are kept, and these blocks have several holders, the result names all as alternatives.
 
     Args:
         timeline: The recorded step and the following steps.
-        paths: The path to the holder of each block that is live at the end of the recording, by address.
-        growth: The argument of `survivors_of`.
+        paths: For each live block at the end of the recording, the path to the block's holder, by the block's address.
+        growth: Passed to `survivors_of`.
     """
     survivors = survivors_of(timeline, growth)
     step = (timeline, *timeline.following)[survivors.step]
@@ -116,10 +116,10 @@ def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) ->
 
 
 def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tuple[Sequence[Lifetime], Row]]:
-    """Yield a replacement's latest blocks, each time with a row for the added bytes.
+    """Yield the latest blocks of a replacement, with a row for the bytes by which these blocks have grown.
 
-    If several blocks have equal sizes, their differences are equal. Example: a line replaces a cache of keys and a cache of
-    values. Otherwise only the sum is known, and a single row contains all blocks.
+    Blocks of equal size have grown equally, so each block gets its own row. For example, a line replaces a cache of keys and a
+    cache of values. Otherwise only the sum is known, and a single row stands for all blocks.
     """
     row = _row(larger.block, timeline)
     number = len(larger.latest)
@@ -129,7 +129,7 @@ def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tu
 
 
 def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
-    """Return the holders of renewed inputs. ``paths`` are the same as for `holders_in`."""
+    """Return the holders of inputs that the step frees and creates again. ``paths`` is the same as in `holders_in`."""
     rows = [
         ([renewal.latest], _row(renewal.freed, timeline))
         for renewal in renewals(timeline)
@@ -141,7 +141,7 @@ def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[
 def _holders(
     timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
 ) -> tuple[Holder, ...]:
-    """Return the holders for rows. Each row comes with the blocks that may be its memory. Rows without a path are left out."""
+    """Return the holders for rows. A row comes with the blocks that may contain its bytes. Rows without a path are dropped."""
     rows_by_paths: dict[frozenset[str], list[Row]] = {}
     for blocks, row in rows:
         row_paths = frozenset(paths[block.address] for block in blocks if block.address in paths)
@@ -159,7 +159,7 @@ def _holders(
 def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
     """Return a single row for ambiguous blocks, with all their lines and operators.
 
-    The module and the tensor's text are empty if the blocks differ.
+    The row has no module if the blocks come from different modules, and no dtype and shape if these differ.
     """
     rows = merge_rows(_row(block, timeline) for block in pool.blocks)
 
@@ -188,7 +188,7 @@ def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
-    """Return the composition of the blocks freed only by the cyclic collector, after the step."""
+    """Return the composition of the blocks freed only by Python's cyclic collector, after the step."""
     if timeline.garbage is None:
         return Composition(0, ())
     begin, end = timeline.garbage
@@ -221,7 +221,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
 
 
 def category_of(block: Lifetime, timeline: Timeline) -> str:
-    """Return a block's category: from its owner, or otherwise from the allocating code and the lifetime."""
+    """Return a block's category. Without an owner, the category depends on the allocating code and the lifetime."""
     if block.matched is not None:
         return category_of(block.matched, timeline)
     if block.label is not None:
@@ -241,7 +241,7 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "temporary" if block.freed is not None else "other"
     if block.module_ended is not None:
         return "temporary" if _freed_by(block, block.module_ended) else "activation"
-    # Outside of all modules, an activation is a block that lives until backward begins to run nodes.
+    # A block from outside all modules is an activation if it is still live when backward runs the next node.
     after = bisect_right(timeline.nodes, block.allocated)
     if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"

@@ -1,4 +1,4 @@
-"""Reference cycles that hold tensors. Only Python's cyclic collector can free them."""
+"""Find reference cycles that keep tensors alive. Only Python's cyclic collector can free these tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LONGEST = 8
 
 
 def collect_cycles() -> tuple[str, ...]:
-    """Collect garbage, and return the types in its reference cycles that hold tensors.
+    """Collect garbage, and return the types in each collected reference cycle with tensors.
 
     Example:
         ``("Trainer -> dict -> Trainer",)``
 
-    The most frequent cycles come first, at most `MOST_CYCLES`. The flags from ``gc.set_debug`` are restored.
+    At most `MOST_CYCLES` cycles are returned, the most frequent first. The flags from ``gc.set_debug`` are restored.
     """
     flags = gc.get_debug()
     already_found = len(gc.garbage)
@@ -39,9 +39,9 @@ def collect_cycles() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """Return the types in each reference cycle among ``objects``, without cycles from which no tensor can be reached.
+    """Return the types in each reference cycle among ``objects``. A cycle from which no tensor can be reached is left out.
 
-    Each cycle begins with its most specific type.
+    Each cycle begins with its most specific type, for example ``Trainer`` and not ``dict``.
     """
     import torch
 
@@ -52,7 +52,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
     ]
     counts: dict[str, int] = {}
     holding: set[int] = set()
-    # A component comes after all components that can be reached from it.
+    # `_strongly_connected` returns a component after all components to which this component refers.
     for component in _strongly_connected(edges):
         if not any(
             is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component
@@ -67,7 +67,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """Return, as text, a shortest cycle through one object of the component, preferably an object of a user's class."""
+    """Return the text of a shortest cycle through an object in ``component``, if possible an object with a user's class."""
     first = min(component, key=lambda number: (_genericness(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}
@@ -91,7 +91,7 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
 
 
 def _genericness(node: object) -> int:
-    """Return a sort key that is larger for less specific types."""
+    """Return a sort key: 0 for an object with a user's class, 2 for a container, frame or method, and 1 for other objects."""
     if is_a(node, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
     return 1 if package_of(type(node)) in ("builtins", "functools", "weakref") else 0
@@ -102,7 +102,7 @@ def _type_name(node: object) -> str:
         return f"function {node.__qualname__}"
     if is_a(node, types.FrameType):
         return f"frame of {node.f_code.co_qualname if hasattr(node.f_code, 'co_qualname') else node.f_code.co_name}"
-    # The text leaves out the function in which the class is defined.
+    # `class_name` leaves out the function in which a class is defined.
     return class_name(type(node))
 
 
@@ -111,7 +111,7 @@ def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     components: list[list[int]] = []
     path: list[int] = []
     starts: list[int] = []
-    # Each node's position in the path. Nodes in a complete component get a position behind all other positions.
+    # Each node's position in the path. After its component is complete, a node gets a position behind all others.
     position: dict[int, int] = {}
     for root in range(len(edges)):
         work = [(-1, iter((root,)))] if root not in position else []

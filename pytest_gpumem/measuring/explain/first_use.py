@@ -1,6 +1,6 @@
-"""Tensors left by a measured run, and their holders.
+"""Find the tensors left behind by a measured run, and their holders.
 
-A cache fills at its first use, in the measured run. The recorded run comes later, so it does not show how the cache fills.
+A cache is filled at its first use, in the measured run. The recorded run comes later and finds a full cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class NewTensors:
     """The tensors made between the creation of this object and `record`. This object keeps no tensor alive.
 
-    Only objects outside the frozen heap are examined, which takes 1 ms for 20,000 objects. Call `record` before the heap is
-    frozen again.
+    Only objects not frozen by ``gc.freeze`` are examined, which takes 1 ms for 20,000 objects. Call `record` before new objects
+    are frozen.
     """
 
     def __init__(self) -> None:
-        # Python reuses ids, so an id counts only while its tensor lives.
+        # Python reuses ids, so an id identifies a tensor only while the tensor is alive.
         self._older = _references()
         self._newer: list[weakref.ref[torch.Tensor]] = []
         self._is_frozen = _is_torch_frozen()
@@ -40,14 +40,14 @@ class NewTensors:
     def record(self) -> None:
         """Record the new tensors.
 
-        If other code has unfrozen the heap, nothing is recorded, because older tensors would look new.
+        If other code has called ``gc.unfreeze``, nothing is recorded, because older tensors would look new.
         """
         if self._is_frozen == _is_torch_frozen():
             older = {number for number, reference in self._older.items() if reference() is not None}
             self._newer = [reference for number, reference in _references().items() if number not in older]
 
     def alive_by_address(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
-        """Return the new tensors still alive, by block address on a device. Blocks with an older tensor are left out."""
+        """Return the new tensors still alive, by block address. Blocks shared with an older tensor are left out."""
         older = blocks_of(_alive(self._older.values()), device)
         by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in _alive(self._newer):
@@ -57,7 +57,7 @@ class NewTensors:
 
 
 def _is_torch_frozen() -> bool:
-    """Return whether the torch module is in the frozen heap. Counting all frozen objects would take 0.1 s."""
+    """Return whether objects are frozen, with the torch module as a sample. Counting frozen objects would take 0.1 s."""
     import torch
 
     return not any(value is torch for value in gc.get_objects())
@@ -75,7 +75,7 @@ def _alive(references: Iterable[weakref.ref[torch.Tensor]]) -> Iterator[torch.Te
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block left by a run, as a composition row, and the tensors in its memory."""
+    """A block left behind by a run: its row for a composition, and the tensors in its memory."""
 
     row: Row
     tensors: tuple[weakref.ref[torch.Tensor], ...]
@@ -87,23 +87,23 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class RetainedBlocks:
-    """The blocks left by a measured run, and the path to each block's holder, by address. This object keeps no block alive."""
+    """The blocks left behind by a measured run, and the path to each block's holder. This object keeps no block alive."""
 
     blocks: Mapping[int, _Block]
     paths: Mapping[int, str]
 
     def holders(self, besides: Collection[str] = (), *, is_once: bool = False) -> tuple[Holder, ...]:
-        """Return the holders, sorted by `ranked`.
+        """Return the blocks' holders, the holder with most bytes first.
 
         Args:
-            besides: Paths to leave out, because these holders also got tensors from the next run.
-            is_once: True if there was no next run, so no holder can be shown to be a cache.
+            besides: Paths of holders to leave out, because these holders also keep tensors from the next run.
+            is_once: True if there was no next run, so it is unknown whether a holder is a cache.
         """
         rows: dict[tuple[str, bool], list[Row]] = defaultdict(list)
         for address, path in self.paths.items():
             if path not in besides:
                 block = self.blocks[address]
-                # If the next run has replaced the block, the holder is no cache, even if its bytes do not grow.
+                # If the next run has replaced the block, the holder is not a cache, even if its bytes do not grow.
                 rows[path, not is_once and block.is_alive(address)].append(block.row)
         return sort_holders(
             Holder(path, Composition(sum(row.nbytes for row in held_rows), merge_rows(held_rows)), first_use=is_alive)
@@ -111,15 +111,14 @@ class RetainedBlocks:
         )
 
     def extend_explanation(self, explanation: Explanation) -> Explanation:
-        """Return the recorded run's explanation, with the bytes left only by the measured run.
+        """Add the bytes left behind by the measured run, and not by the recorded run, to the recorded run's explanation.
 
-        Other bytes retained by the recorded run may be the same leak, with a different or unknown path. So bytes are added
-        only as far as they exceed these other bytes. A holder is certainly a cache only if all holders in the recorded run are
-        known.
+        The recorded run may have retained the same bytes under a different or unknown path. So only additional bytes are
+        added. A holder is certainly a cache only if all holders in the recorded run are known.
 
         Example:
-            The measured run left 100 kB in ``Cache.tables`` and 40 kB in ``Net.seen``. The recorded run retained 40 kB in
-            ``Net.seen``. So 100 kB in ``Cache.tables`` are added.
+            The measured run left 100 kB in ``Cache.tables`` and 40 kB in ``Net.seen``. The recorded run retained only 40 kB in
+            ``Net.seen``. So the 100 kB in ``Cache.tables`` are added.
         """
         retained, recorded = explanation.retained, explanation.holders
         besides = {path for holder in recorded for path in (holder.path, *holder.alternatives)} - {""}
@@ -156,13 +155,13 @@ def _nbytes(holder: Holder) -> int:
 def blocks_retained_by_run(
     new_tensors: NewTensors, device: torch.device, own: Collection[int], known_blocks: Mapping[int, int]
 ) -> RetainedBlocks:
-    """Return the blocks left by a run. Call this right after the run.
+    """Return the blocks left behind by a run. Call this right after the run.
 
     Args:
         new_tensors: The run's tensors, after `NewTensors.record`.
         device: The device of the blocks.
-        own: Addresses of blocks kept on purpose.
-        known_blocks: The size of each block that the device knows, by address. Some have no tensor in Python.
+        own: The addresses of the test's own blocks, for example from its fixtures.
+        known_blocks: The size of each new block known to the device, by address. Some blocks have no Python tensor.
     """
     blocks = {
         address: _Block(Row("other", nbytes), (), device)
@@ -179,6 +178,6 @@ def blocks_retained_by_run(
 
 
 def _text_of(tensors: list[torch.Tensor], nbytes: int) -> str:
-    """Return dtype and shape for a block; empty if all its tensors are smaller views."""
+    """Return dtype and shape from a tensor as large as the block. If all tensors are smaller views, return no text."""
     full_size = (tensor for tensor in tensors if dense_bytes(tensor) == nbytes)
     return next((tensor_text(*dtype_and_shape(tensor)) for tensor in full_size), "")

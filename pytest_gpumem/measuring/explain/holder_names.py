@@ -1,4 +1,4 @@
-"""Names for permanent holders of tensors: modules, classes, functions and their caches, with their packages."""
+"""Name the permanent holders of tensors: modules, classes, functions and caches, with their packages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
 
 
 def is_excluded(module: str) -> bool:
-    """Return whether a module belongs to pytest or this package, or leads from a test to all other tests."""
+    """Return whether a module cannot be a holder: it belongs to pytest or this package, or refers to all tests."""
     return module.partition(".")[0] in NOT_THE_TESTS
 
 
 def is_own_function(value: object) -> bool:
-    """Return whether a value is a function from this package that replaces another function and refers to it.
+    """Return whether a value is a function from this package, for example a wrapper that replaces a user's function.
 
-    Only the globals show this, because the function copies the name and the module of the replaced function.
+    Only the function's globals show this, because a wrapper copies the wrapped function's name and ``__module__``.
     """
     package = __name__.partition(".")[0]
     name = dict.get(value.__globals__, "__name__") if is_a(value, types.FunctionType) else None
@@ -37,12 +37,12 @@ def context_variable_text(node: object, value: object) -> str | None:
     """Return a context variable's name as a holder: ``"ContextVar('mask')"``.
 
     Args:
-        node: Any object. A context is a tree, whose nodes have a class without a public name. A node contains values, each
-            followed by its variable.
-        value: The variable's value.
+        node: Any object. Python stores the values of context variables in a tree, whose node class has no public name. A
+            node refers to a value and directly afterwards to the value's variable.
+        value: The value to look for.
 
     Returns:
-        The name, or ``None`` if the node does not contain the value.
+        The variable's name, or ``None`` if ``node`` is another object or does not contain the value.
     """
     if not class_name(type(node)).startswith("hamt_"):
         return None
@@ -52,9 +52,9 @@ def context_variable_text(node: object, value: object) -> str | None:
 
 
 def module_name(namespace: object) -> str | None:
-    """Return the name of the module that has ``namespace`` as its globals, even if the module is not in ``sys.modules``.
+    """Return the name of the module whose globals are ``namespace``, even if the module is not in ``sys.modules``.
 
-    The result is ``None`` for other objects.
+    Return ``None`` if no module has these globals.
     """
     if type(namespace) is not dict or not (
         dict.__contains__(namespace, "__builtins__") or dict.__contains__(namespace, "__spec__")
@@ -65,23 +65,23 @@ def module_name(namespace: object) -> str | None:
 
 
 def module_text(namespace: dict[str, Any], name: str) -> str:
-    """Return a module's name as a holder: ``"models"``, ``"accelerate 1.3.0: accelerate.state"``."""
+    """Return a module's name to show as a holder: ``"models"``, or ``"accelerate 1.3.0: accelerate.state"``."""
     return _of_release(_release(namespace), name)
 
 
 def class_text(kind: type) -> str:
-    """Return a class's name as a holder: ``"Net"``, ``"accelerate 1.3.0: GradientState"``."""
+    """Return a class's name to show as a holder: ``"Net"``, or ``"accelerate 1.3.0: GradientState"``."""
     return _of_release(_release(instance_dict(sys.modules.get(module_of(kind))) or {}), class_name(kind))
 
 
 def function_text(function: types.FunctionType, *, outer: bool = False, prefix: str = "") -> str:
-    """Return a function's name as a holder. If the function is in a package, the module is included.
+    """Return a function's name to show as a holder. If a package contains the function, its module is included.
 
-    The name comes from the code object, because decorators copy the name of the function that they wrap.
+    The name comes from the code object, because decorators copy the wrapped function's ``__qualname__``.
 
     Args:
         function: Any function.
-        outer: True for the surrounding function's name, if there is a surrounding function.
+        outer: True to return the enclosing function's name, if ``function`` is nested.
         prefix: Text before the name, for example ``"lru_cache of "``.
     """
     qualname = code_name(function.__code__, function.__qualname__)
@@ -93,18 +93,18 @@ def function_text(function: types.FunctionType, *, outer: bool = False, prefix: 
 
 
 def code_name(code: types.CodeType, name: str | None = None) -> str:
-    """Return a code object's qualified name. In Python 3.10, which lacks the attribute, return ``name`` or the plain name."""
+    """Return a code object's qualified name. In Python 3.10, which lacks ``co_qualname``, return ``name`` or the plain name."""
     return str(getattr(code, "co_qualname", name or code.co_name))
 
 
 def lru_cache_text(cached: Any) -> str | None:
-    """Return a cache's name as a holder: ``"lru_cache of tables"``; ``None`` if ``cached`` wraps no function."""
+    """Return a cache's name to show as a holder: ``"lru_cache of tables"``; ``None`` if ``cached`` wraps no function."""
     function = dict.get(instance_dict(cached) or {}, "__wrapped__")
     return function_text(function, prefix="lru_cache of ") if is_a(function, types.FunctionType) else None
 
 
 def names_of_defaults(function: types.FunctionType) -> list[str]:
-    """Return the parameters that have a default in ``function.__defaults__``."""
+    """Return the names of the parameters with defaults in ``function.__defaults__``."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 
@@ -116,7 +116,7 @@ def _release(namespace: dict[str, Any]) -> str | None:
     if installed is None:
         return None
     package = installed.package
-    # A folder without a distribution has no version, so its name is used.
+    # A folder in site-packages may belong to no distribution, and so has no version. Then the folder's name is returned.
     return installed.parts[0].removesuffix(".py") if package is None else f"{package.name} {package.version}"
 
 

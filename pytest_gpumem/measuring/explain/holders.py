@@ -1,4 +1,7 @@
-"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes on the way."""
+"""Find the holders of tensors, and the attributes on the path from each holder to the tensor.
+
+A holder keeps a tensor alive. It is a module, a class, a function, or an object used by the running test.
+"""
 
 from __future__ import annotations
 
@@ -46,29 +49,29 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
 MOST_TENSORS = 200
-"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, and for a
-single object 0.06 s."""
+"""The maximum number of blocks to examine. In a process with 390,000 objects, a search for the referrers of 256 objects takes
+0.4 s, and a search for a single object's referrers takes 0.06 s."""
 NO_OBJECT = "no Python object (perhaps C++ code keeps it)"
-"""The holder's text for a block without a referrer among the objects known to Python's collector."""
+"""The text to show instead of a holder, if no object known to Python's collector refers to the block."""
 GRAPH = "autograd graph"
 GRADIENT = "gradient"
 MOST_AT_ONCE = 200
-"""The most objects at each height whose referrers are searched."""
+"""The maximum number of objects at each height whose referrers are searched. `_Search` explains heights."""
 HIGHEST = 16
-"""The most references to follow from a tensor. accelerate's state is 7 references above the tensors in a prepared
-`DataLoader`."""
+"""The maximum number of references to follow upwards from a tensor. For example, accelerate's state is 7 references above the
+tensors in a prepared `DataLoader`."""
 _LONGEST = 3
-"""The most parts of a path in a text. A longer path shows its first and last part."""
+"""The maximum number of parts in a displayed path. A longer path is shown by its first and last part."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _SEEN_THROUGH = ("builtins", "functools", "itertools", "operator", "weakref", "collections")
-"""Packages with classes whose attributes say nothing to a user: methods, iterators, `functools.partial`,
-`weakref.WeakKeyDictionary`."""
+"""Packages whose classes are left out of a path: methods, iterators, `functools.partial`, `weakref.WeakKeyDictionary` and
+others. A user does not know the attributes in these classes."""
 _OF_CONTAINERS = ("weakref", "collections")
-"""Packages with container classes. For a user, such an object's attributes are the container's elements."""
+"""Packages with container classes. Values in a container's attributes are shown as the container's elements."""
 
 
 def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the path to each block's holder, which keeps the block alive.
+    """Find the holder that keeps each block alive, and return the paths to these holders.
 
     Example:
         ``{0x7f00: "Net.seen[...]", 0x9f00: "the autograd graph of losses[...]"}``
@@ -77,8 +80,8 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
         blocks: Each block's size in bytes, by address.
 
     Returns:
-        The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Any other block
-        gets the path of the examined blocks with the same size, if they all have the same path.
+        The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Another block
+        gets the path of the examined blocks with its size, if these all have the same path.
     """
     if not blocks:
         return {}
@@ -106,12 +109,12 @@ def _without_holder(paths: Mapping[int, Sequence[_Path]]) -> set[int]:
 
 
 def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
-    """Return the paths to each block's ``owners``. The lists in ``owners`` are emptied, so they keep no owner alive."""
+    """Return the paths to each block's ``owners``, and empty the lists in ``owners``, which would keep the owners alive."""
     search = _Search()
     places = {address: [search.add(owner) for owner in block_owners] for address, block_owners in owners.items()}
     for block_owners in owners.values():
         block_owners.clear()
-    # First a single tensor from each block, because a few blocks have hundreds of views.
+    # The search begins with a single tensor from each block, because some blocks have hundreds of views.
     in_order = itertools.chain.from_iterable(itertools.zip_longest(*places.values()))
     first = list(dict.fromkeys(place for place in in_order if place is not None))[:MOST_AT_ONCE]
     paths = search.paths_of(first)
@@ -129,7 +132,10 @@ def _sample_of(blocks: Mapping[int, int]) -> set[int]:
 
 
 def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the paths to blocks outside the sample. A path is empty unless all examined blocks with the same size agree."""
+    """Return the paths for the unexamined blocks: for each, the path of the examined blocks with the same size.
+
+    A path is empty unless all these examined blocks have the same path.
+    """
     texts_by_size: dict[int, set[str]] = {}
     for address, text in texts.items():
         texts_by_size.setdefault(blocks[address], set()).add(text)
@@ -155,7 +161,7 @@ def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the leaves with gradients at ``addresses``. A gradient becomes a Python object only when it is read."""
+    """Return the leaf tensors whose gradients are at ``addresses``. A gradient is no Python object until code reads it."""
     import torch
 
     by_address: dict[int, list[Any]] = {}
@@ -167,7 +173,7 @@ def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]
 
 
 def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Return NumPy arrays in the memory of blocks, by block address.
+    """Return the NumPy arrays in the blocks' memory, by block address.
 
     Python's collector does not track arrays, so this function searches among the referents of all tracked objects.
     """
@@ -190,12 +196,12 @@ def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
 
 
 def _text_of(paths: Sequence[_Path]) -> str:
-    """Return the text for a block, from all paths that lead to it."""
+    """Return the text of the best path to a block."""
     if all(path.kind is _Kind.NO_REFERRER for path in paths):
         return NO_OBJECT
     best = min(paths, key=lambda path: path.rank(is_object=True))
     if best.kind is _Kind.TOO_FAR:
-        return f"something more than {HIGHEST} references away"
+        return f"an object more than {HIGHEST} references away"
     text = best.text()
     if best.by:
         return f"the {best.by} of {text}" if text else f"a tensor's {best.by}"
@@ -208,49 +214,50 @@ class _Kind(IntEnum):
     ROOT = 0
     """A module, a class or a function."""
     IN_USE = 1
-    """An object held by the running test, a fixture or the measured step."""
+    """An object used by the running test, a fixture or the measured step."""
     VARIABLE = 2
-    """A variable in a running function."""
+    """A local variable in a running function."""
     NOWHERE = 3
-    """An object without a named holder."""
+    """An object for which the search found no holder with a name."""
     TOO_FAR = 4
     """An object more than `HIGHEST` references away from the tensor."""
     NO_REFERRER = 5
-    """A tensor without a referrer."""
+    """A tensor to which no known object refers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """The path to an object.
+    """The path from a holder to an object.
 
-    An instance dict (``__dict__``) has the path of its object, with ``before`` and ``after`` as texts around a key.
+    The path to an instance dict (``__dict__``) has the same parts as the path to its object. In addition, ``before`` and
+    ``after`` are the texts around an attribute's name.
 
     Example:
-        The global object ``Cache`` has a dict ``entries`` with a loader, whose attribute ``batch`` is a tensor. The tensor's
-        path has the parts ``("Cache.entries[...]", "Loader.batch")``. The path to the loader's instance dict has the parts
-        ``("Cache.entries[...]",)``, and ``before`` is ``"Loader."``.
+        The class ``Cache`` has a dict ``entries``. The dict contains a loader, whose attribute ``batch`` is a tensor. The
+        tensor's path has the parts ``("Cache.entries[...]", "Loader.batch")``. The path to the loader's instance dict has the
+        parts ``("Cache.entries[...]",)``, and ``before`` is ``"Loader."``.
     """
 
     kind: _Kind
     parts: tuple[str, ...] = ()
     before: str | None = None
-    """The text before a key in an instance dict, for example ``"Net."``. ``None`` if the path leads to another object."""
+    """The text before an attribute's name, for example ``"Net."``. ``None`` if the path does not lead to an instance dict."""
     after: str = ""
-    """The text after a key in an instance dict."""
+    """The text after an attribute's name, for example ``"=...)"``."""
     of_module: bool = False
     """True for the instance dict of a `torch.nn.Module`."""
     within: bool = False
-    """True for a dict that adds nothing to the path: a module's children, or the instance dicts in a `threading.local`, one for
-    each thread."""
+    """True for a dict that adds nothing to the path: the dict of a module's children, or the dict in which a `threading.local`
+    keeps an instance dict for each thread."""
     names: tuple[str, ...] = ()
-    """Texts for the elements of a function's tuple, for example its closure."""
+    """Texts for the elements of a function's closure or defaults, which are tuples."""
     by: str = ""
-    """`GRAPH` or `GRADIENT` if the block belongs to the tensor's autograd graph or gradient, and not to the tensor itself."""
+    """`GRAPH` or `GRADIENT` if the path leads to a tensor whose autograd graph or gradient is in the block."""
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
-        """Return a sort key. The shortest path comes first, and the order of objects in memory does not matter."""
+        """Return a sort key. The best path, usually the shortest, comes first. The objects' order in memory does not matter."""
         is_lost = self.kind >= _Kind.VARIABLE
-        # An object's class says something even without a path. A container's class says nothing.
+        # If a path has no text, an object can still be shown by its class, but a container's class says nothing.
         is_silent = not is_object and not (self.parts or self.before or self.names)
         length = self.kind if is_lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
         return (
@@ -268,13 +275,13 @@ class _Path:
         return _Path(self.kind, self.parts)
 
     def item(self) -> _Path:
-        """Return the path to an element, if this path leads to a container."""
+        """Return the path to an element of the container to which this path leads."""
         if not self.parts or self.parts[-1].endswith("[...]"):
             return self.itself()
         return _Path(self.kind, (*self.parts[:-1], f"{self.parts[-1]}[...]"))
 
     def named(self, name: str) -> _Path:
-        """Return the path to the value under ``name``, if this path leads to an instance dict."""
+        """Return the path to the attribute ``name``. This path must lead to an instance dict."""
         if self.of_module and name == MODULE_PARTS["modules"]:
             return _Path(self.kind, self.parts, within=True)
         if self.of_module and name in MODULE_PARTS.values():
@@ -282,7 +289,7 @@ class _Path:
         return _Path(self.kind, (*self.parts, f"{self.before}{name}{self.after}"))
 
     def attributes(self, owner: object) -> _Path:
-        """Return the path to the instance dict of ``owner``, if this path leads to ``owner``."""
+        """Return the path to the instance dict of ``owner``. This path must lead to ``owner``."""
         import torch
 
         kind = type(owner)
@@ -294,12 +301,14 @@ class _Path:
 
 
 class _Search:
-    """Search from objects up to holders with a name.
+    """Searches upwards from tensors: from each object to its referrers, until a holder with a name is reached.
 
-    To find referrers, Python walks through all objects. A single walk for many objects takes much less time than a walk for
-    each. So all objects with the same height are searched together. The height is the number of references from a tensor.
+    An object's height is the number of references from the object down to a tensor. To find referrers, Python walks through all
+    objects. A single walk for many objects takes much less time than a walk for each object. So the referrers of all objects
+    with the same height are searched together.
 
-    Objects are represented by their place (index) in a single list. So a search does not find containers of its own.
+    An object is represented by its place, an index into a single list. If the search used more lists or dicts, it would find
+    these as referrers.
     """
 
     def __init__(self) -> None:
@@ -348,7 +357,7 @@ class _Search:
         return {place: self._best(place, paths, height) for place, paths in candidates.items() if paths}
 
     def _beginning_at(self, place: int, height: int) -> list[_Path]:
-        """Return a path that begins at this object. For a container or tensor, it begins at a running function's variable."""
+        """Return a path that begins at the object itself. For a container or tensor, the path begins at a local variable."""
         variable = self._in_use.get(id(self._objects[place]))
         if height and self._is_object(place):
             return [_Path(_Kind.NOWHERE if variable is None else _Kind.IN_USE)]
@@ -362,15 +371,15 @@ class _Search:
         return path.kind is _Kind.ROOT or (path.kind is _Kind.IN_USE and self._is_object(place))
 
     def _is_object(self, place: int) -> bool:
-        """Return whether the object's class means something to a user, so it is no container and no part of Python."""
+        """Return whether the object's class means something to a user, unlike containers and Python's own classes."""
         kind = type(self._objects[place])
         return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
 
     def _references(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs of places: an object, and an object that refers to it."""
+        """Return pairs of places: an object's place, and the place of a referrer to this object."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # gc.get_referrers() gets this tuple itself. From a list, Python would make a new tuple, a further referrer since 3.14.
+        # The function receives this very tuple. From a list, Python would make another tuple, a further referrer since 3.14.
         objects = tuple(self._objects[place] for place in places)
         place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}
@@ -385,7 +394,7 @@ class _Search:
         return references
 
     def _end(self, place: int, holder: int, height: int) -> _Path | None:
-        """Return the path to an object if its holder is the end of the search; ``None`` if the holder needs a holder too."""
+        """Return the path to an object if the search ends at its holder, or ``None`` if the search continues from there."""
         value, owner = self._objects[place], self._objects[holder]
         if type(owner) is types.FunctionType:
             return None if is_own_function(owner) else _path_in_function(owner, value)
@@ -405,7 +414,7 @@ class _Search:
         return _Path(_Kind.IN_USE) if height and is_pytests else None
 
     def _below(self, path: _Path, holder: int, place: int) -> list[_Path]:
-        """Return the paths to an object through its holder, which has the given path."""
+        """Return the paths to an object through its holder. ``path`` leads to the holder."""
         owner, value = self._objects[holder], self._objects[place]
         if path.within:
             return [replace(path, within=False)]
@@ -420,7 +429,7 @@ class _Search:
 
 
 def _by_attribute(path: _Path, owner: object, value: object) -> _Path:
-    """Return the path to an object's attribute value or instance dict. ``path`` leads to the object."""
+    """Return the path to ``value``, which is an attribute or the instance dict of ``owner``. ``path`` leads to ``owner``."""
     own, attributes = instance_dict(owner), path.attributes(owner)
     if issubclass(type(owner), threading.local) and type(value) is dict:
         return replace(attributes, within=True)
@@ -448,14 +457,15 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 
 
 def _is_passed_over(holder: object, value: object) -> bool:
-    """Return whether the search ignores a holder, and so does not search for the holder's own holders.
+    """Return whether the search ignores a holder, and does not search for the holder's referrers.
 
-    This is true for a running frame, for objects that end a path, and for pytest's objects. It is also true for the
-    attributes of this package's functions, because `functools.wraps` copies these from the replaced function.
+    This is true for a running frame, for holders such as modules and classes, at which a path ends, and for pytest's objects.
+    A wrapper function in this package is ignored as the holder of its attributes, because `functools.wraps` copies these
+    attributes from the user's function.
     """
     kind = type(holder)
     if kind is types.FrameType:
-        # A frame that has ended is a real holder: the traceback of an exception keeps it with its variables.
+        # A frame that has ended is a real holder, because an exception's traceback keeps the frame and its variables alive.
         return any(frame is holder for frame in _running())
     return (
         kind in (types.ModuleType, LRU_CACHE)
@@ -467,9 +477,9 @@ def _is_passed_over(holder: object, value: object) -> bool:
 
 
 def _variables_in_use() -> dict[int, str]:
-    """Return texts for variables in running functions, for example ``"test_it.<locals>.out"``, by the value's id.
+    """Return texts for local variables in running functions, for example ``"test_it.<locals>.out"``, by the value's ``id``.
 
-    The text is empty for functions in pytest and in this package.
+    A text is empty if the function belongs to pytest or to this package.
     """
     variables: dict[int, str] = {}
     for frame in _running():

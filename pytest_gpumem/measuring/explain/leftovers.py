@@ -1,4 +1,4 @@
-"""Leftovers: older blocks from earlier steps, matched with the blocks of the recorded step. Pure."""
+"""Match leftovers, which are older blocks from earlier steps, with the recorded step's blocks. All functions are pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 _MOST_PLACES = 4
-"""The most blocks without an owner for each input of the same size. With more, the inputs are no leftovers."""
+"""If there are more than 4 blocks without an owner for each input of the same size, the inputs are not leftovers."""
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
-    """Return the blocks of a timeline. Each leftover is matched with a block that the step made in the same way.
+    """Return a timeline's blocks. Each leftover is matched with a block made by the recorded step in the same way.
 
-    A leftover belongs to the step if ``own_bytes``, the step's bytes when it began, have room for it beside the step's other
-    older blocks.
+    Leftovers count as the step's own until the step's older blocks together reach ``own_bytes``, which were measured earlier.
+    Other leftovers come from steps between the measurement and the recording.
 
     Example:
         Each step appends 40 bytes to a list. The recorded step finds 3 older blocks with 40 bytes, and ``own_bytes`` are 80.
-        So 2 of the 3 blocks are the step's own, with the line that appends. A later step left the third block.
+        So 2 of the 3 blocks are the step's own, and their row shows the line that appends. The third block came later.
     """
     matches = _Matches(timeline)
     lifetimes = timeline.lifetimes
@@ -36,7 +36,7 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
     )
     blocks = [block for block in lifetimes if not matches.is_leftover(block)]
     for block in _in_turn(filter(matches.is_leftover, lifetimes), matches):
-        # Later steps cannot have kept a block freed by this step, so it needs no room.
+        # Later steps cannot have left a block freed by this step. So the block counts even beyond ``own_bytes``.
         if block.nbytes <= room or (block.own and block.freed is not None):
             room -= block.nbytes
             blocks.append(replace(block, own=True, matched=matches.next_for(block)))
@@ -48,10 +48,10 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 
 
 class _Matches:
-    """Blocks from the recorded step, by size, for older blocks made by an earlier step in the same way.
+    """Finds a block of equal size in the recorded step for a leftover from an earlier step.
 
-    If all following steps keep a block, the block matches an older block that these steps keep. If a following step frees a
-    block, the block matches an older block freed by the recorded step.
+    Blocks kept by all following steps match leftovers that are kept, too. Blocks freed by a following step match leftovers
+    freed by the recorded step.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -62,10 +62,10 @@ class _Matches:
             for block in step.lifetimes
             if not block.is_older and block.freed is None and block.is_kept
         ]
-        # Later steps may keep blocks with other sizes, for example batches.
+        # Following steps may keep blocks with other sizes, for example batches with other lengths.
         self._lasting = {**_by_size(later), **_by_size(block for block in remaining if block.is_kept)}
         for pool in survivors_of(timeline).ambiguous if timeline.following else ():
-            # Nothing shows which blocks of this size were kept, so none of them gives an older kept block its line.
+            # It is unknown which blocks of this size are kept, so an older kept block cannot be matched with any of these.
             self._lasting.pop(pool.blocks[0].nbytes, None)
         self._passing = _by_size(block for block in remaining if not block.is_kept and block.label is None)
         self._turns: dict[int, Iterator[Lifetime]] = {}
@@ -74,12 +74,12 @@ class _Matches:
         self._without_owner = Counter(block.nbytes for block in older if block.label is None)
 
     def is_leftover(self, block: Lifetime) -> bool:
-        """Return whether an earlier step may have left a block.
+        """Return whether an earlier step may have left a block behind.
 
-        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is no leftover if
-        the older blocks with its size are few inputs and many blocks without an owner, because a leak consists of many blocks.
-        Example: a batch is the input, and a module has 30 leaked tensors with the batch's size. But if a step keeps tensors
-        in a closure and in a module, the inputs and the blocks without an owner are both many.
+        An input may be a leftover, because all tensors in reach of the step's function count as inputs. But if few inputs and
+        many blocks without an owner have the same size, only the latter are leftovers, because a leak consists of many blocks.
+        For example, a batch is an input, and a module keeps 30 leaked tensors with the batch's size. In contrast, if a step
+        leaks tensors into a closure and into a module, there are many inputs and many blocks without an owner.
         """
         has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
         return block.is_older and not has_owner and bool(self._matching(block))
@@ -89,13 +89,13 @@ class _Matches:
         return inputs > unowned or (inputs > 1 and inputs * _MOST_PLACES >= unowned)
 
     def each_step(self, nbytes: int, freed: int) -> int:
-        """Return how many blocks with ``nbytes`` each step keeps, if the step frees ``freed`` older blocks of this size."""
+        """Return how many blocks of a size each step keeps. The recorded step frees ``freed`` older blocks of this size."""
         if nbytes in self._lasting:
             return len(self._lasting[nbytes])
         return max(1, len(self._passing[nbytes]) - freed)
 
     def next_for(self, block: Lifetime) -> Lifetime:
-        """Return the match for a leftover. Blocks with the same size take turns."""
+        """Return the recorded step's block for a leftover. If several blocks have the leftover's size, use each in turn."""
         blocks = self._matching(block)
         return next(self._turns.setdefault(id(blocks), cycle(blocks)))
 
@@ -116,10 +116,10 @@ def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:
 
 
 def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetime]:
-    """Return the blocks. Older blocks kept by steps after the peak's measurement no longer count as the step's own.
+    """Return the blocks, with at most ``own_bytes`` of older blocks as the step's own.
 
-    The step's own older blocks must not be more than ``own_bytes``. Blocks with the most frequent size stop counting first,
-    because a leak is many blocks with one size.
+    Older blocks beyond these bytes come from steps after the peak's measurement. Blocks with the most frequent size are
+    excluded first, because a leak consists of many blocks with the same size.
     """
     excess = sum(block.nbytes for block in blocks if block.is_older and block.own) - own_bytes
     may_be_later = [
@@ -140,8 +140,9 @@ def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetim
 def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]:
     """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
 
-    Leftovers freed by the step come first, because later steps cannot have kept these. The others follow one step at a
-    time: as many blocks of each size as a step keeps, blocks with a known holder first.
+    Leftovers freed by the step come first, because later steps cannot have kept these. The other leftovers follow in groups,
+    and each group has as many blocks of each size as a step keeps. Among blocks with the same size, blocks already counted
+    as the step's own come first.
     """
     ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
     freed = Counter(block.nbytes for block in ordered if block.freed is not None)

@@ -1,9 +1,11 @@
-"""Block lifetimes in a recorded step: when and in which spans each block was allocated, and when it was freed. Pure.
+"""Find when, and in which spans, a recorded step allocated each block, and when the block was freed.
+
+All functions are pure.
 
 Example:
-    A step multiplies its input with a weight, a block of 400 bytes at address 1. ``Trace.before`` is ``{1: 400}`` and
-    ``Trace.own`` is ``{1}``. Forward allocates an output with 800 bytes. Backward allocates a gradient with 400 bytes and frees
-    the output. The tokens, and the live bytes after each, are::
+    A step multiplies its input by a weight. The weight is a block of 400 bytes at address 1, which exists before the recording.
+    So ``Trace.before`` is ``{1: 400}``, and ``Trace.own`` is ``{1}``. Forward allocates an output with 800 bytes. Backward
+    allocates a gradient with 400 bytes and frees the output. The tokens, and the live bytes after each token, are::
 
         moment  token                                live
         0       SpanBegin mark "phase" forward          0
@@ -16,7 +18,7 @@ Example:
         8       free at 2                             400
         9, 10   SpanEnd, SpanEnd                      400
 
-    Live bytes count from the beginning of the recording. `timeline_of` returns a timeline with ``peak=7``,
+    Live bytes begin at 0, so the weight's 400 bytes are not included. `timeline_of` returns a timeline with ``peak=7``,
     ``peak_bytes=1200`` and these lifetimes::
 
         address  nbytes  allocated  freed  phase     operator  node         call_ended
@@ -51,9 +53,9 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
     Args:
         trace: The recording.
-        own_bytes: The step's own bytes at its beginning. If they are more than the blocks in ``trace.own``, the rest was left
-            by earlier steps, for example in a list or a graph. A repeated step does the same each time, so these leftovers are
-            matched with blocks from this step.
+        own_bytes: The step's own bytes at its beginning. If these are more than the bytes in ``trace.own``, earlier steps left
+            the other bytes, for example in a list or a graph. A repeated step makes the same blocks each time, so these
+            leftovers are matched with blocks from this step. With ``None``, nothing is matched.
     """
     timeline = _with_following(_Reader(trace).read(), trace)
     if own_bytes is None:
@@ -62,16 +64,16 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
 
 def tensors_of_allocations(source: Timeline, target: Timeline) -> tuple[tuple[str, ...], ...]:
-    """Return dtype and shape for each allocation in ``target``, as seen in another recording of the same code.
+    """Return the dtypes and shapes of allocations in ``target``, from ``source``, another recording of the same code.
 
     Args:
         source: The timeline with dtypes and shapes.
         target: The timeline without dtypes and shapes.
 
     Returns:
-        The texts for each step, in the order of its allocations. The recorded step comes first, then the following steps. A
-        step's texts come from a step in ``source`` with the same allocation sizes in the same order. If there is no such step,
-        the step has no texts.
+        For each step a tuple with a text, such as ``float32[8, 256]``, for each allocation. The recorded step comes first, then
+        the following steps. The texts come from a step in ``source`` whose allocations have the same sizes in the same order.
+        If ``source`` has no such step, the tuple is empty.
     """
     texts = {_sizes(step): tuple(block.tensor for block in _allocated(step)) for step in (source, *source.following)}
     return tuple(texts.get(_sizes(step), ()) for step in (target, *target.following))
@@ -86,7 +88,7 @@ def _allocated(step: Timeline) -> list[Lifetime]:
 
 
 def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
-    """Add a timeline for each following step, and set `Lifetime.is_kept` for the blocks that outlive their own step."""
+    """Add a timeline for each following step, and set `Lifetime.is_kept` for each block that outlives its step."""
     steps = [timeline]
     for number, tokens in enumerate(trace.following, 1):
         live_blocks = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
@@ -113,10 +115,10 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks, and count the backend's older workspaces as the step's own.
+    """Yield the blocks. The backend's workspaces (cuBLAS) from before the recording become the step's own.
 
-    A block from before the step is a workspace if the block is freed with the backend's workspaces (cuBLAS). Earlier runs of
-    the step made such blocks.
+    The step's earlier runs made these workspaces. They are freed in ``released``, the span in which the backend releases
+    its workspaces.
     """
     for block in lifetimes:
         is_older_without_label = block.allocated < 0 and block.label is None
@@ -134,9 +136,9 @@ def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | 
 def _is_more_specific(label: Label, block: Lifetime) -> bool:
     current_label = block.label
     if label.category == "input" and block.allocated >= 0:
-        # The step made this block and put it into an input, for example a list. So the block is not an input.
+        # The step made this block and put the tensor into an input, for example a list. So the block is not an input.
         return False
-    # Other labels replace "input", because a fixture's tensors may turn out to be parameters. A later label for the same
+    # Any other label replaces the label "input", because an input may turn out to be a parameter. A later label with the same
     # category replaces the current label if only the later label has a line.
     if current_label is None or current_label.category == "input":
         return True
@@ -156,7 +158,7 @@ def _phase(around: SpanStack) -> str:
 
 
 class _Reader:
-    """Reader that goes through the tokens in a trace in order, and tracks open spans and live blocks."""
+    """Reads the tokens in a trace in order, and tracks the open spans and the live blocks."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -164,22 +166,22 @@ class _Reader:
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
-        """For each allocation, by its moment: when the innermost call and module around it opened; -1 for none."""
+        """For each allocation's moment: the moments at which the innermost call and module around it began; -1 for none."""
         self._ends: dict[int, int] = {}
-        """When each span closed, by the moment at which it opened."""
+        """The moment at which each span ended, by the moment at which the span began."""
         self._mark_by_node: dict[int, Mark | None] = {}
-        """The innermost mark around the operator that created each node, by autograd's number."""
+        """The innermost mark around the operator that created each autograd node, by the node's sequence number."""
         self._recomputed: dict[str, int] = {}
         """The number of recomputed calls, by the module's folded path."""
         self._nodes: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
-        """The first and last moment of each mark with kind ``rest`` (workspaces, garbage, result), by the mark's path."""
+        """The first and last moment of each mark with kind ``rest``, by the mark's path: workspaces, garbage or result."""
         self._lines: set[tuple[str, str]] = set()
-        """The lines reached by forward. If backward reaches such a line, the line is recomputed."""
+        """The lines that ran in forward. If such a line runs in backward too, the line is recomputed."""
         self._sites: dict[str, Mark] = {}
-        """The latest forward mark for each module."""
+        """The latest forward mark in each module, by the module's path."""
         self._paths: dict[tuple[str, str], str] = {}
-        """The module in which forward reached each line, for code recomputed outside of any module call."""
+        """The module in which each line first ran in forward. Recomputed code outside all modules gets this module."""
         self._calls = GraphCalls(trace.marks)
         self._tensors = iter(trace.tensors[0] if trace.tensors else ())
 
@@ -188,7 +190,7 @@ class _Reader:
         for address, nbytes in trace.before.items():
             self._live[address] = Lifetime(address, nbytes, -1, own=address in trace.own)
         live, lines, peak, peak_bytes = 0, [], -1, 0
-        # The first highest moment in each phase, as (live, -moment).
+        # Each phase's peak and the first moment of this peak, as (live bytes, -moment). So the maximum is the earliest peak.
         phases: dict[str, tuple[int, int]] = {}
         for moment, token in enumerate(trace.tokens):
             if isinstance(token, AllocationEvent):
@@ -271,14 +273,14 @@ class _Reader:
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: SpanBegin, own: Mark | None) -> Mark | None:
-        """Return the mark of a node's Python code, or else of the operator that created the node; ``None`` if unknown."""
+        """Return a node's own mark if this mark has a line, and otherwise the mark of the operator that created the node."""
         creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
             return creating_mark
         return replace(own, path=own.path or (creating_mark.path if creating_mark is not None else ""))
 
     def _recomputed_mark(self, mark: Mark) -> Mark:
-        """Return a backward mark with the module or line from forward, because in backward only torch's code is the caller."""
+        """Add the module or line from forward to a recomputed mark, because in backward only torch calls the code."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:
@@ -306,7 +308,7 @@ class _Reader:
             self._reached(mark)
 
     def _reached(self, mark: Mark) -> None:
-        """Process the beginning of a module or call: record its line in forward, and count a recomputed module in backward."""
+        """Process the beginning of a module or call. In forward, store the line. In backward, count a recomputed module."""
         in_node = next((n for n in range(len(self._open) - 1, -1, -1) if self._open[n][1].kind == "node"), None)
         if in_node is None:
             self._lines.add((mark.site, mark.library))

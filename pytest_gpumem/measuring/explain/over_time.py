@@ -1,4 +1,4 @@
-"""Live bytes over a recorded step, by category. Pure."""
+"""Compute the live bytes at each moment in a recorded step, by category. All functions are pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owners of blocks in a recording: models, optimizers and inputs, and labels for their tensors."""
+"""Find the owners of blocks in a recording (models, optimizers and inputs), and label the owners' tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STAYS = (*_EARLY, "optimizer state")
 
 
 class TensorOwners:
-    """Owners that were registered, or found while the step ran. This object keeps inputs alive, but no other owner.
+    """Models, optimizers and inputs that own blocks. This object keeps inputs alive, but neither models nor optimizers.
 
     Args:
         device: The device of the blocks.
@@ -52,15 +52,15 @@ class TensorOwners:
         self._first = ""
         """The first outermost model's class."""
         self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
-        """Optimizers, each with the line that calls its step, which creates its state."""
+        """Optimizers, each with the line that calls ``optimizer.step()``, because this call creates the optimizer's state."""
         self._inputs: list[object] = []
         self._buckets: Mapping[int, torch.Tensor] = {}
         self._zeroed: dict[int, str] = {}
-        """The line that fills a gradient with zeros, and so keeps the gradient, by address."""
+        """The line that fills a gradient with zeros instead of freeing the gradient, by address."""
         self._labelled: set[tuple[str, int, str]] = set()
 
     def model(self, module: torch.nn.Module) -> None:
-        """Register a model by its outermost module, unless it is part of a registered model.
+        """Register a model by its outermost module, unless the module is part of a registered model.
 
         `DistributedDataParallel` and `DataParallel` around a model do not change its modules' paths.
         """
@@ -72,7 +72,7 @@ class TensorOwners:
             self._paths[id(module)] = weakref.ref(module), type(module).__name__
             self.model(dict(named_modules(module))["module"])
             return
-        # A generator and a discriminator may have modules with equal names, so the second class becomes a prefix.
+        # A generator and a discriminator may have modules with equal names. So the second model's class prefixes its paths.
         class_name = type(module).__name__
         self._first = self._first or class_name
         prefix = "" if class_name == self._first else f"{class_name}."
@@ -82,7 +82,7 @@ class TensorOwners:
                 self._paths[id(child)] = weakref.ref(child), _displayed_path(module, prefix, path)
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
-        """Register an optimizer, and the line that calls its step."""
+        """Register an optimizer, and the line that calls ``optimizer.step()``."""
         line = line or _text_for(self._optimizers, optimizer) or ""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer), line
 
@@ -176,7 +176,7 @@ class TensorOwners:
     def _line(self, category: str, address: int, maker: str) -> str:
         """Return the line that made a block.
 
-        Creation sites are used only for early categories, because addresses are reused.
+        A creation site is used only for parameters and buffers, which are made early. Later blocks may reuse an address.
         """
         if category in _EARLY and address in self._creation_sites:
             return self._creation_sites[address].user
@@ -201,13 +201,16 @@ Reference = TypeVar("Reference")
 
 
 def _text_for(texts: Mapping[int, tuple[weakref.ref[Reference], str]], owner: Reference) -> str | None:
-    """Return the text stored for an owner; ``None`` if another object had its id."""
+    """Return the text stored for an owner, or ``None``.
+
+    A text does not count if it was stored for an earlier object with the same ``id``.
+    """
     reference, text = texts.get(id(owner), (None, None))
     return text if reference is not None and reference() is owner else None
 
 
 def _displayed_path(root: torch.nn.Module, prefix: str, path: str) -> str:
-    """Return a module's path without torch.compile's wrappers; for the model itself, its class.
+    """Return a module's path without torch.compile's wrappers. For the model itself, return the model's class.
 
     A path that begins with a number would look like a row number. So paths in a ``Sequential`` begin with the class, for
     example ``Sequential.2``.

@@ -1,7 +1,7 @@
-"""Recording of a step in a separate run, and the explanation of its peak.
+"""Record a step in a separate run, and explain the step's peak.
 
-Marks and a profiler may change a step's memory, so the measured runs use neither. The recorded run is compared with the
-measured figures: peak and total allocations must be equal. If they differ, the step is recorded again with fewer marks.
+Marks and a profiler may change a step's memory, so the measured runs use neither. The recorded run must have the same peak and
+the same sum of allocations as the measured run. Otherwise the step is recorded again with fewer marks.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 DIFFERING_STEPS = 6
-"""The fewest steps to record if steps differ. They are enough to see work that is done in every second to every sixth step.
+"""The minimum number of steps to record if steps differ. For example, 6 steps include work done in every sixth step.
 
-If steps keep bytes, 6 more steps follow each recorded step. So recordings begin 7 steps apart. 7 is a prime number, so
-recordings do not always meet the same step in a period of 2 to 6 steps.
+If steps keep bytes, 6 more steps follow each recorded step. So recordings begin 7 steps apart. Because 7 is a prime number,
+recordings meet all kinds of steps even if steps repeat in a period of 2 to 6 steps.
 """
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 """The levels of detail, from most marks to fewest."""
 FOLLOWING_STEPS = 4
 """The number of following steps in a recording, if steps keep bytes and do not differ.
 
-4 steps distinguish a leak from a list with the latest four entries, and from two buffers in turn. Random batch sizes rarely
-rise in each of these steps.
+4 steps distinguish a leak from a list with the latest four entries, and from two alternating buffers. If batch
+sizes are random, they rarely rise in all these steps.
 """
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -72,7 +72,7 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedFigures:
-    """Figures from the measured step, in bytes. A recording has to match them.
+    """Figures from the measured step, in bytes. A recording has to match these figures.
 
     Example:
         A step was measured with ``peak=10_575_904``. A recording with marks for each call peaks at 10,575,904 bytes and also
@@ -82,55 +82,55 @@ class ExpectedFigures:
 
     peak: int
     turnover: int | None
-    """The sum of all allocations. ``None`` if code need not allocate the same again, such as a call that fills a cache."""
+    """The sum of all allocations. ``None`` if a second run may allocate less, for example because the first fills a cache."""
     own: int | None = None
     """The measured step's own bytes at its beginning; ``None`` if steps keep nothing.
 
-    The recording runs later, after more bytes were kept, and these bytes do not belong to the measured peak.
+    The recording runs after further steps. The bytes kept by these further steps do not belong to the measured peak.
     """
     growth: int = 0
     """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. Following
-    steps are recorded too, because they free the tensors that each step replaces."""
+    steps are recorded too, because they free tensors that are only replaced and not kept."""
     steps: int = 1
-    """The most steps to record until a step matches. This is more than 1 if steps differ."""
+    """The maximum number of steps to record until a recording matches. This is more than 1 if steps differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierBlocks:
-    """Blocks left by an earlier run. A cache belongs to the step, and a leak does not belong to it."""
+    """Blocks left behind by an earlier run. They are a cache, which belongs to the step, or a leak, which does not."""
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
-    """The addresses of individually known blocks."""
+    """The blocks' addresses, as far as these are known."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The step or call to record. The defaults fit a repeated step, whose owners are found while it runs."""
+    """The step or call to record. The defaults fit a repeated step, whose owners are found while the step runs."""
 
     run: Callable[[Tracker], object]
-    """Runs the subject once. The result is kept until garbage has been collected, but does not count among the blocks that the
-    subject left."""
+    """Runs the subject once. The result stays alive until garbage has been collected. Afterwards it is freed, so it does not
+    count among the blocks left behind by the subject."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
-    """Returns the storages held by the subject at its beginning."""
+    """Called before the run. Returns the subject's own storages."""
     own_bytes: Callable[[], int]
-    """Returns the subject's own bytes at its beginning, including blocks that ``own`` cannot find."""
+    """Called before the run. Returns the subject's own bytes, including blocks that ``own`` cannot find."""
     register: Callable[[TensorOwners], None] = lambda _: None
-    """Registers owners before the run."""
+    """Called before the run. Registers the owners of tensors."""
     prepare: Callable[[], None] = lambda: None
-    """Undoes changes from an earlier run, for example a filled cache, before the run."""
+    """Called before the run. Undoes an earlier run's changes, for example empties a cache."""
     earlier_blocks: Callable[[], EarlierBlocks] = EarlierBlocks
-    """Returns the blocks left by an earlier run."""
+    """Called before the run. Returns the blocks left behind by an earlier run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     is_once: bool = False
-    """True to record a single level only, because each further run repeats the subject's side effects."""
+    """True to record at a single level of detail only, because each further run repeats the subject's side effects."""
     is_compiled: bool = False
     """True if the subject runs compiled code, which torch would compile again under marks."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording with its timeline."""
+    """The recording of a step, with the timeline and further results."""
 
     trace: Trace
     timeline: Timeline
@@ -139,7 +139,7 @@ class Recording:
     cycles: tuple[str, ...]
     """The types in reference cycles that hold tensors (`collect_cycles`)."""
     error: BaseException | None
-    """The exception that ended the step."""
+    """The exception that ended the step; ``None`` if the step succeeded."""
     level: Level
     failed_in: int = -1
     """The index of the mark for the innermost call that failed; -1 for none."""
@@ -147,11 +147,11 @@ class Recording:
     holders: Mapping[int, str] = field(default_factory=dict)
     """The path to the holder of each block that the step left or replaced, by address (`holders_of`)."""
     growth: int = 0
-    """Measured bytes kept by each step on average."""
+    """The measured bytes kept by each step on average."""
     ended: str = ""
     """The reason why fewer steps followed than requested, as a clause."""
     kept_by_profiler: int = 0
-    """Bytes freed by the step but kept alive by the profiler. If this is more than 0, peak and lifetimes are wrong."""
+    """Bytes that the step freed but the profiler kept alive. If this is more than 0, peak and lifetimes are wrong."""
 
     def with_tensors_of(self, other: Recording) -> Recording:
         """Return the same recording with dtypes and shapes from ``other``, if both made the same allocations."""
@@ -159,12 +159,12 @@ class Recording:
         return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
 
     def with_calls_of(self, kinds: KindsOfSteps) -> Recording:
-        """Return the same recording with module calls from all kinds of steps."""
+        """Return the same recording with the module calls from all recorded kinds of steps."""
         calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
         return replace(self, timeline=calls)
 
     def with_left_blocks(self) -> Recording:
-        """Return the same recording, with the blocks left by an earlier run as the step's own."""
+        """Return the same recording, but with the blocks left behind by an earlier run as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.earlier_blocks.addresses & self.trace.before.keys()))
         own_bytes = self.own_bytes + self.earlier_blocks.nbytes
         return replace(
@@ -176,9 +176,9 @@ class Recording:
         )
 
     def without_later_growth(self, own_bytes: int) -> Recording:
-        """Return the same recording.
+        """Return the same recording, but with at most ``own_bytes`` of older blocks as the step's own.
 
-        Only ``own_bytes`` of its older blocks count as the step's own, not blocks kept by later steps.
+        The other older blocks were kept by steps after the measurement.
         """
         if own_bytes >= self.own_bytes:
             return self
@@ -187,8 +187,8 @@ class Recording:
     def adjusted_to(self, expected: ExpectedFigures) -> Recording:
         """Return the recording as if it began with the measured step's own bytes.
 
-        Blocks left by an earlier run count as the step's own only if the recording matches with them and not without them,
-        because they are then a cache.
+        If the recording matches only together with the blocks left behind by an earlier run, these blocks are a cache and count
+        as the step's own.
         """
         recording = self
         if self.earlier_blocks.nbytes and not self.matches(expected):
@@ -242,15 +242,15 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
     recording with the closest peak is used. If this peak differs from the measured peak, a note says so. Among equally close
     recordings, the most detailed recording is used.
 
-    If steps differ, all attempts use the most marks first. Recordings continue until the highest peak comes again: at least
-    `DIFFERING_STEPS` steps, and at most as many as were measured. Among several recordings with this peak, the recording with
-    the most operators is used. Module calls come from all kinds of steps. For example, a validation in every fifth step shows
-    which modules it calls with grad mode off. If steps keep bytes, a recording also contains the following steps.
+    If steps differ, several steps are recorded with the most marks first, until a step has the measured peak, which is the
+    highest. At least `DIFFERING_STEPS` steps are recorded, and at most as many as were measured. Among several recordings with
+    this peak, the recording with the most operators is used. Module calls are collected from all recorded steps, for example
+    from a validation in every fifth step. If steps keep bytes, a recording also contains the following steps.
 
-    All ranks record equally often, because they decide together (`Device.consensus`).
+    All ranks make the same number of recordings, because they decide together (`Device.consensus`).
 
     Args:
-        device: The device with the peak.
+        device: The device whose peak is explained.
         sites: Finds the lines of calls.
         subject: The step or call.
         expected: The measured figures.
@@ -259,7 +259,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         The explanation and its recording.
 
     Raises:
-        BaseException: The subject's exception, if it also raises without marks.
+        BaseException: The subject's exception, if the subject also fails with the fewest marks.
     """
     attempts = max(device.consensus.exchange(expected.steps))
     growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
@@ -272,7 +272,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         recorded = recorder.at(level)
         if device.consensus.any(recorded.error is not None):
             if recordings.matching is not None:
-                break  # the user's loop has no further step, and a recording matches
+                break  # the user's loop has ended, and an earlier recording matches
             if level == levels[-1] and recorded.error is not None and recordings.closest is None:
                 raise recorded.error
             continue
@@ -281,7 +281,7 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
         recordings.add(recorded, matches=matches)
         if recordings.matching is not None and device.consensus.all(recordings.suffice):
             break
-        # A cache that grows in each step never has its measured size again, so further recordings cannot match.
+        # A cache that grows in each step never has the measured size again, so further recordings cannot match.
         becomes_larger = bool(recorded.survivors.replacements) and recorded.peak > expected.peak
         if recordings.matching is None and device.consensus.all(becomes_larger):
             recordings.closest = unadjusted
@@ -290,11 +290,11 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
 
 
 class _Recordings:
-    """All recordings of a subject, and the choice of the recording to explain.
+    """Collects the recordings of a subject, and chooses the recording to explain.
 
     Args:
         expected: The measured figures.
-        attempts: The most steps to record, equal on all ranks.
+        attempts: The maximum number of steps to record, equal on all ranks.
     """
 
     def __init__(self, expected: ExpectedFigures, attempts: int) -> None:
@@ -303,10 +303,10 @@ class _Recordings:
         self._number = 0
         self._steps = 0
         self._most_operators = 0
-        """The most operators in a step, recorded or following."""
+        """The largest number of operators in a step, which may be a recorded or a following step."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
         self.closest: Recording | None = None
-        """The recording whose peak is closest to the measured peak. Of equally close recordings, the first has most detail."""
+        """The recording whose peak is closest to the measured peak. Among equally close recordings, the most detailed."""
         self.matching: Recording | None = None
         """The matching recording with the most operators."""
 
@@ -327,7 +327,7 @@ class _Recordings:
     def suffice(self) -> bool:
         """True if a recording matches, and enough kinds of steps were seen.
 
-        Following steps also count as seen, but only if none has more operators than the matching recording.
+        Following steps also count as seen, unless a following step has more operators than the matching recording.
         """
         if self.matching is None or self._steps < self._wanted:
             return False
@@ -336,7 +336,7 @@ class _Recordings:
     def explained(self) -> tuple[Explanation, Recording]:
         """Return the explanation of the best recording, and this recording."""
         best = self.matching or self.closest
-        assert best is not None, "an error of the last level is raised"
+        assert best is not None, "without a recording, explain() has raised the error"
         best = best.with_calls_of(self._kinds[best.level])
         explanation = _explained(best)
         if best.peak == self._expected.peak:
@@ -361,8 +361,8 @@ def _note_on_another(closest: Recording, expected: ExpectedFigures) -> str:
     change = closest.peak - expected.peak
     compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
     return (
-        f"the recorded run needed {needed}, {compared} than the measured run, so some rows are missing or wrong; let runs "
-        "repeat: fix the seed, and fill caches before"
+        f"the recorded run needed {needed}, {compared} than the measured run, so some rows are missing or wrong; let "
+        "runs repeat exactly: fix the seed, and fill caches before the measurement"
     )
 
 
@@ -379,11 +379,11 @@ def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tup
 
 
 class SubjectRecorder:
-    """Records a subject at several levels, without memory kept alive by the profiler.
+    """Records a subject at several levels of detail. In the recordings, the profiler keeps no memory alive.
 
-    Operands, the tensors that operators take, show dtypes and shapes. But recording operands may keep memory alive
-    (`profiled`). If it does, the subject is recorded again without operands, also at all later levels. Dtypes and
-    shapes then come from the first recording.
+    A profile with operands (the tensors passed to operators) shows dtypes and shapes, but may keep the operands alive
+    (`profiled`). In this case, the subject is recorded again without operands, also at all later levels. Dtypes and shapes then
+    come from the first recording.
     """
 
     def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
@@ -418,14 +418,14 @@ def record(
     Python's cyclic collector has to be off, as in measured steps.
 
     Args:
-        device: The recorded device.
+        device: The device to record.
         sites: Finds the lines of calls.
         subject: The step or call.
         level: The level of detail.
         growth: The bytes kept by each step on average.
         following: The number of following steps to record. They show which blocks the recorded step keeps. All other figures
             come from the recorded step.
-        operands: Whether to record the tensors that operators take (`Device.recorded`).
+        operands: True to record the tensors passed to operators (`Device.recorded`).
 
     Returns:
         The recording. Its ``error`` is the subject's exception. Other exceptions, such as ``KeyboardInterrupt``, are raised.
@@ -448,13 +448,13 @@ def record(
     error: BaseException | None = None
     cycles: tuple[str, ...] = ()
     result: object = None
-    # The measured run has shown its warnings already.
+    # The measured run has already shown these warnings.
     with warnings.catch_warnings(), device.recorded(tokens, operands=operands) as profiles:
         warnings.simplefilter("ignore")
         subject.register(tracker.owners)
         tracker.snapshot()
         try:
-            # For GPUs, the profiler's tree leaves out allocations outside of spans, for example torch.load's storages.
+            # On GPUs, the profiler leaves out allocations outside of all spans, for example torch.load's storages.
             with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.is_once else nullcontext():
                 result = subject.run(tracker)
         except Exception as raised:  # noqa: BLE001 - returned to the caller
@@ -469,7 +469,7 @@ def record(
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_cycles()
         if result is not None:
-            # The result does not count as left, because the caller has it.
+            # The result does not count as left behind, because the subject's caller uses the result.
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
@@ -504,7 +504,7 @@ def record(
 
 
 def _deleted(profiles: list[Profile], device: Device) -> int:
-    """Delete the profiles, and return the bytes they kept alive."""
+    """Delete the profiles, and return the bytes kept alive by the profiles."""
     live = device.live()
     profiles.clear()
     return live - device.live()
@@ -537,7 +537,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
 
 
 def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
-    """Return the blocks whose holders are searched, as size by address, without the ``freed`` addresses."""
+    """Return the size of each block whose holder is searched, by address. The addresses in ``freed`` are left out."""
     survivors = survivors_of(timeline, growth)
     blocks = [
         *survivors.blocks,
@@ -568,7 +568,7 @@ def gpu_that_ran_out(error: BaseException) -> str | None:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, from the error's message; ``None`` if they are not mentioned.
+    """Return the bytes that could not be allocated, from the error's message; ``None`` if the message does not mention them.
 
     Example:
         21,474,836,480 for ``Tried to allocate 20.00 GiB``.
@@ -607,7 +607,7 @@ def _explained(recorded: Recording) -> Explanation:
 
 
 def _notes_on_growth(recorded: Recording) -> Iterator[str]:
-    """Yield clauses if the recorded step kept other bytes than the measured steps."""
+    """Yield notes if the recorded step did not keep the same bytes as the measured steps."""
     nbytes = recorded.survivors.nbytes
     if not recorded.growth:
         return

@@ -1,4 +1,4 @@
-"""Inputs that a step frees and creates again, such as ``self.last_output``, with the lines that create them. Pure."""
+"""Find inputs that a step frees and creates again, such as ``self.last_output``. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class Renewal(NamedTuple):
-    """An input freed by a step, and the block created in its place."""
+    """An input freed by a step, and the block created to replace the input."""
 
     freed: Lifetime
     created: Lifetime
     latest: Lifetime | None
-    """The block in this place at the end of the recording, because following steps also replace it; ``None`` if unknown."""
+    """The latest replacement, because following steps also replace the input. ``None`` if unknown."""
 
 
 def renewals(timeline: Timeline) -> list[Renewal]:
-    """Return the inputs freed by a step, each with the block that the step leaves in its place.
+    """Return the inputs freed by a step, each with the block created to replace the input.
 
     Example:
         A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which is an
-        input. At the end, it contains another tensor with this size.
+        input. At the end, the attribute contains another tensor with the same size.
 
     Args:
         timeline: The recorded step and the following steps. A block kept by all following steps is not a renewed input.
 
     Returns:
-        The renewals. A size is left out if its new blocks and its freed inputs are not equally many, or if several lines create
-        its blocks. Otherwise the pairs would be guesses.
+        The renewals. Freed inputs and new blocks are paired by size. A size is left out if the two numbers differ, or if
+        several lines create the new blocks, because the pairs would be guesses.
     """
     freed: dict[int, list[Lifetime]] = defaultdict(list)
     left: dict[int, list[Lifetime]] = defaultdict(list)
@@ -54,7 +54,7 @@ def renewals(timeline: Timeline) -> list[Renewal]:
 
 
 def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """Return the blocks created by the last following step, in the places of ``recorded_blocks``."""
+    """Return the last following step's blocks with the same size, module and line as ``recorded_blocks``."""
     if not timeline.following:
         return recorded_blocks
     last = timeline.following[-1]
@@ -69,7 +69,7 @@ def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence
 
 
 def with_makers_of_inputs(timeline: Timeline) -> Timeline:
-    """Return the timeline with the creating line and operator for each renewed input."""
+    """Return the timeline, with the creating line and operator for each renewed input."""
     makers = {id(renewal.freed): renewal.created for renewal in renewals(timeline)}
     lifetimes = (
         replace(block, mark=maker.mark, operator=maker.operator, node=maker.node) if maker is not None else block

@@ -1,4 +1,4 @@
-"""Source locations: the user's line, and the line in a library that the user's line called."""
+"""Find source locations: the user's line, and the library line called from the user's line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
 _OVERRIDING = "handle_torch_function"
-"""The torch function by which an overridable Python function calls its override."""
+"""The name of the torch function through which other torch functions call ``__torch_function__``."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
-"""Functions at which a search for callers ends, because they call a backward pass or a test."""
+"""The functions that call a backward pass or a test. A search for callers ends there."""
 
 
 MOST_CALLERS = 16
-"""The most callers that a site stores between the allocating line and the user's line, and the most above the user's line."""
+"""The maximum number of callers to store between the allocating line and the user's line. The same limit applies to callers
+above the user's line."""
 
 
 class Site(NamedTuple):
-    """The user's line and the library line that it called, as ``file.py:line``; empty if there is no such frame.
+    """The user's line, and the library line called from there, as ``file.py:line``. A line is empty if there is no such frame.
 
     Example:
         A user's model calls an attention layer in transformers: ``user`` is ``"model.py:38"`` and ``library`` is
@@ -40,17 +41,17 @@ class Site(NamedTuple):
     user: str = ""
     library: str = ""
     callers: Chain = ()
-    """The calling frames, innermost first. They include ``user`` if there is a library frame."""
+    """The calling lines, innermost first. They include ``user`` if there is a library line."""
 
 
 class Function(NamedTuple):
-    """A function that calls a torch function directly. The name is empty if there is no such function."""
+    """A function that calls a torch function directly. ``name`` is empty if torch's own code is the caller."""
 
     name: str = ""
     caller: str = ""
     """The line that calls the function."""
     caller_function: str = ""
-    """The function that contains this line; empty if a module is called in between."""
+    """The function that contains ``caller``. Empty if a module was called between ``caller`` and the function."""
 
 
 class _File(NamedTuple):
@@ -62,7 +63,7 @@ class _File(NamedTuple):
 
 
 class Sites:
-    """Finder for source locations. User paths are relative to ``root``. Library paths begin with package and version."""
+    """Finds source locations. User paths are relative to ``root``. Library paths begin with package and version."""
 
     def __init__(self, root: Path) -> None:
         import torch
@@ -78,7 +79,7 @@ class Sites:
         )
         self._files: dict[str, _File | None] = {}
         self.packages: set[Package] = set()
-        """The installed packages with code on the way to a site. To get the packages in a step, clear this set first."""
+        """The installed packages whose code a user's line called. To get the packages in a step, clear this set first."""
 
     def caller_site(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
@@ -112,12 +113,12 @@ class Sites:
     def function(self, called: str, depth: int = 1, outermost: int = 0) -> Function:
         """Return the function that calls a torch function directly, and its caller.
 
-        The result is empty if torch code calls the torch function. For example, an optimizer or ``clip_grad_norm_`` changes
+        The result is empty if torch's own code calls the torch function, as when an optimizer or ``clip_grad_norm_`` switches
         grad mode. Lambdas and comprehensions belong to the surrounding function.
 
         Args:
             called: The torch function's name.
-            depth: The number of frames up to its caller.
+            depth: The number of frames up to the torch function's caller.
             outermost: The ``id`` of the frame that calls the current module.
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
@@ -141,7 +142,7 @@ class Sites:
     def around(self, depth: int = 1, outermost: int = 0) -> str:
         """Return the name of the innermost user or library function.
 
-        ``outermost`` is a frame's ``id``. The name is empty if the function is this frame or outside it.
+        ``outermost`` is the ``id`` of a frame at which the search ends. The name is empty if no function was found before.
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
         while frame is not None and id(frame) != outermost:
@@ -167,5 +168,5 @@ class Sites:
             return None
         if path.is_relative_to(self._root):
             return _File(path.relative_to(self._root).as_posix())
-        # Outside the root: the last two parts are probably the same on another machine.
+        # The file is outside the root. The last two parts of its path are probably the same on another machine.
         return _File(PurePath(*path.parts[-2:]).as_posix())

@@ -1,4 +1,7 @@
-"""Survivors of a recorded step: blocks that the step allocated and no following step freed. Pure."""
+"""Find the survivors of a recorded step: blocks allocated by the step and not freed by a following step.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ Place = tuple[str, ...]
 
 
 class AmbiguousBlocks(NamedTuple):
-    """Blocks with the same size, ``number`` of which the step keeps. The others replace older blocks.
+    """Blocks with the same size. The step keeps ``number`` of these blocks. The other blocks replace older blocks.
 
     Example:
-        A step appends a tensor to a list. It also replaces the oldest of 100 tensors with the same size.
+        A step appends a tensor to a list, and replaces the oldest of 100 tensors with the same size. So ``blocks`` contains two
+        blocks, and ``number`` is 1.
     """
 
     blocks: tuple[Lifetime, ...]
@@ -34,12 +38,12 @@ class Replacement(NamedTuple):
     nbytes: int
     """The difference between the two sizes, or the average difference if each step replaces the block."""
     latest: tuple[Lifetime, ...]
-    """The live blocks in the same place at the end of the recording."""
+    """The live blocks from the same line and operator at the end of the recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The blocks a step keeps.
+    """The blocks kept by a step after its end.
 
     Example:
         A step appends its output to a list, and replaces a target with the same size. The following steps free the target,
@@ -47,11 +51,11 @@ class Survivors:
     """
 
     blocks: tuple[Lifetime, ...] = ()
-    """The blocks kept for certain."""
+    """The blocks certainly kept by the step."""
     ambiguous: tuple[AmbiguousBlocks, ...] = ()
     replacements: tuple[Replacement, ...] = ()
     step: int = 0
-    """The step's number in the recording, from 0."""
+    """0 if these are the recorded step's blocks, 1 for the first following step, and so on."""
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +65,7 @@ class Survivors:
 
     @property
     def difference(self) -> int:
-        """The bytes by which replacements are larger than the blocks before them."""
+        """The bytes by which replacements are larger than the replaced blocks."""
         return sum(replacement.nbytes for replacement in self.replacements)
 
 
@@ -69,19 +73,19 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
     """Return the blocks kept by a step.
 
     A step keeps a block if the following steps do not free the block. Some blocks survive all recorded steps although a later
-    step would free them, for example an entry in a list of the latest ten. So older blocks, freed by the step, are subtracted:
-    first blocks with the same owner, then blocks with the same size.
+    step would free these blocks, for example an entry in a list of the latest ten. So the older blocks freed by the step are
+    subtracted: first blocks with the same owner, then blocks with the same size.
 
     Args:
         timeline: The recorded step and the following steps.
-        growth: The measured bytes kept by each step; 0 for a step that runs once. If this is more than 0 and the first
-            step keeps nothing, or its survivors are ambiguous, a following step is used.
+        growth: The measured bytes kept by each step; 0 for a step that runs once. If this is more than 0, a following step is
+            used if the recorded step keeps nothing, or if its survivors are ambiguous.
     """
     steps = (timeline, *timeline.following)
     numbers = range(max(1, len(steps) - 1)) if growth else (0,)
     by_step = [_survivors_of_step(replace(steps[n], following=steps[n + 1 :]), growth, n) for n in numbers]
     keeping = [survivors for survivors in by_step if survivors.nbytes] or [Survivors()]
-    # A step that replaces a target network every fifth time is ambiguous, but the steps in between are certain.
+    # If every fifth step replaces a target network, only this step is ambiguous, and the other steps are certain.
     certain = (survivors for survivors in keeping if not survivors.ambiguous and survivors.nbytes >= growth)
     return next(certain, keeping[0])
 
@@ -131,14 +135,14 @@ def place_of(block: Lifetime) -> Place:
 class _ReplacedBlocks:
     """Older blocks freed by the step, which the step's survivors may replace.
 
-    A following step frees the blocks in ``passing``. These replace older blocks too, so their number is subtracted.
+    ``passing`` are blocks freed by a following step. They replace older blocks too, so their number is subtracted.
     """
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
         older = [
             block
             for block in timeline.lifetimes
-            # If code runs once, older blocks include the blocks from its first run, which are not the step's own.
+            # For code that runs once, older blocks include the blocks from the measured run, which are not the step's own.
             if block.is_older
             and block.freed is not None
             and (block.own or timeline.following)
@@ -150,7 +154,7 @@ class _ReplacedBlocks:
         self._owners.subtract(_owner_and_size(block) for block in passing if block.label is not None)
 
     def pools(self, blocks: Iterable[Lifetime]) -> Iterator[tuple[list[Lifetime], int]]:
-        """Yield the blocks by size, and how many older blocks of this size the step freed.
+        """Group the blocks by size. Yield each group, and how many older blocks with this size the step freed.
 
         A block is left out if it replaces an older block with the same owner, for example a new gradient.
         """
@@ -168,7 +172,7 @@ class _ReplacedBlocks:
             yield pool, replacing
 
     def replacement(self, blocks: Sequence[Lifetime]) -> Replacement | None:
-        """Return ``blocks`` as the replacement for smaller blocks. Call this after `pools` is exhausted.
+        """Return ``blocks`` as the replacement for smaller blocks. Call this after all pools from `pools` were used.
 
         Example:
             A buffer with 400 bytes doubles: the step allocates 800 bytes and frees 400 bytes. The difference is 400 bytes.
@@ -191,10 +195,10 @@ def _owner_and_size(block: Lifetime) -> tuple[int, str, str]:
 
 
 def _replacements(timeline: Timeline) -> Iterator[Replacement]:
-    """Yield the places in which each step replaces its blocks with larger blocks.
+    """Yield a replacement for each place (line and operator) at which every step replaces blocks with larger blocks.
 
-    The sizes must rise in each step, because sizes that depend on random batches also fall. The last step does not count,
-    because no following step shows which of its blocks are freed.
+    The sizes must rise in every step, because sizes that depend on random batches sometimes fall. The last step does not
+    count, because no further step shows which blocks are freed.
     """
     steps = [timeline, *timeline.following]
     passing = [_by_place(block for block in step.lifetimes if _passes(block, step)) for step in steps[:-1]]

@@ -1,4 +1,4 @@
-"""A recorded step: events, marks and ownership snapshots as frozen values, and the state for reading its spans."""
+"""Represent a recorded step by frozen values (events, marks and ownership snapshots), and read the step's spans."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
 
 WHOLE_STEP = "step"
-"""The phase of a step that has no phases."""
+"""The phase's name in a step without marked phases."""
 
-# Operators that other operators call to create their results. The outer operator is more specific.
+# Operators that other operators call to create their results. Rows name the outer operator, which is more specific.
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 
 _CAST = "aten::_to_copy"
 AUTOCAST = "autocast's cached cast"
-"""The operator name for a weight's copy in lower precision.
+"""The displayed operator for a weight's copy in lower precision, which autocast caches.
 
 The profiler shows the copy within the first operator that uses the weight.
 """
@@ -53,7 +53,7 @@ class Mark:
 
     kind: MarkKind
     path: str = ""
-    """The module's path, the phase's name, or the name of the rest."""
+    """The module's path, the phase's name, or the name of the work after the step."""
     site: str = ""
     library: str = ""
     callers: Chain = ()
@@ -61,7 +61,7 @@ class Mark:
     grad: bool = True
     """True if autograd was recording when a module call or torch function call began."""
     function: str = ""
-    """The function that calls a torch function; empty for a module's ``forward``."""
+    """The function that calls the torch function; empty for a module's ``forward``."""
     caller: str = ""
     """The line that calls ``function``."""
     caller_function: str = ""
@@ -88,13 +88,13 @@ class Trace:
     tokens: tuple[Token, ...]
     marks: tuple[Mark, ...] = ()
     snapshots: Mapping[int, tuple[Label, ...]] = field(default_factory=dict)
-    """The labels taken by each ``snapshot`` mark, by the mark's index."""
+    """The labels from each ownership snapshot, by the index of the snapshot's mark."""
     before: Mapping[int, int] = field(default_factory=dict)
     """The size in bytes of each block from before the recording, by address."""
     own: frozenset[int] = frozenset()
     """The addresses of blocks in ``before`` that belong to the step."""
     results: Mapping[int, tuple[TensorRecord, ...]] = field(default_factory=dict)
-    """The tensors returned by each call, by its mark's index. Operator tokens show only the tensors that an operator takes."""
+    """The tensors returned by each call, by the index of its mark. Operator tokens show only the operator's arguments."""
     tensors: tuple[tuple[str, ...], ...] = ()
     """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them; otherwise
     empty.
@@ -102,12 +102,12 @@ class Trace:
     The recorded step's allocations come first, and then the allocations in each ``following`` step.
     """
     following: tuple[tuple[Token, ...], ...] = ()
-    """The tokens of each step after the recorded step, including its ``rest``."""
+    """The tokens of each following step, including the work after this step (``rest``)."""
     freed_at_end: frozenset[int] = frozenset()
-    """The addresses of blocks freed by a following step that failed. This step is not in ``following``."""
+    """The addresses of blocks freed by a following step that failed. The failed step is not in ``following``."""
 
     def apart(self, steps: int) -> Trace:
-        """Return the trace split into the recorded step and the first ``steps`` following steps."""
+        """Return the trace with the tokens split into the recorded step and the first ``steps`` following steps."""
         begins = [n for n, token in enumerate(self.tokens) if self._is_next(token)]
         if not begins:
             return self
@@ -127,14 +127,14 @@ class Trace:
 
     @staticmethod
     def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-        """Return ``tokens``, which begin with the opening of a span, without this opening and the span's end."""
+        """Return ``tokens`` without the first token, which begins a span, and without the end of this span."""
         depths = accumulate(isinstance(token, SpanBegin) - isinstance(token, SpanEnd) for token in tokens)
         end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
         return tokens[1:end] + tokens[end + 1 :]
 
 
 class GraphCalls:
-    """Counter for module calls in a trace. Pass the trace's spans in order.
+    """Counts module calls in a trace. The trace's spans have to be passed in order.
 
     The counts show which modules ran with grad mode off, and which ran in forward but not in backward.
     """
@@ -144,24 +144,24 @@ class GraphCalls:
         self._calls: list[tuple[str, bool]] = []
         """Each module call: the folded path, and True if grad mode was off."""
         self._functions: list[tuple[str, bool]] = []
-        """Each torch function call: the calling function, and True if grad mode was off.
+        """Each torch function call: the function that calls it, and True if grad mode was off.
 
         Calls in a module with grad mode off are left out.
         """
         self._function_at: dict[str, str] = {}
         """The function that contains each line, for lines that ran with grad mode on, and for their callers."""
         self._callers: dict[str, dict[Caller, None]] = {}
-        """Each module's callers with grad mode on, in order."""
+        """The callers of each module or function that ran with grad mode on, in call order."""
         self._open: list[int] = []
         """The open calls, as indices into ``_calls``."""
         self._nodes = 0
-        """The number of open graph nodes."""
+        """The number of running autograd nodes."""
         self._made_in: dict[int, tuple[int, ...]] = {}
-        """The calls in which forward made each graph node, by autograd's number."""
+        """The module calls in which forward made each autograd node, by the node's sequence number."""
         self._ran: set[int] = set()
-        """The graph nodes that ran, by autograd's number."""
+        """The sequence numbers of the autograd nodes that ran."""
         self._allocated_in: set[int] = set()
-        """The calls in which forward allocated memory."""
+        """The module calls in which forward allocated memory."""
 
     def opened(self, span: SpanBegin) -> None:
         """Process the beginning of a span."""
@@ -169,7 +169,7 @@ class GraphCalls:
             self._nodes += 1
             self._ran.add(span.sequence)
         elif span.kind == "operator":
-            # Recomputed code in backward makes a separate graph, whose nodes need not run.
+            # Code recomputed in backward makes a separate graph, whose nodes may never run. So these nodes do not count.
             if span.sequence >= 0 and not self._nodes:
                 self._made_in[span.sequence] = tuple(self._open)
         elif self._is_module(span):
@@ -229,10 +229,10 @@ class GraphCalls:
         return count_calls([*self._calls, *self._functions])
 
     def no_backward(self) -> ModuleCalls:
-        """Return for each module how many forward calls with grad mode on had no node that ran in backward.
+        """Return, for each module, the number of forward calls with grad mode on whose nodes did not run in backward.
 
-        A call counts only if it made a node or allocated memory, unlike a dropout that returns its input. If a module's
-        parameters require no gradient, its calls make no nodes. The result is empty for a step without backward.
+        A call counts only if it made a node or allocated memory. For example, a dropout that returns its input does not count.
+        If a module's parameters require no gradient, its calls make no nodes. The result is empty for a step without backward.
         """
         if not self._ran:
             return {}
@@ -249,9 +249,9 @@ def _function_text(module: str, function: str) -> str:
 
 @dataclass(slots=True)
 class SpanStack:
-    """The attribution of an allocation to the open spans around it. Pass the spans outermost first.
+    """Attributes an allocation to the open spans around it. The spans have to be passed in order, the outermost first.
 
-    ``lines`` are the lines reached by forward, as (site, library).
+    ``lines`` are the lines that ran in forward, as (site, library).
     """
 
     lines: AbstractSet[tuple[str, str]]
@@ -262,12 +262,12 @@ class SpanStack:
     call: int = -1
     module: int = -1
     node: SpanBegin | None = None
-    """The autograd graph's node that allocates; ``None`` for Python code within a node."""
+    """The autograd node that allocates; ``None`` if forward code allocates, even if a node recomputes this code."""
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None
     is_cast_within: bool = False
-    """True within a cast run by another operator. For example, ``linear`` casts its weight under autocast."""
+    """True within a cast that another operator calls. For example, ``linear`` casts its weight under autocast."""
 
     def operator_begins(self, opened: int, span: SpanBegin) -> None:
         if self.outermost_operator < 0:
@@ -296,7 +296,7 @@ class SpanStack:
             self.mark = mark
             if mark.kind == "module":
                 self.module, self.call = opened, -1
-                # An optimizer's closure runs the model.
+                # An optimizer's closure runs the model, whose allocations do not belong to the optimizer.
                 self.in_optimizer = False
             else:
                 self.call = opened

@@ -1,7 +1,7 @@
-"""Marks for modules, lines and optimizers in a recording while a step runs, and ownership snapshots for blocks.
+"""Put marks for modules, lines and optimizers into a recording while a step runs, and take ownership snapshots.
 
-A source (`Device.recorded`) records device events and the marks among them. A mark is a profiler span, whose name contains the
-mark's index. Calls from Python are intercepted above autograd, with a `TorchFunctionMode`. Operators are not intercepted,
+`Device.recorded` records the device's events, and the marks among the events. A mark is a profiler span, whose name contains
+the mark's index. Calls from Python are intercepted above autograd, with a `TorchFunctionMode`. Operators are not intercepted,
 because a dispatch mode would make autograd choose other formulas with other memory.
 """
 
@@ -39,14 +39,14 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and ownership snapshots for a recording.
+    """Adds marks and ownership snapshots to a recording.
 
     Args:
         device: The recorded device.
         sites: Finds the lines of calls.
         level: The level of detail.
         creation_sites: As in `TensorOwners`.
-        snapshots: If false, no tensors are read, and only `module` and the marks are available.
+        snapshots: If False, no tensors are read. Then only `module` and the marks are available.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Tracker:
         self.marks: list[Mark] = []
         self.snapshots: dict[int, tuple[Label, ...]] = {}
         self.results: dict[int, tuple[TensorRecord, ...]] = {}
-        """The tensors returned by each call, by its mark's index."""
+        """The tensors returned by each call, by the index of its mark."""
         self.failed_in = -1
-        """The index of the mark for the innermost call that raised first; -1 for none."""
+        """The index of the mark around the call in which the first exception was raised; -1 for none."""
         self._device = device
         self._sites = sites
         self._level = level
@@ -82,7 +82,7 @@ class Tracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark modules, optimizers and calls within the context, as detailed as the level says."""
+        """Mark modules, optimizers and calls within the context. At lower levels of detail, some get no marks."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -143,7 +143,7 @@ class Tracker:
         module_frame = self._modules[-1][3] if self._modules else 0
         function, caller, caller_function = self._sites.function(name, 3, module_frame)
         if self._modules and function == "forward":
-            function = ""  # forward has the module's grad mode, unless forward changes the mode itself
+            function = ""  # forward runs with the module's grad mode, unless forward changes the mode itself
         if self._modules and caller_function == "forward":
             caller_function = ""
         number = len(self.marks)
@@ -243,7 +243,7 @@ class Tracker:
             self._optimizing.pop().__exit__(None, None, None)
 
     def _is_another_thread(self) -> bool:
-        """Return whether this is another Python thread. Spans belong to a single thread, so calls there get no marks.
+        """Return whether this is another Python thread. Spans belong to a single thread, so other threads' calls get no marks.
 
         Autograd's threads are not Python threads, and run while the thread that called backward waits. So they get marks.
         """
@@ -275,7 +275,7 @@ def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManage
 
 @cache
 def _function_mode_class() -> Any:
-    """Return the mode's class, made once, because a class is a reference cycle and would appear in reported garbage."""
+    """Return the mode's class, which is made only once: a class is a reference cycle and would appear in reported garbage."""
     from torch.overrides import TorchFunctionMode
 
     class FunctionMode(TorchFunctionMode):

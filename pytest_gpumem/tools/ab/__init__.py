@@ -1,1 +1,1 @@
-"""Comparison of two variants on the same machine: runs in turns, and verdicts on their bytes, counts and times."""
+"""Compare two variants of a project's code or packages, by alternating test runs on the same machine."""

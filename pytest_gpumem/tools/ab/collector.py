@@ -1,7 +1,7 @@
-"""A pytest plugin that writes measured tests into a file, line by line.
+"""A pytest plugin that writes the results of measured tests into a file, as a line of JSON for each result.
 
-The file is copied into each run's folder and imported from there, because the code under test may contain another version
-of this package, or none. So it imports nothing but pytest.
+`gpumem ab` and `gpumem bisect` copy this module into each run's folder, and pytest imports the copy. The tested environment
+may contain another version of pytest-gpumem, or none. So this module imports only pytest and Python's own modules.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "GPUMEM_AB_RUN"
-"""The environment variable with the arguments as JSON.
+"""The environment variable with the arguments for `Collector`, as JSON.
 
-``file`` is the file to write. ``home`` is the folder with the code that should run. ``others`` are folders whose code must not
-run. All folders are given without symbolic links. ``only`` lists the test ids to run; an empty list runs all.
+``file`` is the file to write. ``home`` is the checkout whose code the tests should import. ``others`` are checkouts whose code
+the tests must not import. These paths contain no symbolic links. ``only`` lists the ids of the tests to run. If the list is
+empty, all tests run.
 """
 PROPERTY = "gpumem"
 SWITCHED_OFF_OPTIONS = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
-"""Options that the collector switches off, because ``[tool.gpumem]`` may switch them on."""
+"""Options of pytest-gpumem to switch off, because the project's ``[tool.gpumem]`` may switch them on."""
 
 
 class Collector:
-    """Writes reports on measured tests, and at the end the modules from outside the revision."""
+    """Writes a line for each report on a measured test, and a last line with the modules imported from other checkouts."""
 
     def __init__(self, file: str, home: str, others: list[str], only: list[str]) -> None:
         self._file = file
@@ -63,7 +64,7 @@ class Collector:
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
                 "why": message_of(report),
-                # The report on the teardown contains the same verdict as the report on the call.
+                # The verdict is not written twice: the teardown's report repeats the verdict from the call's report.
                 "verdict": payload if report.when != "teardown" else "",
             }
         )
@@ -86,39 +87,39 @@ class Collector:
         self._write({"status": int(exitstatus), "root": root, **output})
 
     def _write(self, line: dict[str, object]) -> None:
-        # The file is closed after each line, so a killed process leaves complete lines.
+        # The file is closed after each line, so earlier lines stay complete if the process is killed.
         with Path(self._file).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def message_of(report: pytest.TestReport) -> str:
-    """Return a failed test's exception message; empty if the test passed or the report has no message."""
+    """Return a failed test's exception message. The result is empty if the test did not fail or has no message."""
     if report.outcome != "failed":
         return ""
     return str(getattr(getattr(report.longrepr, "reprcrash", None), "message", ""))
 
 
 def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
-    """Return the files of modules that were loaded from ``checkouts``, by module name.
+    """Return the files of imported modules from the folders ``checkouts``, by module name.
 
-    Modules from ``home`` and from installed packages are left out.
+    Modules in the checkout ``home`` and modules in installed packages are left out.
     """
-    # A `.pth` file in a layered virtual environment adds the packages from the environment below to the path.
+    # In a layered virtual environment, a `.pth` file adds the lower environment's site-packages folder to `sys.path`.
     layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
-    # Keep only environments inside a checkout, because they contain packages and not the project's code. An environment around
-    # the checkout would exclude the project itself.
+    # Keep only environments inside a checkout. Their files are packages, and not the project's code. An environment that
+    # contains the whole checkout is dropped, because otherwise all files in the project would count as packages.
     installed = [folder for folder in installed if any(_is_inside(folder, checkout) for checkout in checkouts)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))
     files = {}
-    real_folder = functools.cache(os.path.realpath)  # torch has thousands of modules in few folders
+    real_folder = functools.cache(os.path.realpath)  # thousands of torch's modules share a few folders
     for name, module in sorted(sys.modules.copy().items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str):
             continue
         folder, base = os.path.split(file)
-        is_link = os.path.islink(file)  # noqa: PTH114 -- Path's raises for an invalid path
+        is_link = os.path.islink(file)  # noqa: PTH114 -- Path.is_symlink() raises for an invalid path
         path = os.path.realpath(file) if is_link else f"{real_folder(folder)}{os.sep}{base}"
         if not any(_is_inside(path, folder) for folder in home_folders) and any(
             _is_inside(path, checkout) for checkout in checkouts
@@ -132,6 +133,6 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    # pytest calls this hook first, also in pytest-xdist's workers.
+    # pytest calls this hook before all others, also in pytest-xdist's workers.
     if VARIABLE in os.environ:
         pluginmanager.register(Collector(**json.loads(os.environ[VARIABLE])), "gpumem-ab")

@@ -1,7 +1,7 @@
-"""Compare two variants by runs in turns, in temporary worktrees and cached environments.
+"""Compare two variants, base and head, by alternating runs in temporary worktrees and cached environments.
 
-The runs alternate: base, head, head, base, base, head, ..., and two neighbours make a pair. If the machine drifts (heat,
-load, clocks), both sides are affected equally.
+The runs come in pairs: base and head, then head and base, then base and head, and so on. If the machine becomes slower, for
+example by heat or by other programs, this order affects base and head equally.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ _START_OF_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Writes a line for each run: ``3/16 base 1f3c9ab  12.3 s, 9 measured``. On a terminal, the line also counts seconds.
+    """Writes a line for each run, for example ``3/16 base 1f3c9ab  12.3 s, 9 measured``.
+
+    On a terminal, the line also shows the elapsed seconds while the run lasts.
 
     Args:
-        stream: The stream for the lines.
-        most: The largest number of runs.
+        stream: The text stream to write to.
+        most: The maximum number of runs, for example 16.
     """
 
     def __init__(self, stream: TextIO, most: int) -> None:
@@ -69,18 +71,18 @@ class Progress:
         self.tick()
 
     def tick(self) -> None:
-        """Update the live line."""
+        """Update the current run's line, if the stream is a terminal."""
         text = f"{self._run}  {time.monotonic() - self._began:.0f} s ..."
         if self._live and text != self._shown:
             self._write(f"{_START_OF_LINE}{text}")
             self._shown = text
 
     def end(self, run: Run) -> None:
-        """Print a successful run's line."""
+        """Print the final line of a successful run."""
         self.say(f"{self._run}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
 
     def say(self, text: str) -> None:
-        """Print a permanent line."""
+        """Print a line that stays on the terminal."""
         self.clear()
         self._write(f"{text}\n")
 
@@ -95,18 +97,19 @@ class Progress:
 
 
 PAIRS_WITHOUT_TIME = 1
-"""A single pair is enough without times, because each step runs until its bytes and counts repeat exactly."""
+"""The number of pairs if no test is timed. A single pair is enough, because each step runs until its bytes and counts
+repeat exactly."""
 
 
 def reports_in_turns(
     take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], ComparisonReport], most_pairs: int
 ) -> Iterator[ComparisonReport]:
-    """Yield a report after each pair of runs, until more pairs would not change it.
+    """Run base and head in pairs, and yield a report after each pair. Stop if `is_settled` or after ``most_pairs`` pairs.
 
     Args:
-        take: Runs a side once. The arguments are the side and the run's number, from 1.
-        compare: Returns the report on pairs (base, head).
-        most_pairs: The largest number of pairs.
+        take: Runs base or head once. Its arguments are the side, ``"base"`` or ``"head"``, and the run's number, from 1.
+        compare: Returns the report for all pairs so far. Each pair is (base's run, head's run).
+        most_pairs: The maximum number of pairs.
     """
     pairs: list[tuple[Run, Run]] = []
     previous = None
@@ -121,20 +124,20 @@ def reports_in_turns(
 
 
 def order_of_pair(number: int) -> tuple[Side, Side]:
-    """Return the order of the runs in a pair; pairs count from 0.
+    """Return which variant runs first in a pair, and which second. ``number`` is the pair's number, from 0.
 
-    Example: pair 0 is base, head, and pair 1 is head, base.
+    Example: in pair 0 base runs before head, and in pair 1 head runs before base.
     """
     return (BASE, HEAD) if number % 2 == 0 else (HEAD, BASE)
 
 
 def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> bool:
-    """Return whether all tests are decided. ``previous`` is the report without the last pair.
+    """Return whether all tests are decided, so no more pairs are needed. ``previous`` is the report before the last pair.
 
-    Without times, a single pair settles a report. With times, each test needs the fewest pairs that `compare_pairs` accepts,
-    and an interval below the tolerance or the same outcome in two reports.
+    If no test is timed, a single pair decides all tests. Otherwise there must be at least `FEWEST_PAIRS` pairs. In addition,
+    each test must certainly be no slower than the tolerance allows, or have the same outcome in both reports.
     """
-    assert report.pairs is not None, "the report comes from runs in turns"
+    assert report.pairs is not None, "the report was made from pairs of runs"
     if not report.rows:
         return True
     if not report.speeds:
@@ -148,13 +151,13 @@ def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> b
 def _is_decided(speed: ComparedChange, previous: ComparedChange | None, tolerance: float) -> bool:
     if speed.outcome is Outcome.OK:
         return speed.interval is not None and speed.interval.high <= 1 + tolerance
-    # With a judgement after every pair, one may be wrong by chance. So two judgements in a row have to agree.
+    # A test is judged after every pair, so a single judgement may be wrong by chance. Two consecutive judgements must agree.
     return speed.outcome is not Outcome.UNCERTAIN and previous is not None and speed.outcome is previous.outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The arguments of a comparison. ``tolerance`` is the tolerated slowdown, as a ratio, for example 0.015."""
+    """The arguments of a comparison. ``tolerance`` is the tolerated slowdown as a ratio: 0.015 means 1.5 %."""
 
     checkout: Checkout
     base: Variant
@@ -167,7 +170,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResult:
-    """The end of a comparison: the last report, the command's exit status, and ``why`` it ended early."""
+    """The last report of a comparison, and the command's exit status. ``why`` is the reason if the comparison ended early."""
 
     report: ComparisonReport | None
     units: UnitSystem
@@ -185,16 +188,16 @@ def set_up(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Iterator[tuple[Runner, Provisioner]]:
-    """Within the context, provide a runner and a provisioner that work in a temporary folder.
+    """Create a runner and a provisioner. Both write into a temporary folder, which is removed when the context ends.
 
     Args:
-        checkout: The checkout.
+        checkout: The project's checkout.
         arguments: pytest's arguments.
         setup: A shell command to run before each run; ``None`` for no command.
-        environments: The cached environments.
-        stop: Ends the command on a signal.
+        environments: The cache of virtual environments.
+        stop: Records a signal to end the command, such as Ctrl-C.
         say: Prints a line for the user.
-        only: The test ids to run; empty to run all.
+        only: The ids of the tests to run. If empty, all tests run.
 
     Raises:
         GitError: The worktrees cannot be listed.
@@ -209,7 +212,7 @@ def set_up(
 
 
 def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
-    """Return whether pytest's arguments choose an emulated GPU, or the settings if no argument names a device."""
+    """Return whether the tests run on an emulated GPU, by ``--gpumem-device`` or otherwise by the project's settings."""
     words = " ".join(arguments).replace("=", " ").split()
     named = [word for option, word in itertools.pairwise(words) if option == "--gpumem-device"]
     device = named[-1] if named else settings_in(checkout.top / checkout.folder).device
@@ -217,17 +220,17 @@ def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
 
 
 def settings_in(root: Path) -> Settings:
-    """Return the settings in a project's ``pyproject.toml``, or the defaults if they cannot be read."""
+    """Return the settings in a project's ``pyproject.toml``, or the default settings if these cannot be read."""
     try:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
     except SettingsError:
-        # pytest accepts these settings, so they belong to another version of pytest-gpumem.
+        # The runs may use another version of pytest-gpumem, which accepts these settings.
         return Settings()
 
 
 def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVariant, head_run: Run) -> ChangedCode:
-    """Return the changed lines between two variants that have run."""
+    """Return the lines that differ between base's and head's code. The two runs tell pytest's root directory."""
     old, new = (
         Folders(variant.top / run.root, variant.site_folders) for variant, run in ((base, base_run), (head, head_run))
     )
@@ -237,7 +240,7 @@ def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVaria
 
 
 def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> ComparisonResult:
-    """Run both variants in turns until all tests are decided, a run fails, or a signal is noted in ``stop``."""
+    """Run pairs of base and head until all tests are decided, ``plan.most_pairs`` have run, a run fails, or a signal comes."""
     settings = Settings()
     variants: dict[str, Variant] = {BASE: plan.base, HEAD: plan.head}
     report: ComparisonReport | None = None

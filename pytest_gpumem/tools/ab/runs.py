@@ -1,4 +1,4 @@
-"""A run of pytest in a worktree, with the worktree's code, and its measurements."""
+"""Run pytest in a worktree with the worktree's code, and read the measured figures."""
 
 from __future__ import annotations
 
@@ -31,23 +31,26 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, str]
-"""A test: its file, and its id in this file."""
+"""A test's file, and the test's id within the file: ``("tests/test_net.py", "test_forward")``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The measured tests in a run. ``root`` is pytest's root directory, as a path from the checkout."""
+    """The results of one pytest run. ``tests`` contains the verdict for each measured test.
+
+    ``root`` is the path from the checkout to pytest's root directory.
+    """
 
     tests: Mapping[Key, TestVerdict]
     root: str
     imported: frozenset[str] = frozenset()
-    """The top-level modules that the processes had imported at their end."""
+    """The top-level modules that pytest's processes had imported when they ended."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Exception messages by the failed test's id."""
+    """The exception message of each failed test, by the test's id."""
 
     @property
     def measured(self) -> int:
-        """The number of tests with figures."""
+        """The number of tests for which the run measured figures."""
         return sum(not verdict.unmeasured and bool(verdict.verdicts) for verdict in self.tests.values())
 
 
@@ -59,14 +62,15 @@ class RunRecord(NamedTuple):
 
 
 def run_of(lines: Iterable[str], status: int) -> Run:
-    """Return the run from the collector's lines.
+    """Parse the lines that `Collector` wrote during a run.
 
     Args:
-        lines: The lines that the collector wrote.
-        status: pytest's exit status; a negative number is the signal that ended it.
+        lines: The lines, each with a JSON object.
+        status: pytest's exit status. A negative number means that a signal ended pytest: -9 for SIGKILL.
 
     Raises:
-        RunFailed: The run ended before its tests had run, or imported code from another revision.
+        RunFailed: pytest ended before all tests had run, the tests imported code from another revision, or the figures
+            come from an incompatible version of pytest-gpumem.
     """
     reports, end = _read(lines)
     if end is None or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -80,7 +84,7 @@ def run_of(lines: Iterable[str], status: int) -> Run:
             results.add(cast("pytest.TestReport", report))
     except (KeyError, TypeError, ValueError) as error:
         raise RunFailed(
-            f"it used another version of pytest-gpumem, and this version cannot read its figures: {error!r}"
+            f"the tests used another version of pytest-gpumem, whose figures cannot be read by this version: {error!r}"
         ) from None
     verdicts = [result.verdict for result in results.all()]
     tests = {(verdict.file, verdict.test): verdict for verdict in verdicts}
@@ -89,7 +93,7 @@ def run_of(lines: Iterable[str], status: int) -> Run:
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
-    """Return the reports of tests, and the line from the session's end; ``None`` if the session did not end."""
+    """Return the reports on tests, and the collector's last line, which is ``None`` if the session did not end."""
     reports: list[SimpleNamespace] = []
     for text in lines:
         try:
@@ -124,17 +128,21 @@ def _why_it_ended(status: int) -> str:
     if status < 0:
         return f"pytest was ended by signal {-status}"
     end = _ENDS.get(cast("pytest.ExitCode", status))
-    return f"{end} (exit status {status})" if end else f"pytest ended with exit status {status} before its end"
+    return (
+        f"{end} (exit status {status})"
+        if end
+        else f"pytest ended with exit status {status} before the end of the session"
+    )
 
 
 def _outside_code(outside_modules: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name} from {file}" for name, file in list(outside_modules.items())[:3])
     more = f" and {len(outside_modules) - 3} more" if len(outside_modules) > 3 else ""
     return (
-        f"it did not run the code of its revision: it imported {shown}{more}. "
-        "An editable installation always imports from its own folder: install each revision before its runs "
-        "(--setup 'pip install -e .'), uninstall the project, or set PYTHONPATH to a path relative to the "
-        "folder of the run"
+        f"the tests did not run this revision's code, because they imported {shown}{more}. "
+        "An editable installation always imports from the folder in which it was installed. So install each revision before "
+        "its runs (--setup 'pip install -e .'), uninstall the project, or set PYTHONPATH to a path relative to the run's "
+        "folder"
     )
 
 
@@ -142,22 +150,22 @@ ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--
 _WITH_VALUE = ("--gpumem-update", "--gpumem-store")
 PLUGIN = "gpumem_ab_collector"
 SETUP_NOTE = (
-    "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again"
+    "--setup ran in worktrees, which are removed now: if --setup installed packages from a worktree, install them again"
 )
-"""A command's last line if ``--setup`` ran in worktrees."""
+"""The last line that a command prints if ``--setup`` ran in worktrees."""
 MOST_LINES = 25
-"""The number of log lines to show from a failed run."""
+"""The maximum number of log lines to show from a failed run."""
 
 
 def reason_to_refuse(arguments: Sequence[str], checkout: Path) -> str | None:
-    """Return why pytest cannot run with ``arguments`` in a worktree, as a sentence; ``None`` if it can."""
+    """Return the reason why pytest cannot run with ``arguments`` in a worktree, or ``None`` if pytest can."""
     for argument in arguments:
         option, _, value = argument.partition("=")
         if option in ABOUT_BASELINES:
-            return f"{option} is about baselines, and this command reads and writes none: leave it out"
+            return f"leave out {option}: this command neither reads nor writes baselines"
         path = Path(value or argument)
         if path.is_absolute() and path.resolve().is_relative_to(checkout):
-            return f"{argument} is a path into the checkout, which is only one of the revisions: make the path relative"
+            return f"{argument} is a path into the checkout, but revisions run in other folders: use a relative path"
     return None
 
 
@@ -183,10 +191,10 @@ def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inhe
     """Return ``PYTHONPATH`` for a worktree: the worktree's code first, then the inherited entries.
 
     Args:
-        worktree: The worktree.
-        checkout: The checkout.
-        current: This interpreter's ``sys.path``. An entry in the checkout, such as ``lib`` from an editable installation, is
-            replaced by the same folder in the worktree.
+        worktree: The worktree's root folder.
+        checkout: The user's checkout.
+        current: This interpreter's ``sys.path``. An entry in the user's checkout, such as ``lib`` from an editable
+            installation, is replaced by the same folder in the worktree.
         inherited: This process's ``PYTHONPATH``.
     """
     folder = worktree / checkout.folder
@@ -200,7 +208,10 @@ def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inhe
 
 
 def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
-    """Return the worktree's path for a path in the checkout; ``None`` for paths outside it or in its environment."""
+    """Translate a path in the user's checkout into the same path in the worktree.
+
+    Return ``None`` for a path outside the checkout, or in a virtual environment inside the checkout.
+    """
     path = Path(entry).resolve()
     if not Path(entry).is_absolute() or not path.is_relative_to(checkout.top):
         return None
@@ -212,7 +223,7 @@ def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs pytest in checkouts, each run in a new process."""
+    """Runs pytest in checkouts. Each run is a new process."""
 
     checkout: Checkout
     arguments: Sequence[str]
@@ -223,14 +234,14 @@ class Runner:
     checkouts: Sequence[Path]
     """All folders with a checkout of the repository, including the worktrees."""
     only: Sequence[str] = ()
-    """The test ids to run, among the tests that the arguments select; empty to run all."""
+    """The ids of the tests to run, among the tests that ``arguments`` select. If empty, all these tests run."""
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    """Numbers for the runs' folders, shared by all threads."""
+    """Counts the runs in all threads, to name the runs' folders."""
 
     def take(
         self, variant: ProvisionedVariant, tick: Callable[[], None] = lambda: None, *, explained: bool = False
     ) -> tuple[RunRecord, Run]:
-        """Run a variant once.
+        """Run pytest once on a variant.
 
         Args:
             variant: The variant.
@@ -238,16 +249,16 @@ class Runner:
             explained: True to explain every step's peak.
 
         Returns:
-            The collector's lines with pytest's exit status, and the results in them.
+            The collector's lines with pytest's exit status, and the results parsed from these lines.
 
         Raises:
-            RunFailed: The run has no results to compare. The message ends with pytest's last lines.
-            StopSignal: A signal was noted.
+            RunFailed: The run has no results to compare. The message ends with the last lines of pytest's output.
+            StopSignal: A signal such as Ctrl-C has come.
         """
         worktree = variant.top
         current = worktree / self.checkout.folder
         if not current.is_dir():
-            raise RunFailed(f"it has no folder {self.checkout.folder.as_posix()}")
+            raise RunFailed(f"this revision has no folder {self.checkout.folder.as_posix()}")
         own = self.folder / f"run-{next(self._numbers)}"
         (own / "plugin").mkdir(parents=True)
         shutil.copyfile(collector.__file__, own / "plugin" / f"{PLUGIN}.py")
@@ -258,9 +269,9 @@ class Runner:
             )
             if status:
                 raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
-        # Read this after --setup, which may have created folders that belong on PYTHONPATH.
+        # This comes after --setup, which may create folders that belong on PYTHONPATH.
         environment = self._environment(worktree, own / "plugin", lines)
-        # Each run has its own pytest cache, so --last-failed cannot make a run differ from the next.
+        # Each run has its own pytest cache. Otherwise --last-failed would select other tests in the next run.
         options = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
         options += ["--gpumem-explain=always"] if explained else []
         command = [str(variant.python), "-m", "pytest", "-p", PLUGIN, *options, *self.arguments]
@@ -273,7 +284,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the job's summary, and its runs must not.
+        # Only the comparison writes into the GitHub job's summary. The runs cannot, because they do not get this variable.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
@@ -284,7 +295,7 @@ class Runner:
 
 
 def _last_lines(log: Path, worktree: Path) -> str:
-    """Return a log's last lines. Paths in the worktree become relative, because the worktree will be removed."""
+    """Return a log's last lines. Paths into the worktree become relative, because the worktree will be removed."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.replace(f"{worktree}{os.sep}", "").rstrip().splitlines()
     return "".join(f"\n  {line}" for line in ["", *lines[-MOST_LINES:]]) if lines else ""

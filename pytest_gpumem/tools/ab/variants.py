@@ -1,4 +1,4 @@
-"""Variants to run: a revision or the current checkout, with the installed packages or a set of requirements."""
+"""Variants to run. A variant is a revision or the current checkout, with the installed packages or with requirements."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 AS_IT_IS = "what is here"
-"""The name for the current checkout with the installed packages."""
+"""The displayed name for the current checkout with the installed packages."""
 _PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
-"""An absolute path in a requirement, or in a file's URL."""
+"""Pattern for an absolute path in a requirement, possibly in a ``file://`` URL."""
 _MOST_NAMED = 8
-"""The largest number of packages whose names are printed after an installation."""
+"""The maximum number of packages to name after an installation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Variant:
     revision: Revision | None = None
     requirements: RequirementSet | None = None
     requirements_name: str = ""
-    """Name for the requirements in reports; empty for the set's own name."""
+    """The requirements' name in reports. If empty, reports show ``str(requirements)``."""
 
     @property
     def short(self) -> str:
@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def title(self) -> str | Revision:
-        """The name in reports; the revision itself if the variant has no requirements."""
+        """The variant's name in reports. For a revision without requirements, this is the `Revision` object."""
         return self.revision if self.revision is not None and self.requirements is None else str(self)
 
     def __str__(self) -> str:
@@ -69,10 +69,10 @@ class Variant:
 
 
 def without_folders(variants: Sequence[Variant]) -> list[Variant]:
-    """Return variants with shortened absolute paths in their names. Different paths stay different.
+    """Shorten absolute paths in the variants' names, and return the renamed variants. Different paths stay different.
 
-    Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read reports on other
-    machines, on which the rest of a path says nothing.
+    Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read a report on another
+    machine, so they do not need ``/home/ada``.
     """
     names = [str(variant.requirements or "") for variant in variants]
     paths = {PurePosixPath(path) for name in names for path in _PATH.findall(name)}
@@ -95,7 +95,8 @@ def without_folders(variants: Sequence[Variant]) -> list[Variant]:
 class ProvisionedVariant:
     """A variant that is ready to run.
 
-    ``top`` is its checkout, ``python`` its interpreter, and ``packages`` the releases that were installed for it, by name.
+    ``top`` is the checkout's root folder, and ``python`` is the interpreter. ``packages`` contains the releases installed for
+    this variant, by package name.
     """
 
     variant: Variant
@@ -103,14 +104,14 @@ class ProvisionedVariant:
     python: Path = field(default_factory=lambda: Path(sys.executable))
     packages: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
-    """The top-level modules in these packages."""
+    """The top-level modules in ``packages``."""
     site_folders: tuple[Path, ...] = field(default_factory=lambda: tuple(site_folders_here()))
-    """The folders of installed packages on its path, its own first."""
+    """The folders with installed packages on the variant's ``sys.path``, in this order."""
 
 
 @dataclass(frozen=True)
 class Provisioner:
-    """Provides environments for requirements, and worktrees for revisions in ``folder``."""
+    """Creates virtual environments for requirements, and worktrees in ``folder`` for revisions."""
 
     checkout: Checkout
     environments: Environments
@@ -121,7 +122,10 @@ class Provisioner:
     """True if the runs use an emulated GPU. torch is then installed without NVIDIA's libraries."""
 
     def environment_of(self, requirements: RequirementSet) -> VirtualEnvironment:
-        """Return the environment for a set of requirements. Raises `InstallationError` and `StopSignal`."""
+        """Return the cached environment for a set of requirements, or install the requirements into a new environment.
+
+        Raises `InstallationError` and `StopSignal`.
+        """
         began = time.monotonic()
         cached = self.environments.find(requirements, emulated=self.emulated)
         if cached is not None:
@@ -139,7 +143,7 @@ class Provisioner:
 
     @contextmanager
     def provide(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, ProvisionedVariant]]:
-        """Provide variants within a context. Environments are made in parallel.
+        """Make variants ready to run, until the context ends. Environments are installed in parallel.
 
         Raises `InstallationError`, `GitError` and `StopSignal`.
         """
@@ -170,17 +174,17 @@ def _provisioned(variant: Variant, top: Path, environment: VirtualEnvironment | 
 
 
 def differing_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[str, ...]:
-    """Return a clause for each package that differs: ``"six 1.16.0 and 1.17.0"``."""
+    """Return a clause for each package whose release differs between base and head: ``"six 1.16.0 and 1.17.0"``."""
     names = sorted(base.packages.keys() | head.packages.keys())
-    pairs = ((name, base.packages.get(name, "as here"), head.packages.get(name, "as here")) for name in names)
+    pairs = ((name, base.packages.get(name, "as installed"), head.packages.get(name, "as installed")) for name in names)
     return tuple(f"{name} {old} and {new}" for name, old, new in pairs if old != new)
 
 
 def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[ChangedPackage, ...]:
-    """Return the packages whose release differs between ``base`` and ``head``, by normalized name.
+    """Return the packages whose release differs between ``base`` and ``head``, sorted by normalized name.
 
-    Only packages that were installed specially for ``base`` or ``head`` are compared. Packages from an address
-    are always returned.
+    Only packages that were installed specially for ``base`` or ``head`` are compared. If head's requirements name an address
+    (URL) for a package, the package is always returned.
     """
     sides = [
         {str(canonicalize_name(name)): release for name, release in provisioned.packages.items()}
@@ -204,16 +208,16 @@ def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tupl
 
 
 def why_no_difference(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
-    """Return why two runs cannot differ, as a sentence; ``None`` if they can.
+    """Return the reason why the runs of base and head cannot differ, or ``None`` if they can.
 
-    The runs cannot differ if they have the same code and imported no package that differs.
+    The runs cannot differ if base and head have the same code, and the tests imported none of the packages that differ.
 
     Args:
         base: The base variant.
         head: The head variant.
-        imported: The top-level modules that base or head imported.
+        imported: The top-level modules that the runs imported.
     """
     differ = differing_packages(base, head)
     if base.variant.revision != head.variant.revision or not differ or imported & (base.modules | head.modules):
         return None
-    return f"the tests import nothing that differs ({', '.join(differ)}), so there is nothing to compare"
+    return f"the tests import no package that differs ({', '.join(differ)}), so there is nothing to compare"

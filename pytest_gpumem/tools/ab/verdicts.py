@@ -1,4 +1,7 @@
-"""Comparison of runs in pairs: times by their ratios, bytes and counts by the gate's judge. Pure."""
+"""Compare base and head by pairs of runs: times by each pair's ratio, and bytes and counts by the gate's judge.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,21 @@ def compare_runs(
     tolerance: float,
     tolerances: Mapping[str, Tolerance],
 ) -> ComparisonReport:
-    """Compare two variants by their runs.
+    """Compare two variants, base and head, by pairs of runs.
 
-    For example, three pairs with step times 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s are compared by each pair's
-    ratio. Bytes from the same runs are compared by the closest values on both sides.
+    For example, three pairs have step times of 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s. Times are compared by
+    each pair's ratio, here about 1.02 in each pair. Bytes are compared by base's value and head's value with the smallest
+    distance (`closest`).
 
     Args:
-        pairs: The runs as (base, head).
+        pairs: The pairs, each as (base's run, head's run).
         base: Base's name in reports.
         head: Head's name in reports.
-        tolerance: The tolerated slowdown, as a ratio.
+        tolerance: The tolerated slowdown as a ratio: 0.015 means 1.5 %.
         tolerances: The tolerances for bytes and counts, by metric.
 
     Returns:
-        The report, with the tests that cannot be compared and why.
+        The report. It also lists the tests that cannot be compared, each with the reason.
     """
     rows: list[ComparedRow] = []
     omitted_tests: list[OmittedTest] = []
@@ -82,19 +86,19 @@ def compare_runs(
 
 
 def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
-    """Return a test's measurements in a run, by name."""
+    """Return a test's measurements in a run, by the measurement's name. ``verdict`` is ``None`` if the test did not run."""
     if verdict is None or verdict.unmeasured:
         return {}
     return {part.measurement.name: part.measurement for part in verdict.verdicts}
 
 
 def _error(runs: Sequence[Run], nodeid: str) -> str:
-    """Return the first exception message of a failed test in these runs; empty if there is none."""
+    """Return a test's exception message from the first of ``runs`` with a message, or otherwise an empty text."""
     return next((run.errors[nodeid] for run in runs if nodeid in run.errors), "")
 
 
 def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
-    """Return whether the test failed by itself in every run that contains it."""
+    """Return whether a test failed in each of its runs, for another reason than a gate."""
     ran = [verdict for verdict in verdicts if verdict is not None]
     return bool(ran) and all(verdict.failed_by_itself for verdict in ran)
 
@@ -102,14 +106,14 @@ def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
 def _why_not(
     bases: Sequence[TestVerdict | None], heads: Sequence[TestVerdict | None], errors: Sequence[str]
 ) -> str | None:
-    """Return why a test cannot be compared, as a clause; ``None`` if both sides measured it.
+    """Return the reason why a test cannot be compared, or ``None`` if base and head both measured the test.
 
-    Example: ``"it asserts relations only, in base and in head"``.
+    Example: ``"it asserts relations but measures no figures, in base and in head"``.
 
     Args:
-        bases: The verdicts in base's runs; ``None`` for a run without the test.
-        heads: The verdicts in head's runs.
-        errors: The exception messages in base and in head; empty if there is none.
+        bases: The test's verdicts in base's runs. A verdict is ``None`` if the run does not contain the test.
+        heads: The test's verdicts in head's runs.
+        errors: The test's exception messages in base and in head. A message is empty if the test did not fail.
     """
     reasons = {}
     for side, verdicts, other, error in (("base", bases, "head", errors[0]), ("head", heads, "base", errors[1])):
@@ -117,7 +121,7 @@ def _why_not(
         if not ran:
             return f"it ran in {other} only"
         if not any(map(_figures, ran)):
-            why = ran[-1].unmeasured or "it asserts relations only"
+            why = ran[-1].unmeasured or "it asserts relations but measures no figures"
             reasons[side] = f"{why} ({_in_a_line(error)})" if error and ran[-1].failed_by_itself else why
     if len(reasons) == 2 and reasons["base"] == reasons["head"]:
         return f"{reasons['head']}, in base and in head"
@@ -125,7 +129,7 @@ def _why_not(
 
 
 def with_marked_lines(report: ComparisonReport, changed: ChangedCode) -> ComparisonReport:
-    """Return the comparison with changed lines marked in its explanations and named first."""
+    """Mark changed lines in a comparison's explanations, list these lines first, and return the new comparison."""
     rows = (
         row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))
         for row in report.rows
@@ -134,7 +138,7 @@ def with_marked_lines(report: ComparisonReport, changed: ChangedCode) -> Compari
 
 
 _MOST_CHARACTERS = 400
-"""The largest number of characters to show from an exception's message."""
+"""The maximum number of characters to show from an exception's message."""
 
 
 def _in_a_line(message: str) -> str:
@@ -145,7 +149,7 @@ def _in_a_line(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """A measurement in each pair of runs (base, head); ``None`` if a run did not take it."""
+    """The same measurement in each pair (base, head). An entry is ``None`` if a run did not take the measurement."""
 
     runs: tuple[tuple[Measurement | None, Measurement | None], ...]
 
@@ -162,14 +166,17 @@ class _Series:
         return [(base, head) for base, head in self.runs if base is not None and head is not None]
 
     def explained(self, tolerances: Mapping[str, Tolerance]) -> Verdict | None:
-        """Return the gate's verdict on the first pair, which is explained; ``None`` if a run did not take the measurement."""
+        """Return the gate's verdict on the first pair, whose runs explain their peaks.
+
+        Return ``None`` if a run in this pair did not take the measurement.
+        """
         base, head = self.runs[0]
         if base is None or head is None:
             return None
         return judged_by(base, "base", head, tolerances)
 
     def values(self, metric: str) -> dict[str, list[float]]:
-        """Return a metric's values by side."""
+        """Return a metric's values in all runs, for base and head: ``{"base": [10, 12], "head": [14, 15]}``."""
         sides = {"base": self.bases, "head": self.heads}
         return {
             side: [measurement.metrics[metric] for measurement in measurements if metric in measurement.metrics]
@@ -180,14 +187,14 @@ class _Series:
 def _compare(
     series: _Series, tolerance: float, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], tuple[str, ...]] | str:
-    """Return a measurement's changes with notes, or a clause that says why it cannot be compared."""
+    """Return a measurement's changes and notes, or the reason why the measurement cannot be compared."""
     reason = _not_comparable(series)
     if reason is not None:
         return reason
     exact = _exact_changes(series, tolerances)
     differences = series.heads[-1].workload.differences(series.bases[-1].workload)
     if differences:
-        # With another workload, only an increase in bytes is judged. Nothing else can be compared.
+        # If the workloads differ, only an increase in bytes is judged. Nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
         return (exact, (another, *_notes(series))) if exact else f"{another}{_both_peaks(series)}"
     speed = _speed(series, tolerance)
@@ -199,7 +206,7 @@ def _compare(
 
 
 def _both_peaks(series: _Series) -> str:
-    """Return ``"; peak 22.00 MB in base, 4.00 MB in head"``, or nothing if the peaks are equal."""
+    """Return ``"; peak 22.00 MB in base, 4.00 MB in head"``, or an empty text if the peaks are equal."""
     base, head = closest(*series.values("peak_allocated").values())
     texts = [f"{shown('peak_allocated', peak, 'si')} in {side}" for side, peak in (("base", base), ("head", head))]
     return "" if base == head else f"; peak {', '.join(texts)}"
@@ -213,11 +220,11 @@ def _not_comparable(series: _Series) -> str | None:
     base, head = series.bases[-1].environment, series.heads[-1].environment
     if base.slug != head.slug:
         return f"it was measured on {base.device} in base, on {head.device} in head"
-    return None if series.pairs else "no pair of neighbouring runs measured it"
+    return None if series.pairs else "no pair of runs measured it both in base and in head"
 
 
 def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
-    """Return the change in step time; ``None`` if no pair has times on both sides."""
+    """Return the change in step time, or ``None`` if no pair has a time for both base and head."""
     samples = [(base.times.best, head.times.best) for base, head in series.pairs if base.times and head.times]
     if not samples:
         return None
@@ -230,10 +237,10 @@ def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
 
 
 def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
-    """Return the changes in bytes and counts. If runs on the same side differ, the closest values are compared."""
+    """Return the changes in bytes and counts. If the runs of base or head differ, the `closest` values are compared."""
     metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
     values = {name: closest(*sides) for name in metrics if all(sides := series.values(name).values())}
-    # Times are left out here, because they are judged by pairs.
+    # Times are left out here, because `_speed` judges times.
     base, head = (
         replace(side[-1], metrics={name: pair[index] for name, pair in values.items()}, times=None, explanation=None)
         for index, side in enumerate((series.bases, series.heads))
@@ -243,7 +250,11 @@ def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tupl
 
 
 def _notes(series: _Series) -> Iterator[str]:
-    """Yield notes on a measurement: metrics that only one side has, and runs that differ on the same side."""
+    """Yield notes on a measurement.
+
+    A note names a metric without a value in base or in head, or a metric that differs between runs of the same variant. If
+    some runs did not take the measurement, a note says how many did.
+    """
     for name, metric in METRICS.items():
         sides = series.values(name) if metric.unit in WHOLE else {}
         measured = [side for side, values in sides.items() if values]
@@ -263,7 +274,7 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:
-    """Return the closest values from two sides, or the same value twice if the ranges overlap.
+    """Return base's value and head's value with the smallest distance, or the same value twice if the ranges overlap.
 
     Example: ``[10, 12]`` and ``[15, 14]`` give ``(12, 14)``; ``[10, 13]`` and ``[12, 15]`` give ``(12, 12)``.
     """

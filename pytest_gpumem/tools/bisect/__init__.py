@@ -1,1 +1,1 @@
-"""Bisection: find the first commit or release in a row that is worse than its predecessor."""
+"""Bisection: find the first commit or package release that makes a test worse."""

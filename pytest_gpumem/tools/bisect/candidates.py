@@ -1,4 +1,7 @@
-"""Make rows of candidates for a search: commits between two revisions, a package's releases, or differing packages."""
+"""List the candidates for a bisection, from the good to the bad candidate.
+
+The candidates are the commits between two revisions, a package's releases, or mixtures of two sets of releases.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 
 _FIELDS = ("%m", "%H", "%P", "%as", "%an", "%s")
 ADDRESS_PREFIX = "@ "
-"""Prefix of a release with an address instead of a version: ``"@ git+https://..."``."""
+"""Prefix of a release that is an address instead of a version: ``"@ git+https://..."``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant in a row, with a short name and a description.
+    """A variant to run in a bisection, with a short name and a description.
 
     Example: the commit ``1f3c9ab04`` with the description ``Add a cache (Ada, 2026-11-02)``.
     """
@@ -36,17 +39,18 @@ class Candidate:
     name: str
     description: str = ""
     parents: int = 1
-    """A commit's number of parents. A merge has two or more."""
+    """The number of a commit's parents. A merge has two or more."""
     parent_commits: tuple[str, ...] | None = None
-    """The parent commits in a search with branches; ``None`` if the previous candidate in the row is the only parent."""
+    """The hashes of the parent commits, if branches are searched. ``None`` if the only parent is the previous candidate."""
     package: str = ""
     """The package name, if the candidate is a release."""
     backwards: bool = False
-    """True if the row leads back in time, from a good end to an earlier bad end. The search then finds the mending change."""
+    """True if the candidates lead back in time, from a later good to an earlier bad candidate. The search then finds the
+    change that fixed the test."""
 
     @property
     def title(self) -> str:
-        """The package, name and description: ``transformers 4.38.2``."""
+        """The package, the name and the description in one text: ``transformers 4.38.2``."""
         return " ".join(filter(None, [self.package, self.name, self.description]))
 
 
@@ -54,15 +58,15 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
     """Return the commits from ``good`` to ``bad``, both included.
 
     Args:
-        checkout: The checkout.
-        good: The first commit in the row.
-        bad: The last commit in the row. If ``good`` descends from this commit, the row leads back in time, and a search finds
-            the commit that mended the test.
-        first_parent: True to skip commits from merged branches, so a merge stands for its branch. Otherwise the row
-            has these commits, and each candidate names its parents.
+        checkout: A checkout of the repository.
+        good: The good commit, which comes first in the result.
+        bad: The bad commit, which comes last. If ``good`` descends from ``bad``, the candidates lead back in time, and a
+            search finds the commit that fixed the test.
+        first_parent: True to leave out commits from merged branches, so a merge commit stands for its branch. False to
+            include these commits. Each candidate then names its parents.
 
     Raises:
-        GitError: Both are the same commit, or no path leads from one commit to the other.
+        GitError: ``good`` and ``bad`` are the same commit, or neither is an ancestor of the other.
     """
     if good.commit == bad.commit:
         raise GitError(f"{good} and {bad} are the same commit")
@@ -79,8 +83,9 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    If ``first_parent`` is False, a branch may start at a commit before ``first``. This commit comes second in the list, as a
-    parent of ``first``, which contains its code. If ``first`` is good, the search can then exclude this commit.
+    If ``first_parent`` is False, a merged branch may start at a commit older than ``first``. The result lists this older commit
+    right after ``first``, as a parent of ``first``, because ``first`` contains the older commit's code. So if ``first`` is
+    good, the search can exclude the older commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
@@ -111,7 +116,7 @@ def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) 
 
 
 class _Commit(NamedTuple):
-    """A commit from ``git log``. With ``is_boundary``, the commit is outside the range, and a listed commit is its child."""
+    """A commit from ``git log``. If ``is_boundary`` is True, only the commit's children are in the requested range."""
 
     is_boundary: bool
     hash: str
@@ -123,7 +128,7 @@ class _Commit(NamedTuple):
 
 def _log(top: Path, *arguments: str) -> list[_Commit]:
     """Return the commits that ``git log`` lists. Raises `GitError`."""
-    # A commit's text never contains the character 0, but may contain any other line end.
+    # The null character separates the fields, because a commit's subject or author never contains this character.
     form = f"--format=tformat:{'%x00'.join(_FIELDS)}"
     texts = git(top, "-c", "log.showSignature=false", "log", "-z", form, *arguments).split("\0")[:-1]
     rows = (texts[start : start + len(_FIELDS)] for start in range(0, len(texts), len(_FIELDS)))
@@ -134,7 +139,7 @@ def _log(top: Path, *arguments: str) -> list[_Commit]:
 
 
 def graph_of(row: Sequence[Candidate]) -> Graph:
-    """Return each candidate's parents in a row, by position."""
+    """Return the graph with the parents of each candidate. Candidates are identified by their positions in ``row``."""
     if any(candidate.parent_commits is None for candidate in row):
         return Graph.line(len(row))
     positions = {
@@ -170,10 +175,11 @@ def releases(
 
     Args:
         package: The package's name.
-        listed: All releases on the index.
-        good: The first release.
-        bad: The last release, or an address such as ``"@ git+https://..."``, which comes after all final releases.
-        pinned_releases: Releases for other packages, by name, which every candidate also pins.
+        listed: All the package's releases on the package index.
+        good: The good release, which comes first.
+        bad: The bad release, which comes last. An address such as ``"@ git+https://..."`` counts as newer than all final
+            releases.
+        pinned_releases: Releases of other packages, by name. Every candidate pins these releases, too.
     """
     if bad.startswith(ADDRESS_PREFIX):
         chosen = [*releases_between(listed, good, max([good, *listed], key=_final_version)), bad]
@@ -192,24 +198,27 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the names of differing packages, sorted, and a row in which each candidate changes one more package.
+    """Return the sorted names of the packages to search, and candidates. Each candidate changes one more package.
 
-    Packages on a single side, and two builds from the same release, are left out.
+    A package is left out if only ``good`` or only ``bad`` contains it, or if both contain builds of the same release.
 
-    Example: with ``{"numpy": "1.26.4", "torch": "2.5.0"}`` and ``{"numpy": "2.0.1", "torch": "2.6.0"}``, the row pins numpy
-    1.26.4 and torch 2.5.0, then numpy 2.0.1 and torch 2.5.0, then numpy 2.0.1 and torch 2.6.0.
+    Example: with ``{"numpy": "1.26.4", "torch": "2.5.0"}`` and ``{"numpy": "2.0.1", "torch": "2.6.0"}``, the first candidate
+    pins numpy 1.26.4 and torch 2.5.0, the second numpy 2.0.1 and torch 2.5.0, and the third numpy 2.0.1 and torch 2.6.0.
     """
     differ = sorted(name for name in good.keys() & bad.keys() if not is_same_release(good[name], bad[name]))
     row = []
     for number in range(len(differ) + 1):
         pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
-        changed = _title(differ[number - 1], bad[differ[number - 1]]) if number else "all as they were"
+        changed = _title(differ[number - 1], bad[differ[number - 1]]) if number else "no package changed"
         row.append(Candidate(Variant(None, _pinned(pins, changed)), changed))
     return differ, row
 
 
 def same_release_notes(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each package with two builds from one release, which an index cannot distinguish."""
+    """Return a clause for each package whose good and bad versions are builds of the same release.
+
+    Example: ``2.6.0+cpu`` and ``2.6.0+cu126``. A package index does not distinguish such builds.
+    """
     same = sorted(
         name for name in good.keys() & bad.keys() if good[name] != bad[name] and is_same_release(good[name], bad[name])
     )

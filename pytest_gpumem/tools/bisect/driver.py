@@ -1,6 +1,7 @@
 """Run candidates (commits, releases) until the first bad candidate is known.
 
-Each candidate runs once, because bytes and counts repeat. If a time is judged, the candidate and the good end run in turns.
+Each candidate runs once, because bytes and counts repeat exactly. But if the step time is judged, a candidate and the first
+candidate, which is good, run alternately several times.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ JUDGED_METRICS = (
 )
 """The metrics by which a candidate can be judged."""
 _MOST_PAIRS = 8
-"""The largest number of pairs for judging a time."""
+"""The maximum number of pairs of runs for judging a step time."""
 
 
 _ERROR = re.compile(r"(?:E\s+|ERROR: )(.+)")
-"""An exception, or pytest's own error: ``"ERROR: not found: test_it.py::test_gone"``."""
+"""Pattern for an output line with an exception, or with pytest's own error: ``"ERROR: not found: test_it.py::test_gone"``."""
 
 
 class NothingToSearch(Exception):
-    """There is nothing to search for. The message says why, and what to do."""
+    """A bisection has nothing to search for. The message says why, and often what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate that was run, with the answer, its value for the metric, and the reason if it was skipped."""
+    """The result of running a candidate.
+
+    ``answer`` is good, bad or skipped, and ``value`` is the metric's value. ``why`` is the reason if the candidate was skipped.
+    """
 
     candidate: Candidate
     answer: Answer
@@ -67,61 +71,63 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result: the first bad candidate, the last good candidate, and skipped candidates between them."""
+    """A search's result: the last good candidate, the first bad candidate, and the skipped candidates between these."""
 
     metric: str
     good: Candidate
     bad: Candidate
     skipped: tuple[Candidate, ...]
     ends: ComparisonReport
-    """The comparison between both ends."""
+    """The comparison of the first candidate (base) and the last candidate (head)."""
     step: ComparisonReport
-    """The comparison between the last good and the first bad candidate."""
+    """The comparison of the last good candidate (base) and the first bad candidate (head)."""
     trials: tuple[Trial, ...]
     settings: Settings
 
 
 @dataclass
 class Search:
-    """A search in a row. The first candidate is expected to be good, and the last to be bad."""
+    """A search among candidates. The first candidate should be good, and the last candidate should be bad."""
 
     candidates: Sequence[Candidate]
     runner: Runner
     provisioner: Provisioner
     journal: Journal
     metric: str | None = None
-    """The metric to judge by; ``None`` for the most important metric that is worse in the last candidate."""
+    """The metric to judge by. If ``None``, the most important of the metrics that are worse in the last candidate is used."""
     jobs: int = 1
-    """The number of simultaneous runs."""
+    """The number of candidates to run at the same time."""
     max_slowdown: float = 0.015
-    """The tolerated slowdown, as a ratio."""
+    """The tolerated slowdown as a ratio: 0.015 means 1.5 %."""
     _runs: dict[str, Run | str] = field(default_factory=dict)
-    """Runs by the candidate's name, or the reason why there is no run."""
+    """For each candidate's name, the run, or the reason why the run failed."""
     _timed: dict[tuple[str, str], ComparisonReport] = field(default_factory=dict)
-    """Comparisons from runs in turns, by both candidates' names."""
+    """Comparisons of step times, by the names of the two candidates."""
     _settings: Settings = field(default_factory=Settings)
 
     def find(self) -> SearchResult:
-        """Return the first bad candidate.
+        """Run candidates until the first bad candidate is known, and return the result.
 
         Raises:
-            NothingToSearch: The last candidate is not worse than the first, or they cannot be compared.
-            RunFailed: An end cannot be run.
-            InstallationError: Packages for an end cannot be installed.
+            NothingToSearch: The last candidate is not worse than the first, or the two cannot be compared.
+            RunFailed: The first or last candidate cannot be run.
+            InstallationError: A candidate's packages cannot be installed.
             GitError: A commit cannot be checked out.
-            StopSignal: A signal was noted.
+            StopSignal: A signal such as Ctrl-C has come.
         """
         self._runs = dict(self.journal.runs())
         if self._runs:
-            self.provisioner.say(f"continuing with {counted(len(self._runs), 'run')} from an earlier start")
+            self.provisioner.say(
+                f"reusing {counted(len(self._runs), 'run')} from an earlier search, which was interrupted"
+            )
         first, last = self.candidates[0], self.candidates[-1]
-        good, bad = self._end(first), self._end(last)
+        good, bad = self._successful_run(first), self._successful_run(last)
         with self.provisioner.provide({HEAD: last.variant}) as provided:
             self._settings = settings_in(provided[HEAD].top / bad.root)
         ends = self._compared(first, last)
         metric = self.metric or _most_important(ends)
         self._check_ends(ends, metric, first, last, good, bad)
-        assert metric is not None, "it has been checked"
+        assert metric is not None, "_check_ends raises if there is no metric"
         trials = self._trials(ends, metric)
         limits = bounds(graph_of(self.candidates), {position: trial.answer for position, trial in trials.items()})
         between = tuple(self.candidates[position] for position in limits.between)
@@ -138,7 +144,7 @@ class Search:
         )
 
     def _trials(self, ends: ComparisonReport, metric: str) -> dict[int, Trial]:
-        """Judge candidates until the search is done, and return the trials by position, with both ends."""
+        """Judge candidates until the search is done. Return the trials by position, including the first and last candidate."""
         first, last = self.candidates[0], self.candidates[-1]
         trials = {
             0: Trial(first, "good", _value(ends, metric, "old")),
@@ -152,15 +158,15 @@ class Search:
                 trials.update(zip(positions, judged, strict=True))
         return trials
 
-    def _end(self, candidate: Candidate) -> Run:
-        """Return an end's run. Raises `RunFailed` if there is none."""
+    def _successful_run(self, candidate: Candidate) -> Run:
+        """Return a candidate's run. Raises `RunFailed` if the run failed."""
         run = self._run_of(candidate)
         if isinstance(run, str):
             raise RunFailed(f"{candidate.name} cannot be measured: {run}")
         return run
 
     def _run_of(self, candidate: Candidate) -> Run | str:
-        """Return a candidate's run, from the journal or a new run, or the reason why there is none."""
+        """Return a candidate's earlier run or run the candidate now. If the run fails, return the reason."""
         if candidate.name not in self._runs:
             self._runs[candidate.name] = self._run(candidate)
         return self._runs[candidate.name]
@@ -185,20 +191,22 @@ class Search:
         return run
 
     def _compared(self, base: Candidate, head: Candidate) -> ComparisonReport:
-        """Compare two candidates."""
+        """Compare two candidates: by alternating runs if the metric is the step time, otherwise by a single run of each."""
         if self.metric == STEP_TIME:
             sides = base.name, head.name
             if sides not in self._timed:
                 self._timed[sides] = self._in_turns(base, head)
             return self._timed[sides]
-        before, after = self._end(base), self._end(head)
+        before, after = self._successful_run(base), self._successful_run(head)
         return self._report([(before, after)], base, head)
 
     def _step(self, good: Candidate, bad: Candidate) -> ComparisonReport:
-        """Compare the last good and the first bad candidate, and mark the changed lines."""
+        """Compare the last good and the first bad candidate, and mark the lines that differ between these two."""
         report = self._compared(good, bad)
         with self.provisioner.provide({BASE: good.variant, HEAD: bad.variant}) as provided:
-            changed = changed_code(provided[BASE], self._end(good), provided[HEAD], self._end(bad))
+            changed = changed_code(
+                provided[BASE], self._successful_run(good), provided[HEAD], self._successful_run(bad)
+            )
             return with_marked_lines(report, changed)
 
     def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> ComparisonReport:
@@ -206,7 +214,7 @@ class Search:
         return compare_runs(pairs, base.variant.title, head.variant.title, self.max_slowdown, tolerances)
 
     def _in_turns(self, base: Candidate, head: Candidate) -> ComparisonReport:
-        """Run two candidates in turns until their times are decided, and return the comparison."""
+        """Run two candidates alternately until their times are decided, but at most 8 times each. Return the comparison."""
         sides = {BASE: base, HEAD: head}
         with self.provisioner.provide({side: candidate.variant for side, candidate in sides.items()}) as provided:
 
@@ -218,7 +226,7 @@ class Search:
         return report
 
     def _judge(self, candidate: Candidate, first: Candidate, metric: str) -> Trial:
-        """Run a candidate, if it has not run yet, and compare it with the first candidate."""
+        """Run a candidate unless an earlier run is stored, and compare its run with the first candidate's run."""
         run = self._run_of(candidate)
         if isinstance(run, str):
             return Trial(candidate, "skipped", why=run)
@@ -252,10 +260,10 @@ class Search:
         values = f"{METRICS[judged].title} {good_value} and {bad_value}"
         if any(change.outcome is Outcome.IMPROVED for change in changes):
             raise NothingToSearch(
-                f"{last.name} is better than {first.name} ({values}); to find what mended it, exchange --good and --bad"
+                f"{last.name} is better than {first.name} ({values}); to find what fixed it, exchange --good and --bad"
             )
         raise NothingToSearch(
-            f"{last.name} is no worse than {first.name} ({values}): both ends are good, or both are bad"
+            f"{last.name} is no worse than {first.name} ({values}): either both are good, or both are bad"
         )
 
 
@@ -264,14 +272,17 @@ def _changes(report: ComparisonReport, metric: str) -> list[ComparedChange]:
 
 
 def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
-    """Return a metric's largest value on a side, among the tests that are worse, or among all tests if no test is worse."""
+    """Return a metric's largest value on ``side``, which is ``"old"`` or ``"new"``.
+
+    Only tests that are worse count. If no test is worse, all tests count.
+    """
     changes = _changes(report, metric)
     worse = [change for change in changes if change.outcome is Outcome.REGRESSED]
     return max((value for change in worse or changes if (value := getattr(change, side)) is not None), default=None)
 
 
 def _most_important(report: ComparisonReport) -> str | None:
-    """Return the worse metric that a failure message would name first; ``None`` if no metric is worse."""
+    """Return the worse metric that a failure message would name first, or ``None`` if no metric is worse."""
     worse = {change.metric for row in report.rows for change in row.changes if change.outcome is Outcome.REGRESSED}
     return min(worse, key=lambda name: METRICS[name].precedence, default=None)
 
@@ -281,11 +292,11 @@ def _why_nothing(report: ComparisonReport, metric: str) -> str:
     reasons = [test.reason for test in report.omitted_tests if test.reason is not None]
     if reasons:
         return reasons[0]
-    return f"no test has {METRICS[metric].title} on both sides" if report.rows else "no test was measured"
+    return f"no test has {METRICS[metric].title} both in base and in head" if report.rows else "no test was measured"
 
 
 def _reason_in_a_line(failure: Exception) -> str:
-    """Return why a run failed: the last error in pytest's output, or the failure's first line if there is none."""
+    """Return why a run failed: the last error in pytest's output. Without such an error, return the failure's first line."""
     first, *more = str(failure).splitlines()
     errors = [match.group(1) for line in more if (match := _ERROR.match(line.strip()))]
     return errors[-1] if errors else first

@@ -1,4 +1,4 @@
-"""A bisection's runs on disk, so an interrupted search can continue at the next start."""
+"""Store a bisection's runs on disk, so an interrupted bisection does not repeat these runs at its next start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def journals_folder() -> Path:
-    """Return the folder for journals in the user's cache."""
+    """Return the folder in the user's cache that contains all journals."""
     return cache_root() / "bisections"
 
 
 @dataclass(frozen=True)
 class Journal:
-    """A bisection's runs in a folder, with a file for each candidate."""
+    """A folder with a bisection's runs. Each candidate has its own file."""
 
     folder: Path
 
@@ -38,13 +38,13 @@ class Journal:
 
         Args:
             identity: Values that identify the bisection, such as the pytest arguments and the candidates' names. The
-                installed packages are added, so a search starts anew after an installation.
+                installed packages are added to these values, so a bisection starts anew after an installation.
         """
         text = json.dumps([packages_here(), *identity])
         return cls(journals_folder() / hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def runs(self) -> dict[str, Run]:
-        """Return the stored runs by candidate's name. Incomplete files are ignored."""
+        """Return the stored runs, by the candidate's name. Incomplete files are ignored."""
         runs = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
@@ -61,5 +61,5 @@ class Journal:
         write_atomically(self.folder / f"{file}.json", text)
 
     def remove(self) -> None:
-        """Delete the folder."""
+        """Delete the journal's folder."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The first regressed test in a report, and the packages whose releases differ between its good and bad side. Pure."""
+"""Find the first regressed test in a report, and the packages whose releases differ between the two compared runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class RegressedTest:
     """A measurement that regressed.
 
-    ``good_releases`` and ``bad_releases`` are the releases on the good and on the bad side, for differing packages, by name.
-    ``gated`` is true if the good side is a baseline. A commit may then be the cause. It is false if the good side is a set of
-    requirements.
+    ``good_releases`` and ``bad_releases`` contain the old and the new release of each package that differs, by name. ``gated``
+    is True if the measurement was compared with a baseline. Then a commit may also be the cause. ``gated`` is False if
+    `gpumem ab` compared two variants.
     """
 
     key: Key
@@ -45,7 +45,7 @@ class RegressedTest:
 
     @property
     def metric(self) -> str | None:
-        """The metric to judge by: ``step_time`` if nothing else regressed; ``None`` to let the search choose."""
+        """The metric to search by: ``step_time`` if only the time regressed; ``None`` if the search should choose."""
         return None if {*self.metrics} & {*JUDGED_METRICS} - {STEP_TIME} else STEP_TIME
 
     @property
@@ -56,8 +56,8 @@ class RegressedTest:
 
 
 def regressed_test_of(text: str, name: str) -> RegressedTest:
-    """Return the first regressed test in a report. Tests with regressed bytes or counts come before tests with only regressed
-    times.
+    """Return the first regressed test in a report. Tests whose bytes or counts regressed come before tests of which only the
+    time regressed.
 
     Args:
         text: The JSON report from a session or from ``gpumem ab``.
@@ -75,10 +75,10 @@ def regressed_test_of(text: str, name: str) -> RegressedTest:
     try:
         regressed = list(_in_comparison(plain)) if of_ab else list(_in_session(text, name))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{name}: it is not a report from this version of gpumem ab: {error!r}") from None
+        raise ReportError(f"{name}: this file is not a report from this version of gpumem ab: {error!r}") from None
     if not regressed:
         raise NothingToSearch(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
-    # Bytes and counts repeat, so a single run for each candidate is enough.
+    # Prefer a test with worse bytes or counts, which repeat exactly. So a single run per candidate is enough.
     first = next((red for red in regressed if red.metric is None), regressed[0])
     other_tests = len({red.nodeid for red in regressed} - {first.nodeid})
     return RegressedTest(
@@ -87,7 +87,7 @@ def regressed_test_of(text: str, name: str) -> RegressedTest:
 
 
 def _why(plain: Any) -> str:
-    """Return why a report without regressions is red, as a clause after a semicolon; empty if the report has no reason."""
+    """Return why a report failed without a regression, as ``"; <reason>"``, or an empty text if no reason is known."""
     if not isinstance(plain, dict):
         return ""
     broken = [test for test in plain.get("not_compared", ()) if isinstance(test, dict) and test.get("broken")]
@@ -102,7 +102,7 @@ def _in_comparison(plain: dict[str, Any]) -> Iterator[RegressedTest]:
     packages = [
         package for package in plain.get("packages", ()) if package["base"] is not None and package["head"] is not None
     ]
-    # Dependencies that changed with a requested package are left out: they may not be installable by themselves.
+    # Leave out dependencies that changed along with a requested package, because they may not be installable separately.
     requested = [package for package in packages if package["requested"]] or packages
     good = {package["name"]: package["base"] for package in requested}
     bad = {
@@ -137,7 +137,7 @@ def _regressed(verdict: Verdict) -> Iterable[str]:
 
 
 def _releases(verdict: Verdict) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the packages that differ, with their releases in the baseline and in the session."""
+    """Return the packages whose releases differ: each package's release in the baseline, and its release in the session."""
     if verdict.origin is None:
         return {}, {}
     torch = {} if verdict.origin.torch == UNKNOWN_RELEASE else {"torch": verdict.origin.torch}

@@ -1,4 +1,4 @@
-"""A bisection's result for a terminal, as Markdown and as JSON: the change, the added memory, the trials. Pure."""
+"""Format a bisection's result (the change, the added memory and the trials) for a terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.bisect.red_report import RegressedTest
 
 _SMALL_PART = 0.5
-"""If the change explains a smaller part than this, a note says how to find the rest."""
+"""If the found change explains less than this share of the growth, a note says how to find the other changes."""
 
 
 def lines(search: SearchResult, screen: Screen) -> list[Line | str]:
-    """Return the table with trials, the added memory by module and line, and a last line that names the change."""
+    """Return the table of trials, the added memory by module and line, and a last line that names the change."""
     units = search.settings.units
     columns = (
         Column("tried", left=True),
@@ -53,7 +53,7 @@ def lines(search: SearchResult, screen: Screen) -> list[Line | str]:
 
 
 def markdown(search: SearchResult, red: RegressedTest | None = None) -> str:
-    """Return a section in GitHub's Markdown, for an issue or a job's summary. ``red`` is the test from ``--from``."""
+    """Return a section in GitHub's Markdown, for an issue or a job's summary. ``red`` is the test found by ``--from``."""
     units = search.settings.units
     text = [f"### gpumem bisect: {escaping.plain(culprit(search))}", "", f"{escaping.plain(result(search))}.", ""]
     text += [f"- {escaping.plain(note)}" for note in ([] if red is None else red.notes)]
@@ -75,7 +75,7 @@ def markdown(search: SearchResult, red: RegressedTest | None = None) -> str:
 
 
 def to_json(search: SearchResult, red: RegressedTest | None = None) -> str:
-    """Return the result as JSON, in the metric's units."""
+    """Return the result as JSON. Values are in the metric's unit, for example bytes."""
     good, bad = _values(search.step, search.metric)
     plain = {
         "format": FORMAT,
@@ -92,7 +92,7 @@ def to_json(search: SearchResult, red: RegressedTest | None = None) -> str:
 
 
 def failure_as_markdown(why: str) -> str:
-    """Return the Markdown for a failed bisection. ``why`` is a sentence, with log lines after it."""
+    """Return the Markdown for a failed bisection. ``why`` is a sentence, which may be followed by lines from a log."""
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
     return "\n".join(["### gpumem bisect: nothing was found", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"
@@ -111,7 +111,7 @@ def result(search: SearchResult) -> str:
     old, new = values[::-1] if search.bad.backwards else values
     ratio = f" ({format_ratio(new / old - 1)})" if old and new is not None else ""
     before, after = (shown(search.metric, value, search.settings.units) for value in (old, new))
-    effect = "mended it" if search.bad.backwards else "did it"
+    effect = "fixed it" if search.bad.backwards else "did it"
     skipped = "; the candidates between could not be judged" if search.skipped else ""
     return f"{culprit(search)} {effect}: {title} {before} to {after}{ratio}, after {earlier.name}{skipped}"
 
@@ -119,7 +119,7 @@ def result(search: SearchResult) -> str:
 def culprit(search: SearchResult) -> str:
     """Return the change's name, for example ``"transformers 4.38.0"``.
 
-    If skipped candidates come before the first bad candidate, the text contains all of them: ``"one of 9d8e7f6, 5a6b7c8"``.
+    If candidates were skipped right before the first bad candidate, the text also names these: ``"one of 9d8e7f6, 5a6b7c8"``.
     """
     _, later = _in_time(search)
     if not search.skipped:
@@ -130,7 +130,7 @@ def culprit(search: SearchResult) -> str:
 
 
 def _in_time(search: SearchResult) -> tuple[Candidate, Candidate]:
-    """Return the candidate before the change, and the candidate that made the change."""
+    """Return the candidate before the change, and the candidate with the change, in historical order."""
     return (search.bad, search.good) if search.bad.backwards else (search.good, search.bad)
 
 

@@ -1,10 +1,11 @@
-"""Search for the first bad variant in a row or a graph of commits, although some variants cannot be judged. Pure.
+"""Search for the first bad variant in a list of releases or a graph of commits, even if some variants cannot be judged.
 
 Like `git bisect`, the search assumes that descendants of a bad variant are bad, and ancestors of a good variant are
-good.
+good. All functions are pure.
 
-For example, a row has 64 commits at positions 0 to 63, 0 is good, 63 is bad, and 40 caused the change. The search judges 31
-(good), 47 (bad), 39 (good), 43, 41 and 40 (bad). The result is ``Bounds(good=39, bad=40)`` after six runs.
+For example, 64 commits are numbered from 0 to 63. Commit 0 is good, commit 63 is bad, and commit 40 made the change. The
+search judges the commits 31 (good), 47 (bad), 39 (good), 43 (bad), 41 (bad) and 40 (bad). After these six runs, the result
+is ``Bounds(good=39, bad=40)``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _OPPOSITE: dict[Answer, Answer] = {"good": "bad", "bad": "good", "skipped": "ski
 
 @dataclass(frozen=True)
 class Graph:
-    """The parents of each variant, by positions from 0. The first and the last position are the ends.
+    """The parents of each variant. Variants are identified by position, from 0.
 
-    ``backwards`` means that the bad end is the ancestor. The search then finds the first good variant, which mended the test.
+    The first variant is known to be good, and the last variant is known to be bad. ``backwards`` is True if the bad variant is
+    an ancestor of the good variant. The search then finds the oldest good variant, which fixed the test.
 
     Example:
         ``Graph(((), (0,), (0,), (1, 2)))`` has two branches, 1 and 2, which both come from 0 and are merged by 3.
@@ -35,12 +37,12 @@ class Graph:
 
     @classmethod
     def line(cls, count: int) -> Graph:
-        """Return a row of ``count`` variants, each with the previous variant as its parent."""
+        """Return a graph without branches: each of ``count`` variants has the previous variant as its parent."""
         return cls([(), *((position,) for position in range(count - 1))])
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """A bit set for each position, with bits for the position and all its ancestors.
+        """For each variant, a bit set with the positions of this variant and its ancestors.
 
         Example: ``Graph.line(4).ancestors`` is ``[0b0001, 0b0011, 0b0111, 0b1111]``.
         """
@@ -63,10 +65,10 @@ class Graph:
 class Bounds:
     """The result of a search: the last good variant, the first bad variant, and the skipped variants between them.
 
-    Either ``bad`` or a variant in ``between`` made the change. In a backwards search, ``good`` is the first good variant, and
-    ``bad`` the last bad variant.
+    Either ``bad`` or a variant in ``between`` made the change. In a backwards search, ``good`` is the oldest good variant, and
+    ``bad`` is the latest bad variant.
 
-    Example: in a row, 3 is good, 4 cannot be run, and 5 is bad: ``Bounds(good=3, bad=5, between=(4,))``.
+    Example: variant 3 is good, variant 4 cannot be run, and variant 5 is bad: ``Bounds(good=3, bad=5, between=(4,))``.
     """
 
     good: int
@@ -78,8 +80,8 @@ class Bounds:
 class _Remaining:
     """The variants that may have made the change.
 
-    ``changed`` certainly contains the change. ``suspects`` is a bit set that includes ``changed``. ``parent`` is the nearest
-    first-parent ancestor outside the suspects, or ``None`` if the graph ends before.
+    ``suspects`` is a bit set with their positions. ``changed`` is the earliest suspect known to contain the change. ``parent``
+    is the first variant outside the suspects on the path from ``changed`` through first parents, or ``None`` if the path ends.
     """
 
     changed: int
@@ -88,7 +90,7 @@ class _Remaining:
 
 
 def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
-    """Return the remaining range. ``answers`` are the judged positions, with both ends among them."""
+    """Return the last good and first bad variant. ``answers`` has the judged positions, including the first and the last."""
     in_time = _in_time(graph, answers)
     remaining = _remaining(graph, in_time)
     between = tuple(position for position in _positions(remaining.suspects) if position != remaining.changed)
@@ -112,13 +114,14 @@ def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
 
 
 def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
-    """Return the positions to judge next, at most ``jobs``; an empty tuple if more answers cannot narrow the range.
+    """Return at most ``jobs`` positions to judge next, or an empty tuple if the search is done.
 
-    The positions divide the suspects evenly. If a variant was skipped, a position beside this variant is used. When all
-    suspects are judged, the last good variant may be a parent without a run. Such a parent only counts as good because a
-    descendant is good. Then the parent has to run, because the first bad variant is compared with it.
+    The positions divide the suspects (variants that may have made the change) evenly. Instead of a skipped variant, the nearest
+    variant without an answer is judged. When all suspects are judged, the parent of the first bad variant may still lack a run,
+    because a good descendant already shows that the parent is good. Then the parent is judged too, because a report compares
+    the first bad variant with its parent.
 
-    Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
+    Example: among 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
     in_time = _in_time(graph, answers)
     remaining = _remaining(graph, in_time)
@@ -141,12 +144,12 @@ def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -
 
 
 def _in_time(graph: Graph, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Return the answers in historical order: "good" before the change, "bad" with the change."""
+    """Return answers in historical order, so "good" means without the change. A backwards search swaps "good" and "bad"."""
     return {position: _OPPOSITE[answer] if graph.backwards else answer for position, answer in answers.items()}
 
 
 def _start(graph: Graph) -> int:
-    """Return the end before the change."""
+    """Return the first or last position, whichever is without the change."""
     return len(graph.parents) - 1 if graph.backwards else 0
 
 
@@ -158,7 +161,7 @@ def _remaining(graph: Graph, in_time: Mapping[int, Answer]) -> _Remaining:
     )
     suspects = ancestors[changed]
     for position, answer in in_time.items():
-        # A good descendant of a bad variant compensates for the change, so its ancestors may still have made the change.
+        # If a good variant descends from ``changed``, a later commit compensates for the change. Its ancestors stay suspects.
         if answer == "good" and not _contains(ancestors[position], changed):
             suspects &= ~ancestors[position]
     parent: int | None = changed
@@ -172,7 +175,7 @@ def _contains(bits: int, position: int) -> bool:
 
 
 def _positions(bits: int) -> Iterator[int]:
-    """Yield the positions with a set bit."""
+    """Yield the positions whose bits are set."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1

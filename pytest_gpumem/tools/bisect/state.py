@@ -1,4 +1,4 @@
-"""A working tree's fingerprint, which shows whether stored runs still belong to the tree's code."""
+"""Fingerprint of a working tree. Stored runs can be reused if the fingerprint has not changed since."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 _SUFFIXES = (".py", ".toml", ".ini", ".cfg")
 _INSTALLED = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 _MOST_FOLDERS = 20_000
-"""The largest number of folders to read. 20,000 folders with a file in each took 1.1 s on a busy server."""
+"""The maximum number of folders to read. Reading 20,000 folders with a file in each took 1.1 s on a busy server."""
 
 
 def state_of(checkout: Checkout) -> str:
     """Return a text that changes whenever the checkout's code or settings change.
 
-    In a git repository, the text contains the HEAD commit, the uncommitted changes, and the new files' names and times.
-    Without git, it contains the names, sizes and times for all files with code or settings. If there are more than 20,000
-    folders, the text is different in each call.
+    In a git repository, the text contains the HEAD commit, the uncommitted changes, and the names and modification times of
+    new files. Without git, the text contains the names, sizes and modification times of all files with code or settings. With
+    more than 20,000 folders, each call returns a different text.
     """
     try:
         untracked = git(checkout.top, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
@@ -60,6 +60,6 @@ def _files(folders: list[tuple[str, list[str]]]) -> Iterator[tuple[str, int, int
                 try:
                     status = path.stat()
                 except OSError:
-                    # A dangling link.
+                    # The file is a dangling link, or was deleted meanwhile.
                     continue
                 yield str(path), status.st_size, status.st_mtime_ns
