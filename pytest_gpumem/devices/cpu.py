@@ -60,7 +60,9 @@ _CUT_SHORT = (
 
 
 class CpuDevice(Device):
-    """The CPU, whose memory is the host memory of torch's tensors. For example, ``torch.ones(256)`` raises `live` by 1,024 bytes.
+    """The CPU, whose memory is the host memory of torch's tensors.
+
+    For example, ``torch.ones(256)`` raises `live` by 1,024 bytes.
 
     While the device is open, torch uses a single intra-op thread. Some kernels allocate scratch memory for each thread, for
     example ``scaled_dot_product_attention``, so memory would otherwise depend on the number of cores. The device counts only

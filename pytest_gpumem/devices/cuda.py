@@ -119,7 +119,7 @@ class CudaDevice(Device):
         if feature not in _BFLOAT16 or self._capability >= _AMPERE:
             return None
         return (
-            f"torch emulates bfloat16 slowly on this GPU of compute capability {self._version}; a GPU of 8.0 or higher "
+            f"torch emulates bfloat16 slowly on a GPU of compute capability {self._version}; a GPU of 8.0 or higher "
             "computes in bfloat16"
         )
 
