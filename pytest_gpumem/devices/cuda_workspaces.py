@@ -105,8 +105,8 @@ class Workspaces:
                     for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(gpu)).items()
                 )
                 self.restore()
-            # If a workspace could not be restored, the live bytes are now lower. The count is valid for both totals: the next
-            # step allocates this workspace again.
+            # If a workspace could not be restored, fewer bytes are live until the next step allocates it again. So store the
+            # counts for both amounts of live bytes.
             for total in (live, self._live()):
                 self._counted[total] = _beyond(bare_bytes, total)
         return self._counted[live]

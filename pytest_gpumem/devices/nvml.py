@@ -173,7 +173,7 @@ class NvmlGpu:
             pynvml.nvmlInit()
         except (ImportError, OSError):
             return None
-        except Exception as error:  # noqa: BLE001 - pynvml may be None here, so its NVMLError cannot be named
+        except Exception as error:  # noqa: BLE001 - NVML's errors are defined in pynvml, which is only imported in this function
             self._trouble = str(error)
             return None
         return pynvml
