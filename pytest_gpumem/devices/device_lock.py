@@ -178,7 +178,7 @@ class _ProcessLock:
         except OSError as error:
             self._give_up(error)
         if self._broken is not None:
-            # Without pytest-xdist, there are usually no other workers. `Device.conditions` reveals other processes.
+            # Without pytest-xdist, other processes are rare, and `Device.conditions` reveals them.
             if "PYTEST_XDIST_WORKER" not in os.environ:
                 return None
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
@@ -223,7 +223,7 @@ class _ProcessLock:
             self._lock = None
 
     def _forked(self) -> bool:
-        """Return whether this process was forked while its parent held the lock. A fork copies this object, but not the lock."""
+        """Return whether this process was forked while its parent held the lock. A fork copies this object, not the lock."""
         return self._process != os.getpid()
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class EmulatedDevice(CudaDevice):
-    """An emulated GPU. torch's own allocator and operators run, and torch chooses kernels as usual, but the kernels do nothing."""
+    """An emulated GPU. torch's allocator and operators run, and torch chooses kernels as usual, but the kernels do nothing."""
 
     memory_title = "Emulated GPU memory"
     tells_time = False
@@ -46,7 +46,7 @@ class EmulatedDevice(CudaDevice):
         self._convolutions_before = self._recurrent_before = 0
 
     def environment(self) -> Environment:
-        """Return the GPU's environment with a slug for emulated GPUs, because emulated and real GPUs have separate baselines."""
+        """Return the GPU's environment with an emulated GPU's slug, because emulated and real GPUs have separate baselines."""
         real = super().environment()
         return replace(real, slug=EMULATED_SLUG + cuda_slug(self._emulation.gpu.title))
 
