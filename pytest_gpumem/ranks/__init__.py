@@ -1,1 +1,1 @@
-"""The ranks of a distributed job: their launch, their shared decisions, and the search for stuck or missing ranks."""
+"""Ranks of a distributed job: how they were launched, what they decide together, and which ranks are stuck or missing."""
