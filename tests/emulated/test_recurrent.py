@@ -126,7 +126,7 @@ def test_inference_keeps_nothing(on_gpu):
     )
     assert told.splitlines()[0] == "0"
     assert told.splitlines()[1].startswith(
-        "the bytes that recurrent layers keep for backward are those of an H100 with cuDNN 9.19, "
+        "recurrent layers keep as many bytes for backward as on an H100 with cuDNN 9.19, "
     )
 
 
