@@ -104,7 +104,7 @@ def test_a_torch_without_cuda_is_an_error(project):
     result = project.run(device="emulated:h100", new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: a GPU is emulated beneath*"]
+        ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: an emulated GPU needs the CUDA build*"]
     )
     result = emulate("h100", "--", "true")
     assert result.exit_code == 1

@@ -110,7 +110,9 @@ def test_a_compiler_is_asked_for_unless_one_is_named(complete):
 def test_a_compiler_of_several_words_is_told_as_triton_runs_it_as_one_program(complete):
     complete.setattr(torch_build.shutil, "which", lambda name: name if name == "/opt/my gcc" else None)
     assert torch_build.missing_for_compiling({"CC": "/opt/my gcc"}) is None
-    assert "CC is 'ccache gcc': set CC to the name of one program" in str(torch_build.missing_for_compiling({"CC": "ccache gcc"}))
+    assert "CC is 'ccache gcc': set CC to the name of one program" in str(
+        torch_build.missing_for_compiling({"CC": "ccache gcc"})
+    )
 
 
 def test_pythons_headers_are_asked_for(complete, tmp_path):
