@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 FLASH_ATTENTION = (8, 0)
-"""The lowest compute capability that PyTorch's flash attention and cuDNN's support (``sdp_utils.cpp``)."""
+"""The lowest compute capability for flash attention, both PyTorch's and cuDNN's (``sdp_utils.cpp``)."""
 _LACKS = re.compile(
     r"compute capabilit|cuda capability|only supports gpu architectures|ampere gpus? or newer|requires sm_?\d|"
     r"requires \.target sm_|no kernel image is available",
@@ -31,7 +31,7 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
     words = " ".join(error.split()).rstrip(".")
     if _LACKS.search(words):
         return words
-    # torch raises the same message for tensors that no GPU's kernel supports. Only torch's warnings distinguish the two cases.
+    # torch raises the same message if no GPU has a kernel for the tensors. Only torch's warnings distinguish the two cases.
     if _NO_ATTENTION.search(words) and capability < FLASH_ATTENTION:
         needed, has = (".".join(map(str, version)) for version in (FLASH_ATTENTION, capability))
         return f"{words} (flash attention needs compute capability {needed}, and this GPU has {has})"

@@ -70,7 +70,7 @@ class Peak:
     allocated: int
     """The peak of the live bytes."""
     reserved: int | None = None
-    """The peak of the bytes that the allocator reserved; ``None`` if the device does not reserve memory."""
+    """The peak of the reserved bytes; ``None`` if the device does not reserve memory."""
     reaching: int | None = None
     """An upper bound for ``allocated`` on an emulated GPU, where some convolutions' workspaces are only estimated.
 
@@ -145,7 +145,7 @@ class Device(ABC):
     """
 
     name: str
-    """The value for ``--gpumem-device`` that selects this device."""
+    """This device as a value for ``--gpumem-device``, for example ``"cuda"``."""
     memory_title = "Memory"
     """The name of the device's memory in failure messages, for example ``"GPU memory"`` in "GPU memory regressed"."""
     tells_time = False
@@ -227,7 +227,7 @@ class Device(ABC):
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         """Return a context that allows or forbids TF32 in float32 matrix products and convolutions.
 
-        The default is a context that does nothing.
+        By default, the context does nothing.
         """
         return nullcontext()
 
@@ -235,17 +235,17 @@ class Device(ABC):
         """Return the releases of the libraries that affected memory figures since the last `forget_libraries`.
 
         For example, ``{"emulated_cudnn": "9.10.2"}`` if convolutions ran on an emulated GPU. The result becomes a part of
-        the measurement's environment. By contrast, `environment` returns the part that is equal for all steps.
+        the measurement's environment. By contrast, `environment` has details common to all steps.
         """
         return {}
 
     def forget_libraries(self) -> None:
-        """Forget all libraries that `libraries` would return, because a new measurement begins."""
+        """Let `libraries` forget all libraries so far, because a new measurement begins."""
 
     # Random numbers
 
     def random_devices(self) -> Sequence[int]:
-        """Return the indices of the accelerators that have their own random number generators, besides the host's."""
+        """Return the indices of accelerators with a random number generator of their own, besides the host's."""
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
@@ -263,7 +263,7 @@ class Device(ABC):
     # Counting
 
     def open(self) -> None:
-        """Begin to count bytes. Until `close`, this process holds `lock` together with other processes that measure.
+        """Begin to count bytes. Until `close`, this process shares `lock` with other processes' measured tests.
 
         Raises:
             DeviceUnavailable: Allocations cannot be counted on this device.
@@ -325,11 +325,11 @@ class Device(ABC):
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Wait for the device, and return the memory that its allocator caches to the device."""
+        """Wait for the device, and return its allocator's cached memory to the device."""
         self.synchronize()
 
     def release_workspaces(self) -> None:
-        """Wait for the device, and drop the memory that the backend keeps between operations. This memory is not a leak."""
+        """Wait for the device, and drop memory kept by the backend between operations. Such memory is not a leak."""
         self.empty_cache()
 
     def restore_workspaces(self) -> None:
@@ -347,7 +347,7 @@ class Device(ABC):
     def transient_workspaces(self) -> Iterator[list[int]]:
         """Yield a list. When the context ends, the list has the workspace bytes in the peak on each device in `everywhere`.
 
-        Only workspaces that were freed right after their operation are counted.
+        A workspace is counted only if it is freed right after its operation.
         """
         yield [0] * len(self.everywhere)
 
@@ -418,7 +418,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window that is open during the context.
+        """Yield a window. It is open during the context.
 
         If the code in the context raises an error, this error is raised, even if closing the window fails as well.
         """
@@ -477,7 +477,7 @@ class Device(ABC):
                 `torch.vmap` and the components of sparse CSR tensors alive (see `profiled`).
 
         Yields:
-            A list with the profile. Clear the list after the context, so tensors that the profile keeps alive are freed.
+            A list with the profile. Clear the list after the context to free the tensors kept alive by the profile.
 
         Raises:
             MeasuringError: The recording was cut short.
@@ -510,7 +510,7 @@ class Device(ABC):
 
         Args:
             since: The result of `known` before the context. These blocks remain live.
-            storages: The storages that are live now. Blocks that are neither here nor in ``since`` count as freed.
+            storages: The storages of all live tensors. Any other block counts as freed unless it is in ``since``.
         """
 
     @contextmanager

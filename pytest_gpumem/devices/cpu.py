@@ -193,8 +193,8 @@ class CpuDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._pause()
-        # The caller deletes this profile only after the next profiler has started, so the next profiler reports the frees of
-        # tensors that this profile keeps alive.
+        # The caller deletes this profile only after the next profiler has started. So the next profiler reports the frees of
+        # tensors kept alive by this profile.
         profiles = [self._start(operators=True, operands=operands)]
         try:
             yield profiles
@@ -252,7 +252,7 @@ class CpuDevice(Device):
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """At the end of the context, count all blocks that were allocated within it as freed.
+        """At the end of the context, count all blocks allocated within the context as freed.
 
         Another thread may free some of these blocks, and the profiler does not report its frees.
         """

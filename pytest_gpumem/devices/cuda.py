@@ -347,7 +347,7 @@ class OtherGpu(CudaDevice):
 class CudaMemory:
     """A GPU's memory, which processes share under ``--gpumem-pack`` (see `SharedMemory`).
 
-    A process holds its CUDA context and the memory that its allocator has reserved. The context's size is the process's
+    A process holds its CUDA context and its allocator's reserved memory. The context's size is the process's
     memory according to NVML minus the reserved memory. It grows with each kernel whose code is loaded, so at least
     `CONTEXT_BYTES` are assumed, the size after many kinds of kernels have run.
     """

@@ -28,7 +28,7 @@ _AT_ONCE_NS = 100_000
 class HistoryEntry(NamedTuple):
     """An entry in the allocator's history: a time, torch's name for the action, an address and the requested bytes.
 
-    ``from_other_thread`` is true for an allocation in a thread that the program started. The profiler does not record this
+    ``from_other_thread`` is true for an allocation in a thread started by the program. The profiler does not record this
     thread.
 
     For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation of 5,000 bytes.
@@ -72,13 +72,13 @@ def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """Return ``tokens`` with autograd sequence numbers that are unique among all threads.
+    """Return ``tokens`` with unique autograd sequence numbers.
 
     Autograd numbers the operators in each thread from 0, and backward runs in a thread of its own.
 
     Args:
         tokens: The tokens of all threads.
-        threads: The threads of operators and nodes, by their start time.
+        threads: Start time of an operator or node -> the threads that ran and made it.
     """
     return [
         token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))

@@ -258,7 +258,7 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            # In a thread that the program started, this thread's call stacks begin like the call stacks of other threads.
+            # Outside the main thread, this thread's call stacks begin in the same function as other threads' call stacks.
             in_main_thread = threading.current_thread() is threading.main_thread()
             entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
             region.history = history_of(entries, threads_apart=in_main_thread)

@@ -2,7 +2,7 @@
 
 Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that has run a
 matrix product. torch has no function that counts these workspaces. So `Workspaces` drops them, counts the bytes that become
-free, and allocates the workspaces again, because the program's next step expects them.
+free, and allocates the workspaces again, because the program's next step would find them, too.
 
 Later torch releases allocate a workspace for each matrix product and free it right afterwards. `transient_in_peak` finds such
 workspaces in the allocator's history.
@@ -62,7 +62,7 @@ class Workspaces:
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Live bytes on each GPU -> workspace bytes on each GPU, both in the order of `Device.everywhere`."""
         self._dropped: tuple[_StreamWorkspaces, ...] = ()
-        """The workspaces that the last count dropped, and that `restore` allocates again."""
+        """The workspaces dropped by the last `count`. `restore` allocates them again."""
         self._are_kept: bool | None = None
 
     @property
@@ -112,7 +112,7 @@ class Workspaces:
         return self._counted[live]
 
     def restore(self) -> None:
-        """Allocate the workspaces again that the last `count` found. Call this after `Device.release_workspaces`."""
+        """Allocate the workspaces found by the last `count` again. Call this after `Device.release_workspaces`."""
         for workspaces in self._dropped:
             if workspaces.has_own:
                 workspaces.device.runtime.make_workspace(workspaces.stream)

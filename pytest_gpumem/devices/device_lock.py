@@ -191,7 +191,7 @@ class _ProcessLock:
             0.0 if this process holds the lock alone. After a timeout, the seconds of the wait; the lock is shared again.
         """
         began = time.monotonic()
-        # Otherwise two processes that both share the lock would wait for each other forever.
+        # If two processes kept their shared locks here, they would wait for each other forever.
         lock.release()
         try:
             acquired = self._for_exclusive.wait_for(

@@ -1,4 +1,4 @@
-"""Count live bytes and their peak from the profiler's allocation events, and from frees that the profiler does not report."""
+"""Count live bytes and their peak from the profiler's allocation events, and from frees missed by the profiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FreeCallbacks:
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
         """Return ``events`` with each mark (two allocations and their frees) replaced by the free of the watched storage.
 
-        A free that happened without a recording or in another thread has no mark in ``events``, and is added at the end.
+        A free without a recording or in another thread has no mark in ``events``, and is added at the end.
         """
         placed: list[AnyToken | AllocationEvent] = []
         recent_events: list[tuple[int, AllocationEvent]] = []
@@ -139,7 +139,7 @@ class LiveBlocks:
     def hold_known(self) -> None:
         """Count each current block as live until an event reports its free, even if its address is allocated again.
 
-        So a free that was missed before this call does not change later readings.
+        So a free missed before this call does not change later readings.
         """
         self._held = self._count
 
@@ -151,12 +151,12 @@ class LiveBlocks:
                 self._peak += nbytes
 
     def keep_only(self, block_ids: BlockIds) -> None:
-        """Remove all blocks that are not in ``block_ids``, as if they were freed now."""
+        """Remove all blocks except those in ``block_ids``, as if they were freed now."""
         for address in [a for a in self._blocks if (a, self._numbers[a]) not in block_ids]:
             self.live -= self._blocks.pop(address)
 
     def restrict(self, block_ids: BlockIds, blocks: Blocks) -> None:
-        """Remove all blocks that are neither in ``block_ids`` nor in ``blocks``. Add those in ``blocks`` that are missing."""
+        """Remove all blocks except those in ``block_ids`` or ``blocks``, and add missing blocks from ``blocks``."""
         remaining = {
             address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in block_ids
         }

@@ -3,8 +3,8 @@
 All workers and all sessions of a user share the ledger. If a process dies, its reservation ends.
 
 For example, a GPU has 80 GB. Worker A holds 2 GB between tests and runs a test that needs 30 GB, so its entry is
-``Entry(2 GB, 30 GB, SHARES)``. Worker B holds 2 GB and wants to run a test that needs 50 GB. Both workers together would need
-84 GB, so B waits until A's test has ended. A test that needs 40 GB would begin at once, because 74 GB fit into 80 GB.
+``Entry(2 GB, 30 GB, SHARES)``. Worker B holds 2 GB, and its next test needs 50 GB. Both workers together would need 84 GB, so B
+waits until A's test has ended. A test with 40 GB would begin at once, because 74 GB fit into 80 GB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class State(IntEnum):
     SHARES = 2
     """The process runs a test, and other processes may run tests at the same time."""
     ALONE = 3
-    """The process runs a test that needs the whole device."""
+    """The process runs a test alone on the device."""
 
 
 class Entry(NamedTuple):
@@ -85,7 +85,7 @@ class SharedMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Return the memory that the allocator caches to the device, so other processes can use it."""
+        """Return the allocator's cached memory to the device, so other processes can use it."""
         ...
 
     def refusals(self) -> int:

@@ -31,7 +31,7 @@ _LONGEST_SAMPLING = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OtherProcesses:
-    """The processes on a GPU that do not belong to this session. ``pids`` is empty if only their number is known."""
+    """The processes from other sessions on a GPU. ``pids`` is empty if only their number is known."""
 
     number: int
     pids: frozenset[int] = frozenset()
@@ -70,11 +70,11 @@ class NvmlGpu:
         return version.decode() if isinstance(version, bytes) else str(version)
 
     def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuState:
-        """Return the GPU's current clocks, and the processes that do not belong to this session.
+        """Return the GPU's current clocks, and the processes from other sessions.
 
         Args:
             is_ours: Returns whether the process with a pid belongs to this session.
-            workers: The number of processes in this session that measure.
+            workers: The number of measuring processes in this session.
         """
         processes = self.processes()
         ours = [pid for pid in processes or () if is_ours(pid)]
@@ -111,7 +111,7 @@ class NvmlGpu:
         return None if entries is None else frozenset(int(process.pid) for process in entries)
 
     def bytes_of(self, pid: int) -> int | None:
-        """Return the bytes that a process has allocated on the GPU; ``None`` if they are unknown.
+        """Return a process's bytes on the GPU; ``None`` if they are unknown.
 
         They are unknown on Windows, and in a container, because NVML reports the host's pids.
         """
@@ -208,7 +208,7 @@ def other_processes(
         working: The pids of processes that recently used the GPU; ``None`` if they are unknown. Then no process counts as
             idle.
         ours: The pids among ``processes`` that belong to this session.
-        workers: The number of processes in this session that measure.
+        workers: The number of measuring processes in this session.
     """
     if processes is None:
         return None

@@ -29,7 +29,7 @@ _STEAL = 7
 class CpuTimes:
     """CPU seconds since the machine started, summed over all ``cores``.
 
-    ``busy`` is the time with processes, and ``stolen`` is the time that the hypervisor used for other machines.
+    ``busy`` is the time with processes, and ``stolen`` is the time used by the hypervisor for other machines.
     """
 
     busy: float
@@ -73,7 +73,7 @@ def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
 
 
 def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """Return the pids of other processes that have the same parent and the same value in an environment variable.
+    """Return the pids of other processes with the same parent and the same value in an environment variable.
 
     For example, the ranks in a distributed job have the same value in ``MASTER_PORT``.
 
@@ -111,7 +111,7 @@ def is_of_session(pid: int) -> bool:
 
 
 def workers_of_session() -> int:
-    """Return the number of processes in this session that measure: pytest-xdist's workers, or 1 without pytest-xdist."""
+    """Return the number of measuring processes in this session: pytest-xdist's workers, or 1 without pytest-xdist."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return int(workers) if workers.isdigit() else 1
 

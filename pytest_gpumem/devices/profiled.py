@@ -62,7 +62,7 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
 
 
 def _is_of_measured_code(event: Any) -> bool:
-    """Return whether an event is a `record_function` label that the measured code or an optimizer has set, not a mark."""
+    """Return whether an event is a `record_function` label from the measured code or an optimizer, not a mark."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
@@ -122,7 +122,7 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
         operands: Whether to record the operators' input tensors.
 
     Yields:
-        A list with the profile. Clear the list to free the tensors that the profile keeps alive.
+        A list with the profile. Clear the list to free the tensors kept alive by the profile.
 
     Raises:
         MeasuringError: The measured code started or stopped another profiler.

@@ -33,7 +33,7 @@ _NOTE_BYTES, _NOTES = 256, 1024
 
 
 def _offset_of_note(process: int) -> int:
-    """Return the offset of a process's note in a lock file. All notes come after the bytes that are locked.
+    """Return the offset of a process's note in a lock file. All notes come after the locked bytes.
 
     Two processes may have the same offset. For example, the offset for processes 5 and 1029 is 1536.
     """
@@ -115,7 +115,7 @@ class LockFile:
         return os.fstat(self.descriptor).st_nlink == 0
 
     def remove(self) -> None:
-        """Remove the file. Processes that have opened it already must check `is_removed`."""
+        """Remove the file. Other processes may have opened it already, so they must check `is_removed`."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -101,8 +101,8 @@ def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[s
 class Devices:
     """All devices by name. Each device is created at most once, when it is first requested.
 
-    If a device is unavailable, later requests raise the same error. ``routing`` is the setting with this name, which devices
-    that compute no values need for a mixture of experts.
+    If a device is unavailable, later requests raise the same error. ``routing`` is the setting with this name, which emulated
+    GPUs need for a mixture of experts.
     """
 
     def __init__(self, factories: Mapping[str, DeviceFactory], routing: Routing | None = None) -> None:

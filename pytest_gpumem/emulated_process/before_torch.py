@@ -1,8 +1,8 @@
-"""An import hook that emulates a GPU in a process that imports torch.
+"""An import hook to emulate a GPU in each process that imports torch.
 
-The hook loads the stand-ins right before torch, and enters the mode that computes small tensors' values right after torch. This
-module is imported at the start of every Python process (``startup``), so it imports other modules of this package only when
-torch is imported.
+The hook loads the stand-ins right before torch, and enters the mode for values of small tensors right after torch. This module
+is imported at the start of every Python process (``startup``), so it imports the package's other modules only together with
+torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
 """Environment variable with the emulated GPU's properties. A child process may not find the project that defines the GPU."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Environment variable that makes a process print its peaks when it ends, set by ``gpumem emulate``.
+"""Environment variable set by ``gpumem emulate``, with which a process prints its peaks at exit.
 
 If the value is `QUIET`, the process prints only reasons why its peaks may be wrong.
 """
@@ -64,7 +64,7 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                # Exit functions run in reverse order, so this function runs after those that the program registers later.
+                # Exit functions run in reverse order, so this function runs after all functions registered later.
                 atexit.register(_wait_for_autograd)
                 from pytest_gpumem.host_values import scope
 
@@ -83,7 +83,7 @@ def install(word: str) -> None:
 
 
 def described_gpus() -> Mapping[str, Gpu]:
-    """Return a mapping with the project's own GPU that the parent process has described; empty if there is none."""
+    """Return a mapping with the GPU in the variable `DESCRIPTION`; empty if the variable has no GPU of a project."""
     from pytest_gpumem.emulation.gpus import from_description
 
     return from_description(os.environ.get(DESCRIPTION))
@@ -103,11 +103,11 @@ def record_if_told_to() -> None:
 
 
 def _wait_for_autograd() -> None:
-    """Wait until autograd's threads have released the graph nodes that they ran.
+    """Wait until autograd's threads have released their graph nodes.
 
     ``backward`` returns before this, so a thread may still release Python objects when the program ends. On an emulated GPU
-    this happens often, because kernels take no time. An ending interpreter ends each thread that wants the interpreter's lock.
-    If the thread is in a C++ destructor at this moment, C++ aborts the process.
+    this happens often, because kernels take no time. If a thread requests the lock of an ending interpreter, the interpreter
+    ends this thread. If the thread is in a C++ destructor at this moment, C++ aborts the process.
     """
     deadline = time.monotonic() + _MOST_SECONDS
     previous, current = None, _threads_of_autograd()
@@ -121,7 +121,7 @@ def _wait_for_autograd() -> None:
 
 
 def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
-    """Return for each autograd thread, by its id, whether it sleeps and how often it has gone to sleep so far."""
+    """Return, by thread id, whether an autograd thread sleeps, and how often this thread has gone to sleep so far."""
     states = {}
     for thread in Path("/proc/self/task").glob("*"):
         try:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Environment variable that makes torch ask NVML for GPUs. It is set while the server imports packages.
+"""Environment variable with which torch asks NVML for GPUs. The server sets it while it imports packages.
 
 Otherwise torch would ask CUDA, and the server's forks could no longer use CUDA.
 """
@@ -55,7 +55,7 @@ class Program:
     command: tuple[str, ...]
     """The command: ``("/usr/bin/python", "train.py", "--batch", "8")`` or ``("python", "-m", "train")``."""
     imported: tuple[str, ...]
-    """The names of modules that the server imports before the first fork."""
+    """The names of modules to import before the first fork."""
 
     @property
     def folder(self) -> str:
@@ -79,15 +79,15 @@ class Fork:
 def serve(descriptors: Sequence[int]) -> None:
     """Import a program's packages, and fork a process for each run of the program.
 
-    The server receives a `Program`, and answers with ``None`` or with the reason why it cannot fork. Then it receives any
-    number of `Fork` requests. It answers each request with the forked process's id and, after the process has ended, with its
-    exit status. The status is negative if a signal ended the process.
+    The server receives a `Program`, and answers with ``None`` or with the reason why the server cannot fork. Then it receives
+    any number of `Fork` requests. The answer to a request is the forked process's id and, after the process has ended, its exit
+    status, which is negative if a signal ended the process.
 
     In a forked process, this function runs the program and does not return.
 
     Args:
-        descriptors: File descriptors of connections. This process serves the first connection. For each further connection, it
-            forks a server of its own, so several runs can take place at the same time.
+        descriptors: File descriptors of connections. This process serves the first connection, and forks a server for each
+            further connection, so several runs can take place at the same time.
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     connection = connections[0]
@@ -122,8 +122,7 @@ def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
     """Fork a server for each connection except the first.
 
     Returns:
-        The connection that the current process serves, and the ids of the servers that it has forked. In a forked server, the
-        ids are empty.
+        The connection of the current process, and the ids of its forked servers. A forked server has no ids.
     """
     own = connections[0]
     servers: list[int] = []

@@ -1,6 +1,6 @@
-"""Find memory that autograd graphs may keep alive in a program that never runs backward.
+"""Find memory that autograd graphs may keep alive, although the program never runs backward.
 
-For example, inference without ``torch.no_grad()`` builds graphs that nobody needs.
+For example, inference without ``torch.no_grad()`` builds needless graphs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class BackwardWatch:
         return nullcontext()
 
     def bytes_without_tensor(self, device: int, allocated: int) -> int | None:
-        """Return the allocated bytes that do not belong to a tensor in the program, if autograd graphs may keep them alive.
+        """Return the allocated bytes outside the program's own tensors, if autograd graphs may keep these bytes alive.
 
-        Such bytes belong to tensors that only a graph has saved: they have no Python object, or no variable refers to their
-        Python object. Workspaces are included as well.
+        Such bytes belong to tensors saved by a graph only: they have no Python object, or no variable refers to their Python
+        object. Workspaces are included as well.
 
         Args:
             device: Index of the GPU.

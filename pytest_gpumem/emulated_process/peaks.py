@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def keeps_statistics() -> bool:
-    """Return whether torch's allocator keeps statistics. An allocator that the program itself provides does not keep any."""
+    """Return whether torch's allocator keeps statistics. A program's own allocator does not keep any."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
@@ -71,7 +71,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """The live bytes at the peak: the total, and for each line in the program, the blocks and bytes that it allocated."""
+    """The live bytes at the peak: the total, and the number and bytes of blocks by the program's line of allocation."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -79,12 +79,12 @@ class AtPeak:
 
 
 def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
-    """Find the peak in an allocator's history, and return the bytes that are live at this moment.
+    """Find the peak in an allocator's history, and return the live bytes at this moment.
 
     Args:
         trace: The history's entries, as in torch's snapshots. Entries ``alloc`` and ``free_completed`` with ``addr``, ``size``
             and ``frames`` are used.
-        torchs: torch's folder. The innermost line outside this folder is the line that allocated a block.
+        torchs: torch's folder. A block is assigned to the innermost line outside this folder.
     """
     totals = [total for total, _ in _replayed(trace)]
     peak = max(range(len(totals)), key=totals.__getitem__, default=0)

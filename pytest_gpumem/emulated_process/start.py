@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 STARTUP = Path(__file__).with_name("startup")
-"""The folder that child processes have in ``PYTHONPATH``. Its ``sitecustomize`` installs the import hook for torch."""
+"""A folder in the child processes' ``PYTHONPATH``. Its ``sitecustomize`` installs the import hook for torch."""
 
 
 def emulate(gpu: Gpu) -> Emulation:
@@ -36,7 +36,7 @@ def emulate(gpu: Gpu) -> Emulation:
 
 
 def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that make a child process emulate a GPU.
+    """Return the environment variables with which a child process emulates a GPU.
 
     Args:
         gpu: The GPU to emulate.

@@ -21,9 +21,9 @@ class DeviceUsage:
     device: int
     """The GPU's index among all emulated GPUs, independent of ``CUDA_VISIBLE_DEVICES``."""
     allocated: int
-    """The peak of the bytes that torch's allocator allocated."""
+    """The peak of allocated bytes in torch's allocator."""
     reserved: int
-    """The peak of the bytes that torch's allocator reserved."""
+    """The peak of reserved bytes in torch's allocator."""
     retries: int
     """How often the allocator found no free memory, released its cached memory and tried again."""
 
@@ -37,13 +37,13 @@ class OutOfMemory:
     wanted: int
     """Size of the failed allocation."""
     allocated: int
-    """Bytes that were allocated at this moment."""
+    """Allocated bytes before the failed allocation."""
     reserved: int
-    """Bytes that were reserved at this moment."""
+    """Reserved bytes before the failed allocation."""
     line: str
     """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. Empty if unknown."""
     without_tensor: int | None = None
-    """Allocated bytes that do not belong to a tensor in the program, so autograd graphs may keep them alive.
+    """Allocated bytes outside the program's own tensors. Autograd graphs may keep them alive.
 
     ``None`` if graphs are not the reason, for example because a backward pass has run.
     """
@@ -56,18 +56,18 @@ class ProcessUsage:
     began: int
     """Time when the process first used CUDA, in ns on the machine's monotonic clock."""
     ended: int | None
-    """Time when the process ended. ``None`` if it was killed; then all other values are from an earlier file."""
+    """Time when the process ended. ``None`` if the process was killed; then all other values are from an earlier file."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     """How often the process ran out of memory, even if the program caught the error."""
     ran_out: OutOfMemory | None = None
-    """The state when the process first ran out of memory; ``None`` if it did not."""
+    """The state when the process first ran out of memory; ``None`` if this did not happen."""
     expandable: bool = False
     """True if the allocator used expandable segments."""
     unknown: str | None = None
     """A text about the first read of an uncomputed value that may have changed the program's memory, with its line."""
     without_statistics: bool = False
-    """True if the program provided its own allocator. It keeps no statistics, so the process's memory is unknown."""
+    """True if the program has its own allocator, which keeps no statistics, so the process's memory is unknown."""
     lacking: str | None = None
     """The reason why peaks may be too low, if cuDNN's workspaces are not fully known."""
     no_kernels: str | None = None

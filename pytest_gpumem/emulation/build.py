@@ -1,4 +1,4 @@
-"""Compile the stand-ins for NVIDIA's libraries that the installed torch needs, and cache them."""
+"""Compile stand-ins for the NVIDIA libraries needed by the installed torch, and cache them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 FIRST = "libcudart"
-"""The stand-in that is loaded first. It contains the emulated GPU, and the other stand-ins link to it."""
+"""The stand-in to load first. It contains the emulated GPU, and the other stand-ins link to it."""
 LINKED = "libcuda.so"
 """A second file name for the driver's stand-in, under which older releases of Triton link to it."""
 PLANNER = "cudnn_planner"
@@ -76,7 +76,7 @@ def _sources() -> dict[str, str]:
 def _key(torch: TorchBuild, beside: Needs) -> str:
     """Return a hash with 16 digits, which changes if the stand-ins must be compiled again.
 
-    It depends on torch's libraries (their sizes and modification times), on the functions that other packages need, and on the
+    It depends on torch's libraries (their sizes and modification times), on the functions needed by other packages, and on the
     stand-ins' C files.
     """
     digest = hashlib.sha256()
@@ -167,7 +167,7 @@ def _compile(
     sources: Path,
     link: Iterable[str],
 ) -> None:
-    """Compile a stand-in that defines all needed version nodes. The loader would warn about missing nodes."""
+    """Compile a stand-in with all needed version nodes. The loader would warn about missing nodes."""
     library = needed.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
@@ -206,7 +206,7 @@ def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str)
 
 
 def _needed(torch: TorchBuild) -> dict[str, _LibraryFunctions]:
-    """Return the functions that torch and Triton need from each of NVIDIA's libraries, by the library's soname."""
+    """Return the functions needed by torch and Triton from each of NVIDIA's libraries, by the library's soname."""
     needed: dict[str, _LibraryFunctions] = {}
     unversioned: set[str] = set()
 

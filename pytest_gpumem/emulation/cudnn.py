@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 _OLDEST = (9, 8)
-"""The oldest cuDNN release that can plan convolutions for a GPU from the GPU's description."""
+"""The oldest cuDNN release that can plan convolutions without a GPU, from the GPU's description."""
 
 
 WHY_RECURRENT = (
@@ -54,14 +54,11 @@ class Cudnn:
         """GPU -> allocator statistic -> the result of `reaching`."""
 
     def convolutions(self) -> int:
-        """Return the number of convolutions, forward and backward, that have run in this process."""
+        """Return how many convolutions have run in this process, forward and backward."""
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
-        """Return the release of the cuDNN that plans convolutions (``"9.20.0"``); `NO_CUDNN` if convolutions have no plans.
-
-        The call loads cuDNN if necessary.
-        """
+        """Load the real cuDNN if necessary, and return its release (``"9.20.0"``); `NO_CUDNN` if it cannot be used."""
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
@@ -143,10 +140,10 @@ class Cudnn:
 
 
 def installed_cudnn(torch: TorchBuild) -> Path | None:
-    """Return the path of the cuDNN that torch would load from NVIDIA's packages; ``None`` if it cannot be used.
+    """Return the path of the cuDNN in NVIDIA's packages, which torch would load; ``None`` if it cannot be used.
 
-    The packages are searched in torch's folder and in ``sys.path``. cuDNN also needs cuBLASLt: without it, cuDNN would end the
-    process, so the function returns ``None``.
+    The packages are searched in torch's folder and in ``sys.path``. The result is also ``None`` if cuBLASLt is missing, because
+    cuDNN would end the process.
     """
     for folder in (torch.libraries.parents[1], *map(Path, sys.path)):
         library = folder / "nvidia" / "cudnn" / "lib" / f"libcudnn.so.{torch.cudnn[0]}"

@@ -29,7 +29,7 @@ _HIDDEN_BIT = 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A function or variable that a file needs from another library."""
+    """A function or variable needed from another library."""
 
     name: str
     library: str | None
@@ -40,7 +40,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The libraries and symbols that an ELF file needs."""
+    """The libraries and symbols needed by an ELF file."""
 
     libraries: tuple[str, ...]
     """Sonames of the needed libraries, in the order in which the loader loads them."""
@@ -55,7 +55,7 @@ class _Section(NamedTuple):
 
 
 def read_needs(path: Path) -> Needs:
-    """Return the libraries and symbols that the ELF file at ``path`` needs.
+    """Return the libraries and symbols needed by the ELF file at ``path``.
 
     Raises:
         NotElf: The file is not a valid ELF file.
@@ -108,7 +108,7 @@ def _sections(data: mmap.mmap) -> list[_Section]:
 def _versions(
     data: mmap.mmap, sections: list[_Section], needed: _Section | None
 ) -> dict[int, tuple[str | None, str | None]]:
-    """Return the library and the version node for each version number that the file's symbols use."""
+    """Return the library and the version node for each version number in the file."""
     versions: dict[int, tuple[str | None, str | None]] = {}
     if needed is None:
         return versions

@@ -1,4 +1,4 @@
-"""Exceptions that concern emulated GPUs."""
+"""Exceptions for emulated GPUs."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class EmulationError(Exception):
 
 
 class NotElf(ValueError):
-    """Raised for a file that is not a 64-bit little-endian ELF file, or is truncated."""
+    """Raised if a file is not a 64-bit little-endian ELF file, or is truncated."""

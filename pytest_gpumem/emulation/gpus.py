@@ -1,4 +1,4 @@
-"""The GPUs that can be emulated, and their names.
+"""The GPUs available for emulation, and their names.
 
 ``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
 [emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
@@ -41,7 +41,7 @@ MIG = "-mig-"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU to emulate, with the properties that CUDA reports. ``gpus.toml`` has the source of each figure."""
+    """A GPU to emulate, with its properties as CUDA reports them. ``gpus.toml`` has the source of each figure."""
 
     word: str
     name: str
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def device(self) -> str:
-        """The value for ``--gpumem-device`` that selects this GPU: ``"emulated:h100x8"``."""
+        """This GPU as a value for ``--gpumem-device``: ``"emulated:h100x8"``."""
         return f"{EMULATED}{self.word}" + (f"x{self.count}" if self.count > 1 else "")
 
 
@@ -70,7 +70,7 @@ NONE_OF_ONES_OWN: Mapping[str, Gpu] = MappingProxyType({})
 
 
 def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
-    """Return the GPU that a word such as ``"emulated:h100"`` names.
+    """Return the GPU for a name such as ``"emulated:h100"``.
 
     Args:
         word: ``"emulated:h100"`` or ``"h100"``, ``"h100x8"`` for eight GPUs, or ``"24GB"`` for an H100 with 24 GB.
@@ -98,7 +98,7 @@ def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
 def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
     """Return a suggestion for an invalid device name: ``did you mean 'emulated:l4'?`` for ``l4``.
 
-    If ``word`` does not name a GPU that can be emulated, suggest the most similar name in ``valid``.
+    If no GPU is called ``word``, suggest the most similar name in ``valid``.
     """
     try:
         return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
@@ -122,7 +122,7 @@ def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
 
 
 def known_capabilities() -> tuple[tuple[int, int], ...]:
-    """Return the compute capabilities for which the table has a multiprocessor's limits."""
+    """Return all compute capabilities in the table."""
     return tuple(_limits())
 
 
@@ -133,7 +133,7 @@ def of_capability(capability: tuple[int, int]) -> Gpu:
 
 
 def with_capability(gpu: Gpu, capability: tuple[int, int]) -> Gpu:
-    """Return a copy of the GPU with another compute capability and the limits that belong to it."""
+    """Return a copy of the GPU with another compute capability, and with this capability's limits."""
     limits: dict[str, Any] = dict(_limits()[capability])
     return replace(gpu, capability=capability, **limits)
 
@@ -144,7 +144,7 @@ def described(gpu: Gpu) -> str:
 
 
 def from_description(text: str | None) -> Mapping[str, Gpu]:
-    """Return a mapping from a name to the GPU that `described` has converted to ``text``.
+    """Return a mapping from a name to its GPU, for a ``text`` from `described`.
 
     The mapping is empty if the GPU's name is valid without a project, or if ``text`` is invalid.
     """
@@ -162,7 +162,7 @@ def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
 
 
 def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
-    """Return the error message for a word that does not name a GPU."""
+    """Return the error message for a word without a GPU."""
     card, is_slice, profile = name.partition(MIG)
     profiles = [slice_word.partition(MIG)[2] for slice_word in _slices() if slice_word.startswith(f"{card}{MIG}")]
     if profiles:
@@ -203,7 +203,7 @@ def _read() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
-    """Return the fields of `Gpu` that are equal for all GPUs with the same compute capability, by this capability."""
+    """Return, for each compute capability, the fields of `Gpu` whose values are the same for all of its GPUs."""
     limits_by_capability = {}
     for text, limits in _read()["capability"].items():
         if text != "sources":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NOTHING = re.compile(r"(?!)")
-# Names that were read from installed packages are written into C code, linker scripts and paths, so they must be valid there.
+# Names from installed packages are written into C code, linker scripts and paths, so they must be valid there.
 _SONAME = re.compile(r"([A-Za-z0-9_-]+)\.so(\.[0-9]+)*")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -24,7 +24,7 @@ _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 @dataclass(frozen=True)
 class Library:
-    """One of NVIDIA's libraries, and how its stand-in is made."""
+    """A library from NVIDIA, and how its stand-in is made."""
 
     stem: str
     """The library's soname without its version, for example ``"libcudart"``."""
@@ -35,13 +35,13 @@ class Library:
     sources: tuple[str, ...] = ()
     """The C files of the stand-in, in the folder ``native``."""
     launched: re.Pattern[str] = _NOTHING
-    """Matches functions that only launch kernels. Their stubs succeed and count the call."""
+    """Matches functions whose only effect is to launch kernels. Their stubs succeed and count the call."""
     by_name: tuple[str, ...] = ()
-    """Functions that torch looks up by name while it runs. torch 2.6 requires that all of them exist."""
+    """Functions that torch looks up by name while it runs. torch 2.6 requires all of them to exist."""
     quiet: bool = False
     """True if stubs print no message, because ordinary programs call them."""
     why: str = ""
-    """The reason and the remedy in the error that torch raises for a stub. If empty, torch continues without the function."""
+    """The reason and the remedy in torch's error if it calls a stub. If empty, torch continues without the function."""
 
 
 _INSTEAD = (
@@ -109,13 +109,13 @@ ALWAYS = (DRIVER, "libnvidia-ml.so.1")
 
 
 def library_of(soname: str) -> Library | None:
-    """Return the library for a soname such as ``"libcudart.so.13"``; ``None`` if the soname is not one of NVIDIA's."""
+    """Return NVIDIA's library for a soname such as ``"libcudart.so.13"``; ``None`` for other sonames."""
     match = _SONAME.fullmatch(soname)
     return None if match is None else BY_STEM.get(match[1])
 
 
 def version_script(nodes: Iterable[str]) -> str:
-    """Return a linker script that defines all version nodes and exports all functions. Invalid node names are skipped."""
+    """Return a linker script with all version nodes, which exports all functions. Invalid node names are skipped."""
     names = sorted(filter(_VERSION_NODE.fullmatch, nodes))
     return "".join(f"{name} {{ global: *; }};\n" for name in names) or "{ global: *; };\n"
 
@@ -124,12 +124,11 @@ def stubs(library: Library, names: set[str]) -> str:
     """Return C code with a stub for each function in ``names``.
 
     The stubs are weak symbols, so a function in `Library.sources` replaces the stub with the same name. A stub succeeds if its
-    function only launches a kernel. Any other stub reports its name and fails, because its caller would otherwise use outputs
-    that were never set.
+    function only launches a kernel. Any other stub reports its name and fails, because it does not set the function's outputs.
 
     Args:
         library: The library.
-        names: The functions that torch or other packages need. Names that are not C identifiers are skipped.
+        names: The functions needed by torch or other packages. A name is skipped if it is not a C identifier.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",

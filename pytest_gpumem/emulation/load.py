@@ -73,7 +73,7 @@ class Emulation:
 
 
 _loaded: list[Emulation] = []
-"""This process's emulation, or an empty list. There is at most one, because loaded libraries cannot be exchanged."""
+"""This process's emulation, or an empty list. A process cannot emulate two GPUs, because loaded libraries stay loaded."""
 
 
 def current_emulation() -> Emulation | None:
@@ -145,7 +145,7 @@ def _configuration(gpu: Gpu) -> _Configuration:
 
 
 def emulation_hint(error: str, option: str = "--gpumem-device=emulated:h100") -> str | None:
-    """Return a hint that an emulated GPU would help, if torch's import failed because one of NVIDIA's libraries is missing.
+    """Return a hint that an emulated GPU would help, if torch's import failed because an NVIDIA library is missing.
 
     Args:
         error: The error, for example ``"libcudnn.so.9: cannot open shared object file: No such file or directory"``.
@@ -185,7 +185,7 @@ def _refuse_other_machines() -> None:
 def _who_imported_torch() -> str:
     """Return the name of the module that probably imported torch.
 
-    This is the first module that was imported after torch and has torch as an attribute.
+    This is the first module after torch in ``sys.modules`` with torch as an attribute.
     """
     torch = sys.modules["torch"]
     names = list(sys.modules)

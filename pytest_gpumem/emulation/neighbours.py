@@ -1,4 +1,4 @@
-"""Find functions in NVIDIA's libraries that other installed packages than torch need, for example bitsandbytes.
+"""Find functions in NVIDIA's libraries needed by installed packages other than torch, for example bitsandbytes.
 
 The stand-ins export these functions as well.
 """
@@ -28,7 +28,7 @@ _NOT_THEIRS = ("torch", "nvidia", "triton")
 
 
 def needed_beside(packages: Path, cache: Path) -> Needs:
-    """Return the functions in NVIDIA's libraries that packages other than torch need.
+    """Return the functions in NVIDIA's libraries needed by packages other than torch.
 
     The result is cached until a package is installed or removed, because reading all packages takes half a second.
 

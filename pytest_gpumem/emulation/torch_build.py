@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 OLDEST = (2, 6)
-"""The oldest torch release that can be emulated (CUDA 12.4)."""
+"""The oldest supported torch release (built for CUDA 12.4)."""
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """An installed CUDA build of torch, with the CUDA and cuDNN releases that it was built for."""
+    """An installed CUDA build of torch, with its CUDA and cuDNN releases."""
 
     version: str
     cuda: tuple[int, int]
@@ -74,7 +74,7 @@ def installed_torch() -> TorchBuild:
 
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
-    """Return the cuDNN release that torch requires, and the requirement for its package."""
+    """Return the cuDNN release required by torch, and the requirement for its package."""
     wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
     major, minor, patch = map(int, re.split("[=~]=", wheel)[1].split(".")[:3])
     return (major, minor, patch), wheel
@@ -101,10 +101,10 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that torch.compile needs on an emulated GPU, except variables that are set already.
+    """Return the environment variables needed by torch.compile on an emulated GPU, except variables already set.
 
-    One variable is the folder in which torch caches compiled kernels and its choices between them. An emulated GPU needs a
-    folder of its own, because torch chooses by time, and an emulated GPU cannot time kernels.
+    They include a cache folder, in which torch stores compiled kernels and which of them are fastest. An emulated GPU needs a
+    separate folder, because it cannot time kernels.
 
     Args:
         driver: The stand-in for ``libcuda.so.1``. Triton links to this file instead of the system's library.
@@ -125,7 +125,7 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def needs_of_triton() -> set[str]:
-    """Return the CUDA driver's functions that the C sources of the installed Triton call.
+    """Return the CUDA driver's functions called by the C sources of the installed Triton.
 
     Triton compiles these sources when it is first used. The compiled module can be loaded only if the stand-in for the driver
     has all these functions.
@@ -138,7 +138,7 @@ def needs_of_triton() -> set[str]:
 
 
 def missing_for_compiling(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence that says which requirement of torch.compile is missing and how to install it; otherwise ``None``."""
+    """Return a sentence about a missing requirement for torch.compile and how to install it; ``None`` if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return (
             "torch.compile also needs Triton on an emulated GPU, and Triton is not installed: "

@@ -1,1 +1,1 @@
-"""Ranks of a distributed job: how they were launched, what they decide together, and which ranks are stuck or missing."""
+"""Ranks of a distributed job: their launch, their common decisions, and the search for stuck or missing ranks."""

@@ -1,4 +1,4 @@
-"""Describe what each rank is doing in a sign of life, and find the rank that is stuck.
+"""A rank's sign of life, which describes its current work, and the search for stuck ranks.
 
 All functions are pure except `position_of`, which reads a thread's call stack.
 """
@@ -25,16 +25,16 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Folders in torch with functions that run collectives. Such a function may wait for other ranks in C++."""
+"""Folders in torch with functions for collectives. Such a function may wait for other ranks in C++."""
 _SILENT = 10.0
 """If a rank gives no sign of life for this many seconds, the report says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The line that a rank's main thread is executing.
+    """The current line of a rank's main thread.
 
-    For example, a rank that waits in a collective is at ``"test_it.py:18 in step, within all_reduce"``. Then ``line`` is
+    For example, a rank waits in a collective at ``"test_it.py:18 in step, within all_reduce"``. Then ``line`` is
     ``"test_it.py:18 in step"``, the innermost line in the project's code, and ``within`` is ``"all_reduce"``.
     """
 
@@ -61,7 +61,7 @@ class Beat:
     measures: bool
     """True during a measured test."""
     position: Position
-    """The line that the rank's main thread is executing."""
+    """The current line of the rank's main thread."""
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
@@ -70,7 +70,7 @@ class Beat:
 
 
 def position_of(thread: int, root: Path) -> Position:
-    """Return the line that a thread is executing now.
+    """Return a thread's current line.
 
     Args:
         thread: The thread's identifier.
@@ -98,18 +98,18 @@ def _function(frame: FrameType | None) -> str:
 
 
 def is_stuck(beats: Sequence[Beat | None]) -> bool:
-    """Return whether ranks that make no progress are stuck. They are if a rank waits, is missing, or runs a measured test.
+    """Return whether a lack of progress means that ranks are stuck.
 
-    By contrast, ranks that run unmeasured tests may take as long as they need.
+    This is so if a rank waits, is missing, or runs a measured test. By contrast, unmeasured tests may take any time.
     """
     return any(beat is None or beat.measures or beat.point.waits for beat in beats)
 
 
 def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: float, failed: Mapping[int, str]) -> str:
-    """Return a text for the report: a line with the stuck ranks, and lines with what each rank is doing.
+    """Return a text for the report: a line with the stuck ranks, and lines with each rank's current work.
 
     Args:
-        beats: The latest sign of life from each rank; ``None`` for a rank that has not given any.
+        beats: The latest sign of life from each rank; ``None`` for a rank without a sign of life.
         silent: For each rank, the seconds since its latest sign of life.
         seconds: The seconds in which no rank has made progress.
         failed: The failure text from each rank whose test has failed. Other ranks may wait for such a rank in a collective.
@@ -146,7 +146,7 @@ def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
     present = [beat for beat in beats if beat is not None]
     arrived = [beat.point.waits for beat in present]
     if any(arrived):
-        # The ranks that wait in the latest exchange wait for all other ranks.
+        # The ranks in the latest exchange wait for all other ranks.
         furthest = max(beat.point[:2] for beat in present if beat.point.waits)
         return [number for number, beat in enumerate(present) if not (beat.point.waits and beat.point[:2] == furthest)]
     waiting = [beat.position.collective for beat in present]

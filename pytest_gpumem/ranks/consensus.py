@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""The time between two looks at the store, relative to the time that the rank has waited already.
+"""The time between two looks at the store, relative to the duration of the wait so far.
 
-For example, a rank that has waited for 10 ms looks again after 1 ms. So all ranks begin a timed step at almost the same time.
+For example, after a wait of 10 ms, a rank looks again after 1 ms. So all ranks begin a timed step at almost the same time.
 """
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
 """The minimum and maximum time between two looks at the store. More time would delay a step, and less would load a core."""
@@ -72,7 +72,7 @@ class Alone:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Return a context that the ranks enter one after another, so two jobs' ranks cannot wait for each other's locks.
+        """Return a context, which ranks enter one after another, so two jobs' ranks cannot wait for each other's locks.
 
         A rank does not wait for later ranks. It continues when its own context has ended.
         """
@@ -93,7 +93,7 @@ ALONE = Alone()
 
 
 def failure_key(test: int, rank: int) -> str:
-    """Return the key/value store's key for the failure text of a test that failed on ``rank`` by itself."""
+    """Return the key/value store's key for a test's failure text, if the test failed by itself on ``rank``."""
     return f"test/{test}/failed/{rank}"
 
 
@@ -136,9 +136,9 @@ def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
 class Point(NamedTuple):
     """The progress of a rank.
 
-    ``test`` is the number of measured tests that the rank has begun. ``step`` is the number of exchanges with other ranks that
-    it has begun in this test (not the number of training steps). ``waits`` is true while the rank waits for other ranks. For
-    example, a rank with ``Point(2, 5, True)`` waits in the fifth exchange in its second measured test.
+    ``test`` counts the measured tests so far. ``step`` counts exchanges with other ranks in the current test (not training
+    steps). ``waits`` is true while the rank waits for other ranks. For example, a rank with ``Point(2, 5, True)`` waits in the
+    fifth exchange in its second measured test.
     """
 
     test: int = 0
@@ -219,7 +219,7 @@ class Consensus(Alone):
         """End the test and send this rank's outcome. Rank 0 waits for all outcomes.
 
         Args:
-            outcome: This rank's outcome, a value that JSON can represent.
+            outcome: This rank's outcome, a value for JSON.
             failure: The failure text if the test failed on this rank by itself, not because of another rank. Other ranks
                 may still wait for this rank in a collective.
 

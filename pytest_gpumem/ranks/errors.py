@@ -1,4 +1,4 @@
-"""Exceptions that concern the ranks of a distributed job."""
+"""Exceptions for the ranks of a distributed job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BoardError(RuntimeError):
 
 
 class RankLost(BaseException):
-    """Raised if this rank waits for another rank that has ended. The message names the other rank.
+    """Raised if this rank waits for another rank, which has ended. The message names the other rank.
 
     The class does not derive from `Exception`, so a test's ``except Exception`` cannot swallow the error.
     """

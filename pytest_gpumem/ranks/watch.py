@@ -38,7 +38,7 @@ _SECONDS_FOR_LAST_WORDS = 2.0
 _SECONDS_FOR_THE_FIRST = 15.0
 """The other ranks wait this many seconds longer than rank 0 before they end, because rank 0 has to write the report."""
 _SECONDS_TO_WRITE = 20.0
-"""Seconds that rank 0 has for its report when the launcher ends the job. torchrun kills ranks after 30 s."""
+"""Time limit in seconds for rank 0's report when the launcher ends the job. torchrun kills ranks after 30 s."""
 
 
 class Watch(threading.Thread):
@@ -54,11 +54,11 @@ class Watch(threading.Thread):
             consensus: This rank's consensus, whose `Consensus.point` is the rank's progress.
             seconds: The job ends if ranks wait and no rank makes progress for longer than this.
             root: The project's folder.
-            lost: Called in this thread on rank 0 before the process ends. Its argument is a text that names the lost rank.
+            lost: Called in this thread on rank 0 before the process ends. Its argument is a text about the lost ranks.
         """
         super().__init__(name="gpumem-ranks", daemon=True)
         self.where = "the collection"
-        """What the main thread is doing, for example ``"tests/test_gpt.py::test_step (call)"``."""
+        """The main thread's current work, for example ``"tests/test_gpt.py::test_step (call)"``."""
         self.measures = False
         """True during a measured test."""
         self.leaves = False
@@ -171,7 +171,7 @@ class Watch(threading.Thread):
     def _end_the_job(self, reason: str) -> None:
         """Write the report about the lost rank, and end all ranks. Called on rank 0."""
         self._board.put("lost", reason)
-        # The other ranks end without a message, because this report says what they were doing.
+        # The other ranks end without a message, because this report includes their current work.
         self._last_report(reason)
         os._exit(1)
 
@@ -232,7 +232,7 @@ def _missing_text(
     tests/test_gpt.py::test_step (call), at test_gpt.py:18 in step``.
 
     Args:
-        missing: The ranks that ended without a last sign of life.
+        missing: The ranks without a last sign of life.
         seen: For each rank in the job, the latest sign of life and its time.
         works: For each missing rank, the work from `Consensus.comes_to`, which may be newer than the sign of life.
     """
