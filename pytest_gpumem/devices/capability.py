@@ -31,7 +31,7 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
     words = " ".join(error.split()).rstrip(".")
     if _LACKS.search(words):
         return words
-    # torch raises the same message if no GPU has a kernel for the tensors. Only torch's warnings distinguish the two cases.
+    # The same message can mean that no GPU has a kernel for these tensors. torch gives the reason only in warnings.
     if _NO_ATTENTION.search(words) and capability < FLASH_ATTENTION:
         needed, has = (".".join(map(str, version)) for version in (FLASH_ATTENTION, capability))
         return f"{words} (flash attention needs compute capability {needed}, and this GPU has {has})"
@@ -39,6 +39,6 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
 
 
 def lacking_in(output: str, capability: tuple[int, int]) -> str | None:
-    """Return the result of `lacking` for the first exception in a program's output for which it is not ``None``."""
+    """Return the first result of `lacking` other than ``None`` for the exceptions in a program's output; otherwise ``None``."""
     clauses = (lacking(f"{raised['error']}: {raised['words']}", capability) for raised in _RAISED.finditer(output))
     return next((clause for clause in clauses if clause is not None), None)

@@ -100,7 +100,7 @@ class Window:
     """
 
     seen: list[Peak | None] = field(default_factory=lambda: [None])
-    """The highest peak so far in each part; ``None`` if no peak was read in a part yet."""
+    """The highest peak so far in each part; ``None`` for a part whose peak was not read yet."""
     of_others: tuple[Window, ...] = ()
     """The windows over the same time on the further GPUs (`Device.others`)."""
 
@@ -137,8 +137,8 @@ class Device(ABC):
     `live` and `pop_peak` count bytes from a zero that the device chooses. Only differences between two readings are
     meaningful, and only if the device was not closed in between.
 
-    The defaults fit an accelerator whose allocator keeps statistics. Reading such statistics takes no time, so counting
-    continues while a step is timed. torch's profiler records the allocations when a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. Such statistics cost no time, so they need not be
+    switched off while a step is timed. torch's profiler records the allocations when a peak is explained.
 
     For example, the runner calls `open` and `open_window`, runs a step, and gets the peak from `close_window`. If 20 MB are
     live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
@@ -157,7 +157,7 @@ class Device(ABC):
     shared_memory: SharedMemory | None = None
     """The memory that processes share under ``--gpumem-pack``; ``None`` if several tests cannot share the device."""
     consensus: Alone = ALONE
-    """The decisions about how often a step runs. In a distributed job, the session replaces it by all ranks' `Consensus`."""
+    """Decides how often a step runs. In a distributed job, the session sets a `Consensus` with the other ranks."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
@@ -291,7 +291,7 @@ class Device(ABC):
     def start(self, undo: ExitStack) -> None:
         """Begin to count bytes, as a part of `open`. Callbacks and contexts added to ``undo`` end at `close`.
 
-        The default saves the peak whenever measured code resets it, for example by
+        By default, the peak is saved whenever measured code resets it, for example by
         ``torch.cuda.reset_peak_memory_stats()``.
         """
         undo.enter_context(before_each_reset(self.keep_peak, self.torch_device.type))
@@ -441,7 +441,7 @@ class Device(ABC):
                 for other in self.others:
                     ignoring.enter_context(other.peak_ignored())
                 yield
-            # The CPU computes its peak from allocation events. It must read the context's events before the peak is reset.
+            # `CpuDevice` computes its peak from allocation events, so it must read the events before the peak is reset.
             self.peak()
         except BaseException:
             with suppress(MeasuringError):
@@ -567,7 +567,7 @@ class Device(ABC):
         return None
 
     def conditions(self) -> Conditions:
-        """Return counters that reveal interference by other processes. The call is fast enough between two timing rounds.
+        """Return counters that reveal interference by other processes. The call is so fast that rounds of timing can call it.
 
         One counter is the calling thread's time without a core. So call the method before and after a round in the same thread.
         """
@@ -578,7 +578,7 @@ class Device(ABC):
 
         A step's seconds times this speed are its time in cycles. For example, 10 ms at 1.98 GHz are 19.8 million cycles. On
         CUDA the speed is the SM clock in Hz. Call the method right after a timing round, because an idle GPU lowers its clock.
-        On the CPU a cycle is one run of a fixed workload, which this method executes. Call it inside `unrecorded`.
+        On the CPU a cycle is one run of a fixed workload, so this method runs the workload. Call it inside `unrecorded`.
         """
         return None
 
@@ -586,8 +586,8 @@ class Device(ABC):
     def exclusive(self) -> Iterator[str | None]:
         """Reserve the device for this process during timing. Contexts may be nested.
 
-        An open device is otherwise shared with the same user's other processes. Within this context, their measured tests
-        wait.
+        An open device is otherwise shared with the same user's other processes. Within this context, measured tests in those
+        processes wait.
 
         Yields:
             ``None``, or the reason why other processes may use the device at the same time.

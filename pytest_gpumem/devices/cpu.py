@@ -281,7 +281,7 @@ class CpuDevice(Device):
         return cast("Profile", profiler)
 
     def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
-        """Stop the profiler. Return the tokens that ``read`` extracts from it, with the frees of watched storages inserted."""
+        """Stop the profiler. Return the profiler's tokens from ``read``, with the frees of watched storages inserted."""
         import torch
 
         profiler: Any = self._profiler

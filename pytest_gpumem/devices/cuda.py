@@ -59,7 +59,7 @@ class CudaDevice(Device):
 
     `Peak.allocated` is the allocator's statistic ``requested_bytes``, the sum of the tensors' sizes before rounding. By
     contrast, ``allocated_bytes`` is the sum after rounding. It depends on the order of the tests, because the allocator rounds
-    a size according to the free blocks in its cache. It is used only if the allocator has no ``requested_bytes``.
+    a size according to the free blocks in its cache. If an allocator has no ``requested_bytes``, ``allocated_bytes`` is used.
 
     For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
 
@@ -181,7 +181,7 @@ class CudaDevice(Device):
             other.finish_backward()
 
     def empty_cache(self) -> None:
-        # A block that another stream has used is freed when this stream's event has completed. `empty_cache` checks the events.
+        # A block used by another stream is freed after an event on this other stream. `empty_cache` checks for such events.
         self.finish_backward()
         self.synchronize()
         self.runtime.empty_cache()

@@ -58,7 +58,7 @@ class DeviceLock:
         self._spoken = spoken
         self._folder = folder
         self.tell: Callable[[str], object] = _tell
-        """Prints a sentence. Called at most once in a process, if it waits longer than `SECONDS_UNTIL_TOLD`."""
+        """Prints a sentence about a wait. Called at most once in a process, after waiting `SECONDS_UNTIL_TOLD`."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -98,7 +98,7 @@ class DeviceLock:
 
 
 class _ProcessLock:
-    """A process's hold on a lock file. All `DeviceLock` objects of the process share it, as record locks require."""
+    """The state of a lock in this process. All `DeviceLock` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _MARK_SIZES = (53, 59)
-"""Bytes of the two allocations that mark a free. Both are live at the same time, so ordinary tensors hardly look like them."""
+"""Sizes in bytes of a mark's two allocations. Both are live at the same time, so no ordinary tensor looks like a mark."""
 
 AnyToken = TypeVar("AnyToken", bound=Token)
 
@@ -38,7 +38,7 @@ class FreeCallbacks:
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: deque[tuple[int, list[int]]] = deque()
-        """For each freed storage, its address and the addresses of the mark's two blocks. Without a recording, no blocks."""
+        """For each freed storage, its address and the addresses of the mark's two blocks; no blocks if there is no mark."""
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
         """Watch ``storage`` until it is freed. ``recording()`` returns whether a profiler records events at this moment."""
@@ -126,7 +126,7 @@ class LiveBlocks:
         return frozenset((address, self._numbers[address]) for address in self._blocks)
 
     def apply(self, events: Iterable[AllocationEvent]) -> None:
-        """Update the live blocks by events, which must be ordered by time."""
+        """Apply allocations and frees to the live blocks. The events must be ordered by time."""
         for event in events:
             earlier = self._blocks.pop(event.address, 0)
             if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:

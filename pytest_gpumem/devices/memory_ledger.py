@@ -32,7 +32,7 @@ A process that needs its memory for longer probably hangs or is in a debugger.
 """
 _SLOTS = 256
 _SLOT = struct.Struct("<QQB47x")
-# A process locks the first byte of its slot for as long as it is in the ledger. These two further bytes follow the slots.
+# A process locks the first byte of its slot for as long as it is in the ledger. It locks these two bytes only briefly.
 _MUTEX, _TURNSTILE = _SLOTS * _SLOT.size, _SLOTS * _SLOT.size + 1
 
 
@@ -48,7 +48,7 @@ class State(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A process's reservation on a device: ``rest`` bytes also between tests, and ``test`` further bytes during a test."""
+    """A process's reservation on a device: ``rest`` bytes at all times, and ``test`` additional bytes during a test."""
 
     rest: int
     test: int
@@ -192,7 +192,7 @@ class Reservation:
 
 
 class _ProcessLedger:
-    """A process's entry in a ledger file. All `MemoryLedger` objects of the process share it, as record locks require."""
+    """A ledger's state in this process. All `MemoryLedger` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder

@@ -60,7 +60,7 @@ class NvmlGpu:
         self._default_clock: float | None = None
 
     def driver_version(self) -> str:
-        """Return the driver's release, for example ``"580.95.05"``; otherwise ``"unknown"`` with NVML's error message."""
+        """Return the driver's release, for example ``"580.95.05"``; ``"unknown"`` with an error message if NVML fails."""
         version = None
         if self._nvml is not None:
             self._trouble = None
@@ -80,7 +80,7 @@ class NvmlGpu:
         ours = [pid for pid in processes or () if is_ours(pid)]
         other = other_processes(processes, None, ours, workers)
         if other is not None and other.number:
-            # Query the working processes only now, because this query copies a buffer of samples.
+            # Ask for working processes only if there are other processes, because this copies a buffer of samples.
             other = other_processes(processes, self.working(), ours, workers)
         return GpuState(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
 
@@ -150,7 +150,7 @@ class NvmlGpu:
         return None if self._physical is None else self._query(function, self._physical, *arguments)
 
     def _query(self, function: str, *arguments: object) -> Any:
-        """Return NVML's answer; ``None`` if NVML raises an error or lacks the function."""
+        """Call a function in NVML, and return its result; ``None`` if NVML raises an error or lacks the function."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except AttributeError:

@@ -29,7 +29,7 @@ _STEAL = 7
 class CpuTimes:
     """CPU seconds since the machine started, summed over all ``cores``.
 
-    ``busy`` is the time with processes, and ``stolen`` is the time used by the hypervisor for other machines.
+    ``busy`` is the time in which cores ran processes. ``stolen`` is the time in which the hypervisor ran other machines.
     """
 
     busy: float
@@ -125,7 +125,7 @@ def machine(path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def platform_processor() -> str:
-    """Return the CPU's name on Windows and macOS, and its architecture on Linux. Used if /proc/cpuinfo has no name."""
+    """Return the CPU's name on Windows and macOS, and its architecture elsewhere. Used if /proc/cpuinfo has no name."""
     # On Linux, `platform.processor` runs a program and returns no more than `platform.machine`.
     name = platform.processor() if platform.system() in ("Windows", "Darwin") else ""
     return name or platform.machine() or "unknown CPU"
@@ -142,7 +142,7 @@ def waited_of(schedstat: str | None) -> float | None:
     """Return how many seconds a thread has waited for a core, from the text of its ``schedstat`` file.
 
     The text has three numbers: nanoseconds on a core, nanoseconds waiting for a core, and time slices. For example, the result
-    for ``"5000000 2000000000 7"`` is 2.0. If the kernel does not count, all three numbers are 0, and the result is ``None``.
+    for ``"5000000 2000000000 7"`` is 2.0. If the kernel does not measure them, all numbers are 0, and the result is ``None``.
     """
     numbers = _numbers(schedstat)
     if len(numbers) < 2 or numbers[0] == 0:

@@ -192,12 +192,12 @@ _NO_KERNELS = (
 )
 """Prefixes in the names of GPU events that are not kernels: copies, fills, and CUPTI's work (``CUpti_ActivityOverheadKind``).
 
-For example, ``Memcpy DtoH (Device -> Pageable)``. These events are not counted, because their number varies between runs.
+For example, ``Memcpy DtoH (Device -> Pageable)``. The driver decides which of these events a profile has.
 """
 
 
 _FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
-"""Template arguments that say what an ATen kernel computes, for example ``MulFunctor``."""
+"""Matches a template argument with the name of an ATen kernel's computation, for example ``MulFunctor``."""
 _LONGEST_NAME = 100
 
 

@@ -30,9 +30,9 @@ class ReferenceWorkload:
 
     A step's time depends on the speed of all three. Their shares were chosen in an experiment on two cores of an AMD EPYC,
     while another program computed or copied on the second core. The median times of small GPT-2 steps varied by 7 % to 9 %
-    (coefficient of variation). Multiplied by this workload's pace, they varied by 4 % to 5 %. Multiplied by the pace of matrix
-    products only, they still varied by 9 %, and by the pace of copies only, by 14 %. A process on the same core does not change
-    the pace.
+    (coefficient of variation). Multiplied by this workload's pace, they varied by 4 % to 5 %. At a constant clock, they still
+    varied by 9 % if multiplied by the pace of matrix products only, and by 14 % with the pace of copies only. A process on the
+    same core does not change the pace.
 
     For example, a step takes 10 ms at a pace of 2,000 runs per second, which is the time of 20 runs. If another program slows
     down the CPU by 10 %, the step takes 11 ms at 1,818 runs per second, which is still the time of 20 runs.
@@ -44,7 +44,7 @@ class ReferenceWorkload:
         def ones(*shape: int) -> torch.Tensor:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
 
-        # If a test is in inference mode now, tensors from this mode could not be written to later.
+        # Leave a test's inference mode, because tensors made in this mode are read-only outside it.
         with torch.inference_mode(False):
             self._left, self._right, self._product = (ones(_SIDE, _SIDE) for _ in range(3))
             self._few, self._result = ones(8), ones(8)

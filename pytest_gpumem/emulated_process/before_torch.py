@@ -1,8 +1,8 @@
 """An import hook to emulate a GPU in each process that imports torch.
 
-The hook loads the stand-ins right before torch, and enters the mode for values of small tensors right after torch. This module
-is imported at the start of every Python process (``startup``), so it imports the package's other modules only together with
-torch.
+The hook loads the stand-ins right before torch. Right after torch, it begins to compute the values of small tensors. This
+module is imported at the start of every Python process (``startup``), so it imports the package's other modules only together
+with torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
 """Environment variable with the emulated GPU's properties. A child process may not find the project that defines the GPU."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Environment variable set by ``gpumem emulate``, with which a process prints its peaks at exit.
+"""Environment variable set by ``gpumem emulate``. If it is set, a process prints its peaks at exit.
 
 If the value is `QUIET`, the process prints only reasons why its peaks may be wrong.
 """
@@ -83,7 +83,7 @@ def install(word: str) -> None:
 
 
 def described_gpus() -> Mapping[str, Gpu]:
-    """Return a mapping with the GPU in the variable `DESCRIPTION`; empty if the variable has no GPU of a project."""
+    """Return a project's own GPU from the variable `DESCRIPTION`, by the GPU's name; empty if the variable has none."""
     from pytest_gpumem.emulation.gpus import from_description
 
     return from_description(os.environ.get(DESCRIPTION))

@@ -109,7 +109,7 @@ def _import(modules: Sequence[str]) -> None:
     previous = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
     for name in modules:
-        # An import may fail here, because the program may set something up before it imports the module.
+        # An import may fail here, because the program sets something up first. Then the program itself imports the module.
         with suppress(Exception):
             importlib.import_module(name)
     if previous is None:
@@ -122,7 +122,7 @@ def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
     """Fork a server for each connection except the first.
 
     Returns:
-        The connection of the current process, and the ids of its forked servers. A forked server has no ids.
+        The connection of the current process, and the ids of its forked servers. In a forked server, there are no ids.
     """
     own = connections[0]
     servers: list[int] = []
@@ -166,8 +166,8 @@ def _forked() -> int:
         process = os.fork()
     if not process:
         end_with_parent()
-    # Parent and child both set the group, so it is set before either continues. In the parent, this fails if the child has
-    # ended or has started another program.
+    # Parent and child both set the child's group, so neither continues before this. In the parent, the call fails if the child
+    # has ended or has started another program.
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, 0)
     return process

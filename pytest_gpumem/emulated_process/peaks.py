@@ -71,7 +71,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """The live bytes at the peak: the total, and the number and bytes of blocks by the program's line of allocation."""
+    """The live bytes at the peak: the total, and for each allocating line, the number of blocks and their bytes."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -124,7 +124,7 @@ def print_at_exit(*, is_quiet: bool) -> None:
     """When this process ends, print its peaks, and reasons why the peaks may be wrong.
 
     Args:
-        is_quiet: Whether to print only the reasons. Then the allocator's history is not recorded.
+        is_quiet: If true, only the reasons are printed, and the allocator's history is not recorded.
     """
     when_cuda_begins(partial(_begin, is_quiet))
 

@@ -56,7 +56,7 @@ class ProcessUsage:
     began: int
     """Time when the process first used CUDA, in ns on the machine's monotonic clock."""
     ended: int | None
-    """Time when the process ended. ``None`` if the process was killed; then all other values are from an earlier file."""
+    """Time when the process ended. ``None`` if the process was killed; then all other values are from before its end."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     """How often the process ran out of memory, even if the program caught the error."""
@@ -65,7 +65,7 @@ class ProcessUsage:
     expandable: bool = False
     """True if the allocator used expandable segments."""
     unknown: str | None = None
-    """A text about the first read of an uncomputed value that may have changed the program's memory, with its line."""
+    """A text about the first read of an uncomputed value, with its line, if the read may have changed the peaks."""
     without_statistics: bool = False
     """True if the program has its own allocator, which keeps no statistics, so the process's memory is unknown."""
     lacking: str | None = None
@@ -73,7 +73,7 @@ class ProcessUsage:
     no_kernels: str | None = None
     """The result of the function `no_kernels` for the process's GPU."""
     imported: tuple[str, ...] = ()
-    """Imported modules from installed packages, in import order: all from before CUDA was used, and later ones from torch."""
+    """Imported modules from installed packages, in import order. After the first use of CUDA, only torch's modules count."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:

@@ -166,7 +166,7 @@ def _end_after(steps: int) -> None:
         if step_counts.get(optimizer, 0) == steps:
             sys.stdout.flush()
             sys.stderr.flush()
-            # An exception would not do, because the program could catch it, and then save a checkpoint or evaluate.
+            # `sys.exit` would raise an exception, which the program may catch to save a checkpoint or to evaluate.
             os._exit(0)
         step_counts[optimizer] = step_counts.get(optimizer, 0) + 1
 

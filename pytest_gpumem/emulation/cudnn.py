@@ -51,7 +51,7 @@ class Cudnn:
         self._most = 0
         """The largest estimate for the workspace of a convolution without a plan, in bytes."""
         self._reaching: dict[int, dict[str, int]] = {}
-        """GPU -> allocator statistic -> the result of `reaching`."""
+        """The results of `reaching`, by GPU index and allocator statistic."""
 
     def convolutions(self) -> int:
         """Return how many convolutions have run in this process, forward and backward."""

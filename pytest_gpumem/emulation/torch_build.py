@@ -103,8 +103,8 @@ def _found(pattern: str, text: str) -> str | None:
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables needed by torch.compile on an emulated GPU, except variables already set.
 
-    They include a cache folder, in which torch stores compiled kernels and which of them are fastest. An emulated GPU needs a
-    separate folder, because it cannot time kernels.
+    They include the folder of torch's cache, which stores the fastest of several kernels. An emulated GPU cannot time kernels,
+    so its cache must be separate from a real GPU's.
 
     Args:
         driver: The stand-in for ``libcuda.so.1``. Triton links to this file instead of the system's library.

@@ -65,7 +65,7 @@ class Beat:
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
-        """Values of which at least one changes when the rank makes progress."""
+        """Values for comparing two signs of life. If they are equal, the rank has made no progress in between."""
         return (self.where, *self.point)
 
 

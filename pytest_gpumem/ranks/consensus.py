@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""The time between two looks at the store, relative to the duration of the wait so far.
+"""The time between two looks at the key/value store, relative to the duration of the wait so far.
 
 For example, after a wait of 10 ms, a rank looks again after 1 ms. So all ranks begin a timed step at almost the same time.
 """
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
-"""The minimum and maximum time between two looks at the store. More time would delay a step, and less would load a core."""
+"""The minimum and maximum seconds between two looks at the key/value store. A longer time would delay a step.
+
+A shorter time would load a core.
+"""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
 _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
 """Threads count as idle if they sleep at three looks in a row, 3 ms apart. The wait ends after 1 s in any case."""
@@ -42,7 +45,7 @@ _SECONDS_OF_TWO_LOOKS_OF_NCCL = 0.25
 
 
 class Alone:
-    """The decisions in a process that is not part of a distributed job. `Consensus` is the subclass for several ranks."""
+    """The decisions in a process without other ranks. `Consensus` is the subclass for a distributed job."""
 
     several = False
     """True if the job has other ranks."""
@@ -118,13 +121,13 @@ def _has_nccl() -> bool:
 
 
 def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
-    """Wait until all other threads sleep, but at most `_MOST_SECONDS_OF_REST`.
+    """Wait until all other threads sleep, but not longer than `_MOST_SECONDS_OF_REST`.
 
     After a collective has returned, gloo's threads may still free tensors. If the main thread continued at once, such a free
     would count in the next step.
 
     Args:
-        looks: How often in a row all threads have to be found asleep.
+        looks: The number of consecutive looks at which all threads must sleep.
         seconds: The time between two looks at the threads.
     """
     deadline, sleeping_looks = time.monotonic() + _MOST_SECONDS_OF_REST, 0
