@@ -78,7 +78,7 @@ def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) 
 
     Args:
         tokens: The tokens of all threads.
-        threads: Start time of an operator or node -> the threads that ran and made it.
+        threads: The threads of each operator and node, by the operator's or node's start time.
     """
     return [
         token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))

@@ -44,7 +44,7 @@ class DeviceLock:
 
     The lock is a file in ``folder``, by default in this user's folder. A process never waits for itself, even if it has
     several objects for the same lock. On Windows, or if the folder cannot be used, there is no lock, and no call fails.
-    Then `exclusive` in a pytest-xdist worker yields the reason, because other workers may run tests at the same time.
+    In a pytest-xdist worker, `exclusive` then yields a warning, because other workers may run tests at the same time.
 
     Example:
         >>> with lock.shared():  # other measured tests run

@@ -144,7 +144,7 @@ def described(gpu: Gpu) -> str:
 
 
 def from_description(text: str | None) -> Mapping[str, Gpu]:
-    """Return a mapping from a name to its GPU, for a ``text`` from `described`.
+    """Parse a text from `described`, and return the GPU by its name.
 
     The mapping is empty if the GPU's name is valid without a project, or if ``text`` is invalid.
     """
@@ -162,7 +162,7 @@ def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
 
 
 def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
-    """Return the error message for a word without a GPU."""
+    """Return the error message for an unknown GPU name."""
     card, is_slice, profile = name.partition(MIG)
     profiles = [slice_word.partition(MIG)[2] for slice_word in _slices() if slice_word.startswith(f"{card}{MIG}")]
     if profiles:
