@@ -177,7 +177,9 @@ def test_what_the_device_cannot_run_is_skipped_with_the_reason(project):
     result = project.run("--no-gpumem-time", "-rs")
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.fnmatch_lines(["SKIPPED [[]2[]] * gpumem: TF32 is a format of NVIDIA GPUs, and this is a CPU"])
-    result.stdout.fnmatch_lines(["SKIPPED [[]1[]] * gpumem: tensors are moved to the host, and the CPU is the host"])
+    result.stdout.fnmatch_lines(
+        ["SKIPPED [[]1[]] * gpumem: offloading moves tensors from a GPU to the host, and the CPU is the host"]
+    )
     result.stdout.fnmatch_lines(["gpumem: 0 gated, 3 unmeasured (*TF32 is a format of NVIDIA GPUs*), 1 recorded*"])
 
 

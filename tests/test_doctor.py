@@ -144,7 +144,7 @@ def test_a_gpu_that_is_not_seen_has_the_mend_of_its_cause():
 def test_what_an_emulated_gpu_lacks_stands_with_its_mend():
     found = row(FACTS, "emulated:h100")
     assert (found.status, found.mend) == ("no", "install one (apt-get install gcc)")
-    lacking = "workspaces of convolutions are taken as 0, since no cuDNN is installed (pip install nvidia-cudnn-cu13==9.20.0.48)"
+    lacking = "workspaces of convolutions count as 0 bytes, because no cuDNN is installed (pip install nvidia-cudnn-cu13==9.20.0.48)"
     there = replace(
         FACTS,
         devices=(ON_CPU, DeviceFacts("emulated:h100", EMULATED, tells_time=False, lacking=lacking)),

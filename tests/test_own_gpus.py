@@ -139,7 +139,7 @@ def test_a_name_that_is_misspelt_is_told_beside_those_of_ones_own(folder):
         assert result.exit_code == (1 if command[0] == "emulate" else 2)
         near = "emulated:mine" if command[0] == "advise" else "mine"
         assert f"did you mean '{near}'?" in result.output
-        assert "of [tool.gpumem.gpus] mine, each with" in result.output
+        assert "and from [tool.gpumem.gpus] mine; each of them with" in result.output
 
 
 def test_a_mistake_in_them_is_told_by_commands_with_the_file(folder):

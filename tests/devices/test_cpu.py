@@ -569,10 +569,10 @@ def test_the_cpu_lacks_tf32_and_a_host_to_move_tensors_to_and_says_so():
     lacking = {feature: said for feature in features if (said := CpuDevice().lacks(feature)) is not None}
     assert lacking == {
         "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
-        "offload": "tensors are moved to the host, and the CPU is the host",
+        "offload": "offloading moves tensors from a GPU to the host, and the CPU is the host",
     }
 
 
 def test_where_a_release_has_no_events_of_the_cpu_models_are_not_fully_sharded_there(monkeypatch):
     monkeypatch.setattr(torch.cpu, "current_stream", object)
-    assert str(CpuDevice().lacks("fully_shard")).endswith(" records events, which its CPU has none of")
+    assert str(CpuDevice().lacks("fully_shard")).endswith(" has no events on a CPU")

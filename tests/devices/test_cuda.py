@@ -445,7 +445,7 @@ def test_a_recording_that_the_history_does_not_know_is_not_believed(cuda, device
         cuda.allocate(1001)
         cuda._stretch.history.clear()
 
-    with pytest.raises(MeasuringError, match="has 1 allocations on the GPU and the allocator's history has 0"):
+    with pytest.raises(MeasuringError, match="1 GPU allocations in the profile do not match 0 allocations"):
         record(device, run)
     assert device.live() == 0
 
@@ -554,7 +554,7 @@ def test_a_gpu_before_ampere_lacks_tf32_and_emulates_bfloat16_and_says_so(cuda, 
     lacking = {feature: said for feature in FEATURES if (said := device.lacks(feature)) is not None}
     assert lacking == {"tf32": f"TF32 needs a GPU of compute capability 8.0, and this one has {has}"}
     emulated = {feature: said for feature in FEATURES if (said := device.emulates(feature)) is not None}
-    why = f"torch emulates bfloat16 on a GPU of compute capability {has}, which is slow: 8.0 has it"
+    why = f"torch emulates bfloat16 slowly on a GPU of compute capability {has}; a GPU of 8.0 or higher computes in bfloat16"
     assert emulated == dict.fromkeys(("amp-bf16", "bf16", "mp-bf16"), why)
     assert device.why_cannot_run(ValueError("no data")) is None
     assert "needs compute capability 8.0" in device.why_cannot_run(RuntimeError("No available kernel."))

@@ -167,32 +167,32 @@ def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_sile
         (
             [took(1, A, 8), took(2, B, 8)],
             [alloc(1, A, 8)],
-            r"has 2 allocations .* history has 1, .*: allocation 2 is 512 bytes at 0xb000 .* the history has ended",
+            r"2 GPU allocations .* 1 allocations in .*: allocation 2 has 512 bytes at 0xb000 .* has no further allocation",
         ),
         (
             [took(1, A, 8)],
             [alloc(1, A, 8), alloc(2, B, 9)],
-            r"has 1 allocations .* history has 2, .*: the history goes on with 9 bytes at 0xb000",
+            r"1 GPU allocations .* 2 allocations in .*: the history has another allocation of 9 bytes at 0xb000",
         ),
         (
             [took(1, A, 8), took(2, B, 8)],
             [alloc(1, B, 8), alloc(2, A, 8)],
-            r"allocation 1 is 512 bytes at 0xa000 to the profiler, and 8 bytes at 0xb000 to the history",
+            r"allocation 1 has 512 bytes at 0xa000 in the profile, but 8 bytes at 0xb000 in the history",
         ),
         (
             [took(1, A, 8)],
             [alloc(1, A, 513)],
-            r"allocation 1 is 512 bytes at 0xa000 to the profiler, and 513 bytes at 0xa000 to the history",
+            r"allocation 1 has 512 bytes at 0xa000 in the profile, but 513 bytes at 0xa000 in the history",
         ),
         (
             [took(1, A, 8), gave(2, A, 8)],
             [alloc(1, A, 8)],
-            r"after allocation 1 the profiler has a free of 512 bytes at 0xa000, and the history none",
+            r"after allocation 1 the profile has a free of 512 bytes at 0xa000, and the history does not have it",
         ),
         (
             [took(1, A, 8), gave(2, A, 8), took(3, B, 8)],
             [alloc(1, A, 8), alloc(3, B, 8), *freed(4, A, 8)],
-            r"after allocation 1 the profiler has a free of 512 bytes at 0xa000, and the history none",
+            r"after allocation 1 the profile has a free of 512 bytes at 0xa000, and the history does not have it",
         ),
     ],
 )

@@ -561,7 +561,7 @@ def test_who_waits_is_told_once_who_holds_the_device_and_how_to_avoid_it(tmp_pat
     (sentence,) = told
     assert sentence == (
         f"waiting for the GPU, which is held by process {holder.pid} (tests/test_gpt.py::test_a[x (y)]): timed steps are alone "
-        "on a device. To avoid it, run one session after the other, or with --no-gpumem-time"
+        "on a device. To avoid the wait, run one session after the other, or with --no-gpumem-time"
     )
 
 

@@ -73,7 +73,9 @@ def test_a_compiled_step_is_gated_and_peaks_alike_with_a_cold_cache_and_a_warm_o
         return found["test_train[default]"][0]["measurement"]["metrics"]
 
     told = session("--gpumem-update=new")
-    assert "compile=max-autotune takes the kernels that are fastest, and an emulated GPU does not know which" in told
+    assert (
+        "compile=max-autotune times kernels to choose the fastest ones, and an emulated GPU cannot time kernels" in told
+    )
     first = figures()
     assert first["launches"] > 0
     red = session("--gpumem-baseline", planted="yes")

@@ -302,7 +302,7 @@ RUN = (
 )
 # Elements of input and output, of the weight, and of the input at the nine places of the weight; and 16 MiB.
 MOST = 4 * (11 * 32 * 64 * 56 * 56 + 64 * 64 * 9) + 2**24
-AT_MOST = f"a peak lacks at most {format_bytes(MOST)}"
+AT_MOST = f"a peak is too low by at most {format_bytes(MOST)}"
 
 
 def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
@@ -311,7 +311,7 @@ def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
         NOTHING + CONVOLUTIONS + "print(cudnn.lacking())\n" + RUN + "print(cudnn.lacking())\n"
     ).splitlines()
     assert (none, zero) == ("None", "0")
-    assert said.startswith("workspaces of convolutions are taken as 0, since ")
+    assert said.startswith("workspaces of convolutions count as 0 bytes, because ")
     assert said.endswith(f"; {AT_MOST}")
     if torch.cudnn >= (9, 8):
         assert said.endswith(f"no cuDNN is installed (pip install {torch.cudnn_wheel}); {AT_MOST}")
@@ -322,7 +322,7 @@ def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
     zero, said = on_gpu(RUN + "print(cudnn.lacking())\n", before=too_old).splitlines()
     assert (zero, said) == (
         "0",
-        f"workspaces of convolutions are taken as 0, since the cuDNN in {tmp_path / 'fake.so'} cannot be used; {AT_MOST}",
+        f"workspaces of convolutions count as 0 bytes, because the cuDNN in {tmp_path / 'fake.so'} cannot be used; {AT_MOST}",
     )
 
 
@@ -330,7 +330,7 @@ def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
 def test_a_program_is_told_at_its_end_what_its_own_peak_may_lack(on_gpu, printed):
     end = "raise SystemExit(1)\n"
     fails = on_gpu(NOTHING + RUN + end, fails=True, GPUMEM_EMULATED_PEAKS=printed)
-    assert "gpumem: peaks may be too low: workspaces of convolutions are taken as 0, since " in fails
+    assert "gpumem: peaks may be too low: workspaces of convolutions count as 0 bytes, because " in fails
     # Input, weight and output are live at the convolution, and so is the peak.
     assert f"; {AT_MOST}\n" in fails
     assert ("peak 51." in fails) == (printed == "1")
@@ -439,7 +439,8 @@ def test_a_session_says_how_many_peaks_lack_them(session):
     told = session(NOTHING)
     assert told.returncode == 0, told.stdout
     assert (
-        "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout
+        "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions count as 0 bytes"
+        in told.stdout
     )
     assert "without cuDNN the peak lacks workspaces of convolutions: at most 16.82 MB more is needed" in told.stdout
 

@@ -126,7 +126,7 @@ def test_inference_keeps_nothing(on_gpu):
     )
     assert told.splitlines()[0] == "0"
     assert told.splitlines()[1].startswith(
-        "the bytes that recurrent layers keep for backward are those of an H100 with cuDNN 9.19, "
+        "recurrent layers keep as many bytes for backward as on an H100 with cuDNN 9.19, "
     )
 
 
@@ -158,7 +158,7 @@ def test_a_session_gates_them_and_says_which_peaks_may_be_too_low(processes, tmp
     recorded = processes.pytest("--gpumem-update=new", "--gpumem-report=report.json")
     assert recorded.returncode == 0, recorded.stdout
     assert (
-        "gpumem recurrent layers: the peaks of 1 measurement may be too low: the bytes that recurrent layers"
+        "gpumem recurrent layers: the peaks of 1 measurement may be too low: recurrent layers keep as many bytes"
         in recorded.stdout
     )
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))

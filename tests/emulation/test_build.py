@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(
-        EmulationError, match=r"cannot be kept: the cache .* is not used: Not a directory; set GPUMEM_CACHE to"
+        EmulationError, match=r"cannot be cached: the cache .* is not used: Not a directory; set GPUMEM_CACHE to"
     ):
         stand_ins(installed_torch())
     assert (tmp_path / "file").read_text(encoding="utf-8") == ""
@@ -237,7 +237,9 @@ def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp
 def test_libraries_that_others_may_have_planted_are_not_loaded(fake_torch, monkeypatch, tmp_path, where):
     folder = stand_ins(installed_torch())[0].parent
     (tmp_path / "cache" / "pytest-gpumem" if where == "cache" else folder).chmod(0o777)
-    with pytest.raises(EmulationError, match=r"cannot be kept: .* is not used: other users can write to the folder; "):
+    with pytest.raises(
+        EmulationError, match=r"cannot be cached: .* is not used: other users can write to the folder; "
+    ):
         stand_ins(installed_torch())
 
 

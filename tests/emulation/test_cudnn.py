@@ -93,7 +93,7 @@ def test_nothing_is_lacking_where_there_are_no_convolutions(tmp_path):
 
 def test_what_recurrent_layers_take_is_not_known_whatever_is_installed(tmp_path, monkeypatch):
     install(tmp_path, "cudnn/lib/libcudnn.so.9", "cu13/lib/libcublasLt.so.13")
-    said = f"{WHY_RECURRENT}; the largest is 3.00 MB"
+    said = f"{WHY_RECURRENT}; one run of a layer keeps at most 3.00 MB"
     assert Cudnn(StandIn(planned_by=91903, recurrent=1), torch_in(tmp_path)).lacking() == said
     stand_in = StandIn(recurrent=1)
     cudnn = Cudnn(stand_in, torch_in(tmp_path))
@@ -104,8 +104,8 @@ def test_what_recurrent_layers_take_is_not_known_whatever_is_installed(tmp_path,
     assert both.endswith(f"; {said}")
 
 
-ZERO = "workspaces of convolutions are taken as 0, since "
-AT_MOST = "; a peak lacks at most 12.00 MB"
+ZERO = "workspaces of convolutions count as 0 bytes, because "
+AT_MOST = "; a peak is too low by at most 12.00 MB"
 
 
 def run_unplanned(stand_in: StandIn, live: int, most: int, monkeypatch) -> None:
@@ -125,7 +125,7 @@ def test_a_peak_lacks_what_a_convolution_reaches_above_it_with_its_workspace(tmp
     assert cudnn.lacking({0: 150}) is None
     told = cudnn.lacking({0: 149, 1: 10})
     assert told is not None
-    assert told.endswith("; a peak lacks at most 1 B")
+    assert told.endswith("; a peak is too low by at most 1 B")
     cudnn.forget_reaching(0)
     assert cudnn.lacking({0: 100}) is None
 
@@ -144,7 +144,10 @@ def test_one_that_is_too_old_is_not_tried(tmp_path, monkeypatch):
     cudnn = Cudnn(stand_in, torch_in(tmp_path, cudnn=(9, 7, 1)))
     assert stand_in.used is None
     run_unplanned(stand_in, 0, 12_000_000, monkeypatch)
-    assert cudnn.lacking() == ZERO + "torch 2.13.0 has cuDNN 9.7.1, and only 9.8 and newer plan without a GPU" + AT_MOST
+    assert (
+        cudnn.lacking()
+        == ZERO + "torch 2.13.0 has cuDNN 9.7.1, and only cuDNN 9.8 or newer plans without a GPU" + AT_MOST
+    )
 
 
 def test_one_that_fails_is_named(tmp_path, monkeypatch):

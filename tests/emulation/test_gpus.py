@@ -145,8 +145,8 @@ def test_a_size_is_an_h100_with_so_much_memory(size, total):
         ("emulated:rtx5091", "did you mean 'emulated:rtx5090'?"),
         ("emulated:a100-80gb-mig-3g.41gb", "A100 80GB has no MIG profile '3g.41gb'; did you mean '3g.40gb'?"),
         ("emulated:h100-mig-", "H100 80GB has no MIG profile ''; valid: 1g.10gb, "),
-        ("emulated:l4-mig-1g.6gb", "is no MIG slice; there are slices of a100, a100-40gb, "),
-        ("emulated:h200-mig-1g.18gbx2", "a process sees one MIG slice at most; leave x2 out"),
+        ("emulated:l4-mig-1g.6gb", "is not a MIG slice; there are slices of a100, a100-40gb, "),
+        ("emulated:h200-mig-1g.18gbx2", "a process sees at most one MIG slice; remove x2"),
     ],
 )
 def test_another_word_is_refused_with_the_nearest(word, said):

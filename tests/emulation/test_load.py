@@ -28,7 +28,7 @@ def test_where_torch_has_been_imported_who_did_it_is_named(project):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         [
-            "ERROR: --gpumem-device=emulated:h100: torch was imported before the GPU could be emulated, by early. Have it*"
+            "ERROR: --gpumem-device=emulated:h100: torch was imported before the GPU could be emulated, by early. Import torch later*"
         ]
     )
 
@@ -104,11 +104,11 @@ def test_a_torch_without_cuda_is_an_error(project):
     result = project.run(device="emulated:h100", new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: a GPU is emulated beneath*"]
+        ["ERROR: --gpumem-device=emulated:h100: torch * has no CUDA: an emulated GPU needs the CUDA build*"]
     )
     result = emulate("h100", "--", "true")
     assert result.exit_code == 1
-    assert re.search(r"Error: torch \S+ has no CUDA: a GPU is emulated beneath the CUDA build", result.output)
+    assert re.search(r"Error: torch \S+ has no CUDA: an emulated GPU needs the CUDA build", result.output)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_the_cudnn_that_it_requires_is_told(fake_torch, monkeypatch, required, r
 @pytest.mark.parametrize(
     ("version", "cuda", "said"),
     [
-        ("2.13.0+cpu", None, "has no CUDA: a GPU is emulated beneath the CUDA build of torch"),
+        ("2.13.0+cpu", None, "has no CUDA: an emulated GPU needs the CUDA build of torch"),
         ("2.5.1+cu124", "12.4", r"torch 2\.5\.1\+cu124 is too old to be emulated: 2\.6 or newer"),
     ],
 )
@@ -112,7 +112,9 @@ def test_a_compiler_is_asked_for_unless_one_is_named(complete):
 def test_a_compiler_of_several_words_is_told_as_triton_runs_it_as_one_program(complete):
     complete.setattr(torch_build.shutil, "which", lambda name: name if name == "/opt/my gcc" else None)
     assert torch_build.missing_for_compiling({"CC": "/opt/my gcc"}) is None
-    assert "CC is 'ccache gcc': set CC to one program" in str(torch_build.missing_for_compiling({"CC": "ccache gcc"}))
+    assert "CC is 'ccache gcc': set CC to the name of one program" in str(
+        torch_build.missing_for_compiling({"CC": "ccache gcc"})
+    )
 
 
 def test_pythons_headers_are_asked_for(complete, tmp_path):
@@ -136,5 +138,7 @@ def test_kernels_are_kept_in_no_folder_that_others_can_write_to(tmp_path, monkey
     monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path))
     (tmp_path / "planted").mkdir()  # an empty folder is closed, and used
     tmp_path.chmod(0o777)
-    with pytest.raises(EmulationError, match=r"compiled kernels cannot be kept: .*other users can write to the folder"):
+    with pytest.raises(
+        EmulationError, match=r"compiled kernels cannot be cached: .*other users can write to the folder"
+    ):
         torch_build.compiler_variables(Path("/cache/libcuda.so.1"), {})

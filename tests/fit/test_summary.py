@@ -120,7 +120,7 @@ def test_the_details_say_why_a_program_failed_and_how_often_it_went_on():
 def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
     more = {
         "unknown": "nonzero reads values, at train.py:3",
-        "lacking": "workspaces of convolutions are taken as 0",
+        "lacking": "workspaces of convolutions count as 0 bytes",
         "together": 2,
         "devices": 8,
         "killed": 1,

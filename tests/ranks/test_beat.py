@@ -29,7 +29,7 @@ def told(*beats: Beat | None, failed: dict[int, str] | None = None, silent: tupl
 
 def test_the_others_wait_in_a_collective_for_the_rank_that_does_not():
     assert told(beat(REDUCES), beat(REDUCES), beat(REDUCES), beat()) == [
-        "rank 3 of 4 did not come further within 5 s (--gpumem-rank-timeout), and the others wait for it",
+        "rank 3 of 4 made no progress within 5 s (--gpumem-rank-timeout), and the others wait for it",
         "  rank 3: in test_it.py::test_step (call), at test_it.py:18 in step",
         "  ranks 0 to 2: in test_it.py::test_step (call), at test_it.py:20 in step, within all_reduce",
     ]
@@ -38,7 +38,7 @@ def test_the_others_wait_in_a_collective_for_the_rank_that_does_not():
 def test_the_others_wait_for_a_decision():
     waits = beat(point=Point(1, 3, waits=True))
     lines = told(waits, beat(), waits)
-    assert lines[0].startswith("rank 1 of 3 did not come further within 5 s")
+    assert lines[0].startswith("rank 1 of 3 made no progress within 5 s")
     assert "ranks 0 and 2: in test_it.py::test_step (call), waiting for the others" in lines[2]
 
 
@@ -48,7 +48,7 @@ def test_a_rank_that_waits_for_less_than_others_is_stuck():
 
 def test_of_several_ranks_each_is_named():
     lines = told(beat(REDUCES), beat(), beat(Position("test_it.py:30 in other")))
-    assert lines[0].startswith("ranks 1 and 2 of 3 did not come further")
+    assert lines[0].startswith("ranks 1 and 2 of 3 made no progress")
     assert lines[0].endswith("and the others wait for them")
 
 
@@ -57,14 +57,14 @@ def test_where_all_call_the_same_but_one_that_one_is_named():
 
 
 def test_where_it_cannot_be_told_nobody_is_blamed():
-    assert told(beat(REDUCES), beat(REDUCES))[0] == "none of 2 ranks came further within 5 s (--gpumem-rank-timeout)"
+    assert told(beat(REDUCES), beat(REDUCES))[0] == "none of 2 ranks made progress within 5 s (--gpumem-rank-timeout)"
     assert told(beat(), beat(Position("test_it.py:99 in loop")))[0].startswith("none of 2 ranks")
 
 
 def test_a_rank_that_never_came_and_one_that_is_silent():
     lines = told(beat(REDUCES), None, beat(), silent=(0.1, 60, 30))
     assert lines[0].startswith("ranks 1 and 2 of 3 ")
-    assert lines[1] == "  rank 1: has not come to its measured tests"
+    assert lines[1] == "  rank 1: has not started its measured tests"
     assert lines[2].endswith("no sign of life for 30 s")
 
 
@@ -122,6 +122,6 @@ def test_a_rank_that_is_gone_was_where_it_came_to_after_its_last_sign_of_life():
     works = {1: "test_it.py::test_step (call)", 2: None, 3: beat.where}
     assert _missing_text([1, 2, 3], seen, works).splitlines()[1:] == [
         "  rank 1: last in test_it.py::test_step (call)",
-        "  rank 2: never came to its measured tests",
+        "  rank 2: never started its measured tests",
         "  rank 3: last in test_it.py::test_step (set-up), at test_it.py:3 in model",
     ]

@@ -185,10 +185,10 @@ def recorded(tmp_path_factory, run_ranks):
     return folder
 
 
-KILLED = "rank 1 of 2 ended without a word: killed, or crashed"
+KILLED = "rank 1 of 2 ended without a message, so it was killed or has crashed"
 LOST = {
     "killed": KILLED,
-    "sleeps": f"rank 1 of 2 did not come further within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
+    "sleeps": f"rank 1 of 2 made no progress within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
     "raises": "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank",
 }
 
@@ -234,7 +234,7 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded
         assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
     if how == "raises":
         # That it failed is known: it is not waited for as long as a rank may take.
-        assert f"and no rank came further within {TIMEOUT} s" in job.output
+        assert f"and no rank made progress within {TIMEOUT} s" in job.output
 
 
 # In default mode torchrun itself starts ranks of which one raises, in tests/emulated/test_ranks.py; the test above has its signals.
@@ -304,7 +304,7 @@ if os.environ["RANK"] == "{where}":
         )
         return run_ranks(folder, 2)
 
-    said = {"0": "rank 1 of 2 did not come further within 3 s", "1": "rank 0 gave no sign of life for"}
+    said = {"0": "rank 1 of 2 made no progress within 3 s", "1": "rank 0 gave no sign of life for"}
     with ThreadPoolExecutor(len(said)) as jobs:
         for job, text in zip(jobs.map(run, said), said.values(), strict=True):
             assert job.status != 0

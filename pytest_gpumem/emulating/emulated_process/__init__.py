@@ -1,1 +1,1 @@
-"""Start processes on an emulated GPU, and record their memory usage."""
+"""Start processes on an emulated GPU, and record how much of its memory they use."""

@@ -1,6 +1,8 @@
-"""Import hook that loads the stand-ins before torch. Afterwards, the hook enters the mode for computing small values.
+"""An import hook to emulate a GPU in each process that imports torch.
 
-The module runs at the start of every Python process (``startup``), so it imports nothing from this package before torch.
+The hook loads the stand-ins right before torch. Right after torch, it begins to compute the values of small tensors. This
+module is imported at the start of every Python process (``startup``), so it imports the package's other modules only together
+with torch.
 """
 
 from __future__ import annotations
@@ -23,21 +25,23 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
-"""Variable with the emulated GPU's figures, because a child process may not find the project that defines the GPU."""
+"""Environment variable with the emulated GPU's properties. A child process may not find the project that defines the GPU."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Variable for each process that `gpumem emulate` runs. The process prints its peaks at its end. If the value is `QUIET`, it
-prints only reasons why figures may be wrong."""
+"""Environment variable set by ``gpumem emulate``. If it is set, a process prints its peaks at exit.
+
+If the value is `QUIET`, the process prints only reasons why its peaks may be wrong.
+"""
 QUIET = "quiet"
 USAGE = "GPUMEM_EMULATED_USAGE"
-"""Variable with the folder to which each process writes its usage."""
+"""Environment variable with a folder. Each process writes a file with its GPU memory usage there."""
 STEPS = "GPUMEM_EMULATED_STEPS"
-"""Variable with the number of optimizer steps after which a process ends. It needs `USAGE`."""
+"""Environment variable with a number of optimizer steps, after which a process ends. Ignored without `USAGE`."""
 _MOST_SECONDS = 10.0
-"""Seconds to wait for autograd's threads at exit. torch itself waits for the same time."""
+"""The longest wait for autograd's threads at exit, in seconds. torch itself waits as long."""
 
 
 class _BeforeTorch(MetaPathFinder):
-    """Finder before all other finders, which notices when torch is about to be imported."""
+    """The first finder in ``sys.meta_path``, which is therefore called when torch is about to be imported."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -60,7 +64,7 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                # Exit functions run in reverse order, so this function runs last.
+                # Exit functions run in reverse order, so this function runs after all functions registered later.
                 atexit.register(_wait_for_autograd)
                 from pytest_gpumem.emulating.host_values import scope
 
@@ -72,21 +76,21 @@ class _BeforeTorch(MetaPathFinder):
 
 
 def install(word: str) -> None:
-    """Emulate a GPU such as ``"emulated:h100"`` as soon as torch is imported. A second call has no effect."""
-    # Compare names of classes, because `sitecustomize` loads this file as a module with another name.
+    """Emulate a GPU such as ``"emulated:h100"`` as soon as torch is imported. Further calls have no effect."""
+    # `sitecustomize` loads this file under another module name, so there may be two such classes with the same name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
 
 
 def described_gpus() -> Mapping[str, Gpu]:
-    """Return the project's own GPU that the parent process described, by its name; empty if there is none."""
+    """Return a project's own GPU from the variable `DESCRIPTION`, by the GPU's name; empty if the variable has none."""
     from pytest_gpumem.emulating.emulation.gpus import from_description
 
     return from_description(os.environ.get(DESCRIPTION))
 
 
 def record_if_told_to() -> None:
-    """Record peaks or usage of this process if a variable asks for it. torch must be imported."""
+    """Record this process's peaks if `PEAKS` is set, and its usage if `USAGE` is set. torch must be imported."""
     if printed := os.environ.get(PEAKS):
         from pytest_gpumem.emulating.emulated_process.peaks import print_at_exit
 
@@ -99,11 +103,11 @@ def record_if_told_to() -> None:
 
 
 def _wait_for_autograd() -> None:
-    """Wait until autograd's threads have released the nodes that they ran.
+    """Wait until autograd's threads have released their graph nodes.
 
-    ``backward`` returns earlier, and a thread may still release Python objects. On an emulated GPU no kernel takes time, so
-    the interpreter may already be ending. The interpreter then ends each thread that asks for its lock. If such a thread is in
-    a C++ destructor at this moment, C++ aborts the process.
+    ``backward`` returns before this, so a thread may still release Python objects when the program ends. On an emulated GPU
+    this happens often, because kernels take no time. If a thread requests the lock of an ending interpreter, the interpreter
+    ends this thread. If the thread is in a C++ destructor at this moment, C++ aborts the process.
     """
     deadline = time.monotonic() + _MOST_SECONDS
     previous, current = None, _threads_of_autograd()
@@ -112,16 +116,16 @@ def _wait_for_autograd() -> None:
         and not (current == previous and all(is_asleep for is_asleep, _ in current.values()))
         and time.monotonic() < deadline
     ):
-        time.sleep(0.002)  # sleeping releases the interpreter's lock, so a waiting thread wakes up
+        time.sleep(0.002)  # sleeping releases the interpreter's lock, so autograd's threads can finish
         previous, current = current, _threads_of_autograd()
 
 
 def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
-    """Return whether each autograd thread sleeps, and how often it has gone to sleep, by thread id."""
+    """Return, by thread id, whether an autograd thread sleeps, and how often this thread has gone to sleep so far."""
     states = {}
     for thread in Path("/proc/self/task").glob("*"):
         try:
-            # A thread's name may be any bytes.
+            # Compare bytes, because a thread's name may not be valid text.
             if (thread / "comm").read_bytes().startswith(b"pt_autograd"):
                 status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
                 states[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")

@@ -1,7 +1,7 @@
-"""Server that imports a program's packages once, and forks a process of the program for each emulated GPU.
+"""A server that imports a program's packages once, and then forks a process for each run of the program.
 
-Example: `gpumem fit` runs ``train.py`` on `h100`, `a100` and `l4`. The server imports torch once, which takes some seconds, and
-each of the three forks starts with torch already imported.
+Example: ``gpumem fit`` runs ``train.py`` on an emulated H100, A100 and L4. The server imports torch once, which takes some
+seconds. Each of the three runs is a fork, in which torch is already imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulation.gpus import Gpu
 
 BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Set while packages are imported, so torch asks NVML for GPUs. A fork could not use CUDA after its parent has used it."""
+"""Environment variable with which torch asks NVML for GPUs. The server sets it while it imports packages.
+
+Otherwise torch would ask CUDA, and the server's forks could no longer use CUDA.
+"""
 CODE = """
 import sys
 if not getattr(sys.flags, "safe_path", False):
@@ -42,48 +45,49 @@ if not getattr(sys.flags, "safe_path", False):
 from pytest_gpumem.emulating.emulated_process.fork_server import serve
 serve([int(descriptor) for descriptor in sys.argv[2:]])
 """
-"""The server's Python code (for ``python -c``). Its arguments are the program's folder and the connections' descriptors."""
+"""The server's code for ``python -c``. The command's arguments are `Program.folder` and descriptors of connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python command."""
+    """A program to run, sent to the server as its first message."""
 
     command: tuple[str, ...]
-    """``("/usr/bin/python", "train.py", "--batch", "8")`` or ``("python", "-m", "train")``."""
+    """The command: ``("/usr/bin/python", "train.py", "--batch", "8")`` or ``("python", "-m", "train")``."""
     imported: tuple[str, ...]
-    """The modules to import before the first fork."""
+    """The names of modules to import before the first fork."""
 
     @property
     def folder(self) -> str:
-        """The first folder in which the program searches for modules."""
+        """The program's own folder, which Python puts first in ``sys.path``."""
         return str(Path.cwd() if self.command[1] == "-m" else Path(self.command[1]).resolve().parent)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A request for a process of the program."""
+    """A request to run the program in a forked process."""
 
     gpu: Gpu
     environment: dict[str, str]
-    """Environment variables in addition to the server's own."""
+    """Environment variables for this run, in addition to the server's."""
     output: str
-    """The file to which standard output is appended."""
+    """Path of the file to which standard output is appended."""
     errors: str
-    """The file to which standard error is appended."""
+    """Path of the file to which standard error is appended."""
 
 
 def serve(descriptors: Sequence[int]) -> None:
-    """Import a program's packages, and fork a process of the program for each request.
+    """Import a program's packages, and fork a process for each run of the program.
 
-    The server answers a `Program` with ``None``, or with the reason why it cannot fork, as a clause. It answers each `Fork`
-    with the process's id, and later with its exit status, which is negative if a signal ended the process.
+    The server receives a `Program`, and answers with ``None`` or with the reason why the server cannot fork. Then it receives
+    any number of `Fork` requests. The answer to a request is the forked process's id and, after the process has ended, its exit
+    status, which is negative if a signal ended the process.
 
     In a forked process, this function runs the program and does not return.
 
     Args:
         descriptors: File descriptors of connections. This process serves the first connection, and forks a server for each
-            other connection.
+            further connection, so several runs can take place at the same time.
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     connection = connections[0]
@@ -105,7 +109,7 @@ def _import(modules: Sequence[str]) -> None:
     previous = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
     for name in modules:
-        # If this import fails, the program imports the module itself, because the program may set up something first.
+        # An import may fail here, because the program sets something up first. Then the program itself imports the module.
         with suppress(Exception):
             importlib.import_module(name)
     if previous is None:
@@ -118,7 +122,7 @@ def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
     """Fork a server for each connection except the first.
 
     Returns:
-        The connection of the current process, and the ids of the servers that it forked.
+        The connection of the current process, and the ids of its forked servers. In a forked server, there are no ids.
     """
     own = connections[0]
     servers: list[int] = []
@@ -130,15 +134,15 @@ def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
         servers.append(server)
     for other in connections:
         if other is not own:
-            other.close()  # an open copy would hide the end of the connection's server
+            other.close()  # with an open copy, the client would not notice if the connection's server ended
     return own, servers
 
 
 def _wait_for_work(connection: Connection) -> Fork | None:
-    """Fork a process for each request.
+    """Receive requests, and fork a process for each of them.
 
     Returns:
-        The request in a forked process; ``None`` in the server, after the connection was closed.
+        In a forked process, its request. In the server, ``None`` after the client has closed the connection.
     """
     while True:
         try:
@@ -153,16 +157,17 @@ def _wait_for_work(connection: Connection) -> Fork | None:
 
 
 def _forked() -> int:
-    """Fork this process, and return the child's id, or 0 in the child. The child leads a new process group."""
+    """Fork this process. Return the child's id in the parent, and 0 in the child, which leads a new process group."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python warns about threads, but the threads of libraries such as OpenBLAS stop before a fork.
+        # Python warns if there are threads, but libraries such as OpenBLAS stop their threads before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
         end_with_parent()
-    # Both processes set the group, so neither continues without it. The child may have ended, or run another program already.
+    # Parent and child both set the child's group, so neither continues before this. In the parent, the call fails if the child
+    # has ended or has started another program.
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, 0)
     return process
@@ -173,12 +178,12 @@ def _why_not() -> str | None:
     if emulation is None:
         return "torch was not imported"
     if emulation.was_told():
-        return "an import asks for the GPU's properties"
-    return "an import starts threads" if threading.active_count() > 1 else None
+        return "an imported module reads the GPU's properties"
+    return "an imported module starts threads" if threading.active_count() > 1 else None
 
 
 def _begin(request: Fork) -> None:
-    """Set up the forked process for the requested GPU, as if it had imported all modules itself."""
+    """Set up a forked process: its output files, its environment variables and the requested GPU."""
     for number, path in ((1, request.output), (2, request.errors)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
@@ -188,12 +193,12 @@ def _begin(request: Fork) -> None:
     record_if_told_to()
     importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # Python seeds its own generator in each fork
+        numpy.random.seed()  # Python seeds its own random numbers in each fork, but not NumPy's
 
 
 def _run(command: tuple[str, ...]) -> NoReturn:
-    """Run the program as ``__main__``, and end the process as the interpreter does."""
-    leave, loaded, files = os._exit, set(sys.modules), _open_files()  # the usage recorder replaces `os._exit`
+    """Run the program as ``__main__``, and then end the process in the same way as the interpreter."""
+    leave, loaded, files = os._exit, set(sys.modules), _open_files()  # the usage recorder will replace `os._exit`
     sys.orig_argv = list(command)
     server_main = vars(sys.modules["__main__"])
     sys.modules["__main__"] = ModuleType("__main__")
@@ -201,9 +206,10 @@ def _run(command: tuple[str, ...]) -> NoReturn:
         {"__builtins__": builtins}, **{name: {} for name in server_main if name == "__annotations__"}
     )
     status = _status_of(_run_module if command[1] == "-m" else _run_file, command)
-    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 -- the interpreter's own way
+    threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 -- the interpreter calls it at exit, too
     atexit._run_exitfuncs()  # noqa: SLF001 -- likewise
-    # The interpreter destroys all objects at exit, which would take longer than most runs. Here only open files are flushed.
+    # The interpreter would destroy all objects at exit, which takes longer than most programs run. Here objects are destroyed
+    # only if the program has left files open, because destroying a file object writes its buffer.
     if _open_files() - files:
         for name in ["__main__", *(name for name in sys.modules if name not in loaded)]:
             _clear(sys.modules.pop(name, None))
@@ -218,9 +224,9 @@ def _run(command: tuple[str, ...]) -> NoReturn:
 
 
 def _clear(module: ModuleType | None) -> None:
-    """Release a module's values one by one, as the interpreter does.
+    """Release a module's values one after another, as the interpreter does at exit.
 
-    If all values were collected together, files could lose data.
+    If the garbage collector destroyed all values together, files could lose buffered data.
     """
     values = vars(module) if isinstance(module, ModuleType) else {}
     for name in [name for name in values if name != "__builtins__"]:
@@ -247,13 +253,16 @@ def _run_file(command: tuple[str, ...]) -> None:
 
 
 def _status_of(run: Callable[[tuple[str, ...]], None], command: tuple[str, ...]) -> int:
-    """Call ``run`` and return the exit status, negative for Ctrl-C. Errors are printed without the frames of this module."""
+    """Call ``run``, and return the program's exit status, which is negative after Ctrl-C.
+
+    If the program raises an error, print its traceback without the frames of this module.
+    """
     try:
         run(command)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)  # noqa: T201 -- as the interpreter does
+        print(end.code, file=sys.stderr)  # noqa: T201 -- the interpreter prints it, too
         return 1
     except BaseException as error:  # noqa: BLE001
         own_frames = 2

@@ -1,4 +1,7 @@
-"""Find memory that gradient graphs may keep in a program without a backward pass: inference without ``torch.no_grad()``."""
+"""Find memory that autograd graphs may keep alive, although the program never runs backward.
+
+For example, inference without ``torch.no_grad()`` builds needless graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BackwardWatch:
-    """Records whether autograd's engine has run in this process."""
+    """Notices whether this process has run a backward pass."""
 
     def __init__(self) -> None:
         self._may_have_run = not engine_run_is_seen()
@@ -33,25 +36,25 @@ class BackwardWatch:
         return nullcontext()
 
     def bytes_without_tensor(self, device: int, allocated: int) -> int | None:
-        """Return the allocated bytes that belong to no tensor in the program, if gradient graphs may keep them.
+        """Return the allocated bytes outside the program's own tensors, if autograd graphs may keep these bytes alive.
 
-        If only a graph saves a tensor, the tensor has no Python object, or nothing refers to the object. Workspaces are
-        included.
+        Such bytes belong to tensors saved by a graph only: they have no Python object, or no variable refers to their Python
+        object. Workspaces are included as well.
 
         Args:
-            device: Index of the device.
-            allocated: Allocated bytes on the device.
+            device: Index of the GPU.
+            allocated: Allocated bytes on the GPU.
 
         Returns:
-            ``None`` if a backward pass has run, if the program has an optimizer (it may train), if this thread records no
-            gradients, or if no tensor on the device has a graph.
+            The bytes. ``None`` if graphs are not the reason: a backward pass has run, the program has an optimizer (so it may
+            train), gradients are disabled in this thread, or no tensor on the GPU has a graph.
         """
         if self._may_have_run or not torch.is_grad_enabled() or alive(torch.optim.Optimizer):
             return None
         objects = gc.get_objects()
         referred = {*map(id, gc.get_referents(*objects)), *map(id, _locals())}
         with outside_torch_function():
-            # Call the methods of `torch.Tensor` itself, because a subclass may override them.
+            # Call the methods through `torch.Tensor`, because subclasses in the program may override them.
             tensors = [
                 value
                 for value in objects
@@ -67,8 +70,8 @@ class BackwardWatch:
 
 
 def _locals() -> Iterator[object]:
-    """Yield the local variables of all threads, because the garbage collector does not visit running frames."""
-    for thread in sys._current_frames().values():  # noqa: SLF001 -- the interpreter's, documented
+    """Yield the values of local variables in all threads. The garbage collector does not know about running functions."""
+    for thread in sys._current_frames().values():  # noqa: SLF001 -- documented in spite of the underscore
         for frame, _ in walk_stack(thread):
             if frame.f_globals is not globals():
                 yield from named_variables_of(frame).values()

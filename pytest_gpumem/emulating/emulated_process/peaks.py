@@ -1,4 +1,6 @@
-"""Report the peaks of a program on an emulated GPU at its end, with the lines that allocated. Resets are taken into account.
+"""When a program on an emulated GPU ends, print its peaks and the lines that allocated the memory.
+
+Peaks from before a ``torch.cuda.reset_peak_memory_stats()`` are included.
 
 Example: ``gpumem emulate h100 -- python mlp.py`` prints this for a perceptron with 1,024, 4,096 and 1,024 units and its
 backward pass on 64 samples. At most 8 lines of the program are listed. ::
@@ -33,25 +35,28 @@ if TYPE_CHECKING:
 
 
 def keeps_statistics() -> bool:
-    """Return whether the process's allocator keeps statistics. An allocator that the program gave to torch keeps none."""
+    """Return whether torch's allocator keeps statistics. A program's own allocator does not keep any."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
 class KeptPeaks:
-    """Peaks in bytes, by device. They are empty if the allocator keeps no statistics."""
+    """This process's peaks in bytes, by GPU index. They remain correct if the program resets torch's peaks.
+
+    If the allocator keeps no statistics, there are no peaks.
+    """
 
     def __init__(self) -> None:
         self.allocated: Counter[int] = Counter()
         self.reserved: Counter[int] = Counter()
-        # The context is entered once, and left at exit while torch is still loaded.
+        # This context is never closed, so resets are noticed until the process ends.
         self._entered = ExitStack()
 
     def begin(self) -> None:
-        """From now on, read the peaks before each reset."""
+        """From now on, call `take` before each reset of torch's peaks."""
         self._entered.enter_context(before_each_reset(self.take, "cuda"))
 
     def take(self) -> None:
-        """Read the peaks since the last reset."""
+        """Read torch's peaks since their last reset, and update this object's peaks."""
         if not keeps_statistics():
             return
         for device in range(torch.cuda.device_count()):
@@ -66,7 +71,7 @@ NOWHERE = "no line of the program"
 
 @dataclass(frozen=True, slots=True)
 class AtPeak:
-    """Live bytes at the peak: the total, and the blocks and bytes by the line that allocated them."""
+    """The live bytes at the peak: the total, and for each allocating line, the number of blocks and their bytes."""
 
     nbytes: int
     blocks: Mapping[str, int]
@@ -74,12 +79,12 @@ class AtPeak:
 
 
 def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
-    """Return the live bytes at the peak of an allocator's history.
+    """Find the peak in an allocator's history, and return the live bytes at this moment.
 
     Args:
-        trace: The history's entries, as in PyTorch's snapshots: ``alloc`` and ``free_completed``, with ``addr``, ``size`` and
-            ``frames``.
-        torchs: torch's folder. A block's line is the nearest line outside this folder.
+        trace: The history's entries, as in torch's snapshots. Entries ``alloc`` and ``free_completed`` with ``addr``, ``size``
+            and ``frames`` are used.
+        torchs: torch's folder. A block is assigned to the innermost line outside this folder.
     """
     totals = [total for total, _ in _replayed(trace)]
     peak = max(range(len(totals)), key=totals.__getitem__, default=0)
@@ -94,7 +99,7 @@ def at_peak(trace: Sequence[Mapping[str, Any]], torchs: str) -> AtPeak:
 
 
 def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[int, Mapping[str, Any]]]]:
-    """Yield the live bytes after each entry in a history, and the entries of live blocks by address."""
+    """Yield, after each entry in a history, the sum of live bytes and the ``alloc`` entries of live blocks by address."""
     live: dict[int, Mapping[str, Any]] = {}
     total = 0
     for entry in trace:
@@ -107,7 +112,7 @@ def _replayed(trace: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping
 
 
 def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
-    """Return the nearest line in the program, as ``file:line function``."""
+    """Return the innermost line of the program in a call stack, as ``file:line function``; `NOWHERE` if there is none."""
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith((torchs, _OURS, "<")):
@@ -116,10 +121,10 @@ def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
 
 
 def print_at_exit(*, is_quiet: bool) -> None:
-    """Print the peaks when the process ends, and reasons why they may be wrong.
+    """When this process ends, print its peaks, and reasons why the peaks may be wrong.
 
     Args:
-        is_quiet: Print only the reasons, and record no history.
+        is_quiet: If true, only the reasons are printed, and the allocator's history is not recorded.
     """
     when_cuda_begins(partial(_begin, is_quiet))
 
@@ -166,7 +171,7 @@ def _tell_with_lines(peaks: KeptPeaks) -> None:
         peak = at_peak(trace, torchs)
         if not peak.nbytes:
             continue
-        # Statistics round block sizes up, but the history has the sizes before rounding.
+        # The history has sizes before rounding, and the statistics have rounded sizes.
         allocated = max(peak.nbytes, peaks.allocated[device])
         report = [f"{_peak(device, allocated, peaks.reserved[device])}. Live then:"]
         lines = sorted(peak.by_line.items(), key=lambda line: (-line[1], line[0]))

@@ -1,4 +1,4 @@
-"""Emulate a GPU in this process and its child processes."""
+"""Start to emulate a GPU in this process and in its child processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulation.gpus import Gpu
 
 STARTUP = Path(__file__).with_name("startup")
-"""A folder for ``PYTHONPATH``. Its ``sitecustomize`` loads the stand-ins before torch is imported."""
+"""A folder in the child processes' ``PYTHONPATH``. Its ``sitecustomize`` installs the import hook for torch."""
 
 
 def emulate(gpu: Gpu) -> Emulation:
@@ -30,17 +30,17 @@ def emulate(gpu: Gpu) -> Emulation:
     emulation = load(gpu)
     os.environ.update(environment_for(gpu, os.environ))
     if str(STARTUP) not in sys.path:
-        # torch passes `sys.path` to its compile workers, and not the variable.
+        # torch.compile's worker processes get `sys.path`, but not the variable PYTHONPATH.
         sys.path.insert(0, str(STARTUP))
     return emulation
 
 
 def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a child process emulates a GPU.
+    """Return the environment variables with which a child process emulates a GPU.
 
     Args:
-        gpu: The GPU.
-        environment: The child's other variables, which may include ``PYTHONPATH``.
+        gpu: The GPU to emulate.
+        environment: The child's other environment variables. Their ``PYTHONPATH`` is extended.
     """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     other_paths = [path for path in paths if path and path != str(STARTUP)]

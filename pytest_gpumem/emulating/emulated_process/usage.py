@@ -1,4 +1,4 @@
-"""GPU memory usage of a program's processes. Each process writes a file to a folder, and the parent process reads them."""
+"""GPU memory usage of a program's processes. Each process writes a file, and the parent process reads all files."""
 
 from __future__ import annotations
 
@@ -16,66 +16,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """The peaks of PyTorch's allocator on a device during the life of a process, in bytes."""
+    """A process's peaks on an emulated GPU in bytes, from the start of the process to its end."""
 
     device: int
-    """Index among all emulated devices, independent of ``CUDA_VISIBLE_DEVICES``."""
+    """The GPU's index among all emulated GPUs, independent of ``CUDA_VISIBLE_DEVICES``."""
     allocated: int
+    """The peak of allocated bytes in torch's allocator."""
     reserved: int
+    """The peak of reserved bytes in torch's allocator."""
     retries: int
-    """Number of allocations that were tried again after the allocator had released cached memory."""
+    """How often the allocator found no free memory, released its cached memory and tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The state when a process first ran out of memory. Figures are in bytes."""
+    """The state of a GPU when a process first ran out of memory. All sizes are in bytes."""
 
     device: int
+    """The GPU's index among all emulated GPUs."""
     wanted: int
     """Size of the failed allocation."""
     allocated: int
+    """Allocated bytes before the failed allocation."""
     reserved: int
+    """Reserved bytes before the failed allocation."""
     line: str
-    """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. May be empty."""
+    """The program's line that allocated or called ``backward()``: ``/path/train.py:12 step``. Empty if unknown."""
     without_tensor: int | None = None
-    """Allocated bytes that belong to no tensor in the program, so gradient graphs may keep them.
+    """Allocated bytes outside the program's own tensors. Autograd graphs may keep them alive.
 
-    ``None`` if a backward pass had run or the program had an optimizer.
+    ``None`` if graphs are not the reason, for example because a backward pass has run.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """GPU memory usage of a process."""
+    """A process's usage of GPU memory. ``devices`` has the GPUs on which the process reserved memory."""
 
     began: int
-    """Time of the first use of CUDA, in ns on the machine's monotonic clock."""
+    """Time when the process first used CUDA, in ns on the machine's monotonic clock."""
     ended: int | None
-    """Time of the process's end. ``None`` if it was killed; then all figures are from the last file that it wrote."""
+    """Time when the process ended. ``None`` if the process was killed; then all other values are from before its end."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
+    """How often the process ran out of memory, even if the program caught the error."""
     ran_out: OutOfMemory | None = None
+    """The state when the process first ran out of memory; ``None`` if this did not happen."""
     expandable: bool = False
     """True if the allocator used expandable segments."""
     unknown: str | None = None
-    """The first read of an uncomputed value that may have changed the program's memory, with its line."""
+    """A text about the first read of an uncomputed value, with its line, if the read may have changed the peaks."""
     without_statistics: bool = False
-    """True if the program set its own allocator, which keeps no statistics, so its memory is unknown."""
+    """True if the program has its own allocator, which keeps no statistics, so the process's memory is unknown."""
     lacking: str | None = None
-    """The reason why peaks may be too low, as a clause, if cuDNN's memory is not fully known."""
+    """The reason why peaks may be too low, if cuDNN's workspaces are not fully known."""
     no_kernels: str | None = None
-    """A clause from `no_kernels`, if torch has no kernels for the GPU."""
+    """The result of the function `no_kernels` for the process's GPU."""
     imported: tuple[str, ...] = ()
-    """Modules from installed packages in import order: all that were imported before CUDA was used, and all from torch."""
+    """Imported modules from installed packages, in import order. After the first use of CUDA, only torch's modules count."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
-    """Write a usage file into ``folder``. An earlier file with the same name is replaced."""
+    """Write a process's usage to a file called ``name`` in ``folder``. An earlier file with this name is replaced."""
     write_atomically(folder / f"{name}.json", json.dumps(asdict(usage)))
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
-    """Return the usages in ``folder``, in the order in which the processes began to use CUDA."""
+    """Read all processes' usages from ``folder``, in the order in which the processes first used CUDA."""
     usages = []
     for path in folder.glob("*.json"):
         plain = json.loads(path.read_text(encoding="utf-8"))
@@ -87,10 +94,10 @@ def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
 
 
 def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
-    """Return a clause if a release of torch has no kernels for a GPU; otherwise ``None``.
+    """Return a message if a release of torch has no kernels that run on a GPU; otherwise ``None``.
 
-    Kernels for ``sm_86`` run on GPUs with the same major version from 8.6 on. The driver compiles ``compute_90`` for any GPU
-    from 9.0 on (CUDA C++ Programming Guide, "Application Compatibility").
+    Kernels for ``sm_86`` run on GPUs with compute capability 8.6 or higher, but below 9.0. From PTX for ``compute_90``, the
+    driver compiles kernels for any GPU with 9.0 or higher (CUDA C++ Programming Guide, "Application Compatibility").
 
     Example:
         ``no_kernels("2.9.0", ["sm_80", "sm_90"], (12, 0))`` returns ``"torch 2.9.0 has kernels for compute capability 8.0,
@@ -98,7 +105,7 @@ def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, 
 
     Args:
         torch: The torch release.
-        architectures: Return value of `torch.cuda.get_arch_list`.
+        architectures: The result of `torch.cuda.get_arch_list`.
         capability: The GPU's compute capability.
     """
     matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", architecture) for architecture in architectures]
@@ -113,13 +120,13 @@ def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, 
 
 
 def among_all(device: int, visible: str | None) -> int:
-    """Convert a process's device index to the index among all devices in the machine.
+    """Convert a GPU's index in a process to its index in the machine.
 
-    Example: with ``CUDA_VISIBLE_DEVICES=2,3``, device 0 in the process is device 2 among all.
+    Example: if ``CUDA_VISIBLE_DEVICES=2,3``, GPU 0 in the process is GPU 2 in the machine.
 
     Args:
-        device: Index of the device in the process.
-        visible: The process's ``CUDA_VISIBLE_DEVICES``. If it contains names instead of numbers, ``device`` is returned.
+        device: The GPU's index in the process.
+        visible: The process's ``CUDA_VISIBLE_DEVICES``. If it has names instead of numbers, the result is ``device``.
     """
     numbers = [number.strip() for number in (visible or "").split(",")]
     return int(numbers[device]) if device < len(numbers) and numbers[device].isdigit() else device

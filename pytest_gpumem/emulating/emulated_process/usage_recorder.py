@@ -1,4 +1,4 @@
-"""Record a process's GPU memory usage, and write it at exit and when the process first runs out of memory."""
+"""Record a process's GPU memory usage. It is written to a file at exit, and when the process first runs out of memory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdl
 
 
 def record_usage(folder: Path, steps: int | None = None) -> None:
-    """Record the usage of this process from its first use of CUDA.
+    """Record this process's GPU memory usage, starting when it first uses CUDA.
 
     Args:
-        folder: The folder for the usage file.
-        steps: Number of steps after which the process ends with status 0, when an optimizer begins the next step.
+        folder: The folder into which the usage is written.
+        steps: If given, the process ends with status 0 when an optimizer has made this many steps and begins the next one.
     """
     recorder = _Recorder(folder)
     when_cuda_begins(recorder.begin)
@@ -87,7 +87,7 @@ class _Recorder:
         if self._ran_out is None:
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
             without_tensor = None
-            # The allocator is about to raise, and an object in the program may raise while it is inspected.
+            # Inspecting the program's objects may raise an error. The allocator's own error, which follows, must not get lost.
             if self._backward is not None:
                 with suppress(Exception):
                     without_tensor = self._backward.bytes_without_tensor(device, allocated)
@@ -97,7 +97,7 @@ class _Recorder:
             self._write(None)
 
     def _end(self) -> None:
-        # A forked process inherits this exit function from its parent.
+        # A forked process inherits this exit function, and must not write its parent's usage.
         if self._process == os.getpid():
             self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
             self._write(time.monotonic_ns())
@@ -133,7 +133,7 @@ def _number(device: int) -> int:
 
 
 def _installed() -> list[str]:
-    """Return the names of completely imported modules from installed packages, in any environment."""
+    """Return the names of modules from installed packages whose import has been completed, in import order."""
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())}
     begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # set by importlib
     return [
@@ -145,8 +145,8 @@ def _installed() -> list[str]:
 
 
 def _programs_line() -> str:
-    """Return the program's current line in this thread, or in the main thread if this is a thread of autograd."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- the interpreter's, documented
+    """Return the program's current line in this thread. In autograd's threads, return the main thread's current line."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- documented
     threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
     for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
         for thread in threads:
@@ -166,7 +166,7 @@ def _end_after(steps: int) -> None:
         if step_counts.get(optimizer, 0) == steps:
             sys.stdout.flush()
             sys.stderr.flush()
-            # The program could catch an exception, and would then save or evaluate at its end.
+            # `sys.exit` would raise an exception, which the program may catch to save a checkpoint or to evaluate.
             os._exit(0)
         step_counts[optimizer] = step_counts.get(optimizer, 0) + 1
 

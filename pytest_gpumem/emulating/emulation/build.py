@@ -1,4 +1,4 @@
-"""Compile the stand-ins for the installed torch, and cache them."""
+"""Compile stand-ins for the NVIDIA libraries needed by the installed torch, and cache them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulation.torch_build import TorchBuild
 
 FIRST = "libcudart"
-"""The library to load first. It contains the emulated GPU, and the other libraries link to it."""
+"""The stand-in to load first. It contains the emulated GPU, and the other stand-ins link to it."""
 LINKED = "libcuda.so"
-"""The driver's file name for a linker, for older releases of Triton."""
+"""A second file name for the driver's stand-in, under which older releases of Triton link to it."""
 PLANNER = "cudnn_planner"
-"""The program in which the real cuDNN plans convolutions."""
+"""The name of the program in which the real cuDNN plans convolutions."""
 _C = ("-std=gnu11", "-O2", "-w")
 _FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
 class _LibraryFunctions(NamedTuple):
-    """The functions needed from a library, and their version nodes."""
+    """The functions that a library's stand-in must have, and their version nodes."""
 
     library: Library
     names: set[str]
@@ -45,9 +45,9 @@ class _LibraryFunctions(NamedTuple):
 
 
 def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
-    """Return the stand-ins for torch's libraries, in loading order.
+    """Return the paths of the stand-ins, in the order in which they must be loaded.
 
-    They are compiled if they are not in the cache, which takes some seconds.
+    If the stand-ins are not in the cache, they are compiled, which takes some seconds.
 
     Raises:
         EmulationError: The stand-ins cannot be compiled or cached.
@@ -61,7 +61,7 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
             _build_into(folder, torch, beside)
         check_private_folder(folder)
     except CacheError as error:
-        raise EmulationError(f"the emulated GPU's libraries cannot be kept: {error}") from None
+        raise EmulationError(f"the emulated GPU's libraries cannot be cached: {error}") from None
     libraries = (path for path in folder.glob("*.so*") if not path.is_symlink())
     return tuple(sorted(libraries, key=lambda path: (not path.name.startswith(FIRST), path.name)))
 
@@ -74,9 +74,10 @@ def _sources() -> dict[str, str]:
 
 
 def _key(torch: TorchBuild, beside: Needs) -> str:
-    """Return a hash with 16 digits of all inputs of the stand-ins.
+    """Return a hash with 16 digits, which changes if the stand-ins must be compiled again.
 
-    The inputs are torch's libraries (by size and modification time), the functions needed by other packages, and the sources.
+    It depends on torch's libraries (their sizes and modification times), on the functions needed by other packages, and on the
+    stand-ins' C files.
     """
     digest = hashlib.sha256()
     for path in sorted(torch.libraries.glob("*.so*")):
@@ -89,13 +90,16 @@ def _key(torch: TorchBuild, beside: Needs) -> str:
 
 
 def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
-    """Compile into a temporary folder and rename it to ``folder``, because another session may compile at the same time."""
+    """Compile the stand-ins into a temporary folder, and rename it to ``folder``.
+
+    So another session, which may compile at the same time, never sees an incomplete folder.
+    """
     compiler = _compiler()
     try:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     except OSError as error:
         raise EmulationError(
-            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {CACHE} to a "
+            f"the emulated GPU's libraries cannot be cached in {folder.parent}: {error.strerror}. Set {CACHE} to a "
             "folder that can be written to"
         ) from None
     try:
@@ -103,33 +107,33 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
         try:
             draft.rename(folder)
         except OSError as error:
-            if not folder.is_dir():  # otherwise another session was faster and compiled the same libraries
-                raise EmulationError(f"the emulated GPU's libraries cannot be put into {folder}: {error}") from None
+            if not folder.is_dir():  # otherwise another session has compiled the same stand-ins in the meantime
+                raise EmulationError(f"the emulated GPU's libraries cannot be moved to {folder}: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def _compiler() -> tuple[str, ...]:
-    """Return the C compiler with its first arguments: the words in ``CC``, or an installed compiler.
+    """Return the C compiler's command: the words in the variable ``CC``, or an installed compiler if ``CC`` is not set.
 
-    Example: ``CC="ccache gcc -m64"`` returns ``("ccache", "gcc", "-m64")``.
+    Example: for ``CC="ccache gcc -m64"``, the result is ``("ccache", "gcc", "-m64")``.
 
     Raises:
-        EmulationError: ``CC`` has an open quote, or no compiler is installed.
+        EmulationError: A quote in ``CC`` is not closed, or no compiler is installed.
     """
     variable = os.environ.get(COMPILER, "")
     try:
         words = shlex.split(variable)
     except ValueError as error:
         raise EmulationError(
-            f"the variable CC is {variable!r}, which is not quoted as for a shell ({error}); set it like CC='ccache gcc'"
+            f"the variable CC is {variable!r}, which is not quoted as for a shell ({error}); set CC like CC='ccache gcc'"
         ) from None
     if words:
         return tuple(words)
     installed = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if installed is None:
         raise EmulationError(
-            "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
+            "no C compiler was found, and an emulated GPU needs a compiler once for each release of torch: install one "
             "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
         )
     return (installed,)
@@ -137,7 +141,7 @@ def _compiler() -> tuple[str, ...]:
 
 def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
     needed = _needed(torch)
-    for soname in needed.keys() & beside.keys():  # torch does not load libraries from another CUDA release
+    for soname in needed.keys() & beside.keys():  # ignore libraries of other CUDA releases, which torch does not need
         needed[soname].names.update(name for name, _ in beside[soname])
         needed[soname].versions.update(version for _, version in beside[soname] if version is not None)
     sources = draft / "source"
@@ -163,7 +167,7 @@ def _compile(
     sources: Path,
     link: Iterable[str],
 ) -> None:
-    """Compile a library with all needed version nodes, because the loader warns about missing nodes."""
+    """Compile a stand-in with all needed version nodes. The loader would warn about missing nodes."""
     library = needed.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
@@ -182,7 +186,7 @@ def _compile(
 
 
 def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
-    """Compile the program for planning convolutions with the real cuDNN, beside the libraries."""
+    """Compile the program in which the real cuDNN plans convolutions, into the stand-ins' folder."""
     program = sources.parent / PLANNER
     command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
     _run_compiler(compiler, command, PLANNER)
@@ -202,7 +206,7 @@ def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str)
 
 
 def _needed(torch: TorchBuild) -> dict[str, _LibraryFunctions]:
-    """Return the functions needed from NVIDIA's libraries, by soname."""
+    """Return the functions needed by torch and Triton from each of NVIDIA's libraries, by the library's soname."""
     needed: dict[str, _LibraryFunctions] = {}
     unversioned: set[str] = set()
 

@@ -1,4 +1,7 @@
-"""Plan convolutions on an emulated GPU with the real cuDNN, if it is installed. Planning needs no GPU."""
+"""Plan convolutions for an emulated GPU with the real cuDNN, if it is installed. Planning does not need a GPU.
+
+A plan is cuDNN's choice of a kernel for a convolution, with the bytes of the kernel's workspace.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulation.torch_build import TorchBuild
 
 _OLDEST = (9, 8)
-"""The oldest release that can plan for a GPU from its description."""
+"""The oldest cuDNN release that can plan convolutions without a GPU, from the GPU's description."""
 
 
 WHY_RECURRENT = (
-    "the bytes that recurrent layers keep for backward are those of an H100 with cuDNN 9.19, and their workspaces are taken as "
-    "smaller than on an H100 (as 0 on GPUs other than Hopper's), because cuDNN reports both only on a GPU"
+    "recurrent layers keep as many bytes for backward as on an H100 with cuDNN 9.19, and their workspaces count less than on "
+    "an H100 (0 bytes on GPUs other than Hopper's), because cuDNN reports both only on a real GPU"
 )
-"""The reason why peaks may be too low with recurrent layers, as a clause."""
+"""The reason why peaks may be too low if recurrent layers run."""
 
 
 _UNPLANNED = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Cudnn:
-    """The stand-in for libcudnn, and the real library behind it.
+    """The stand-in for libcudnn, which lets the real cuDNN plan convolutions if it is installed.
 
     Args:
-        stand_in: The loaded stand-in. torch must not be loaded yet.
+        stand_in: The loaded stand-in for libcudnn. torch must not be loaded yet.
         torch: The installed torch.
     """
 
@@ -46,33 +49,36 @@ class Cudnn:
         self._unplanned = _UNPLANNED(self._take_unplanned)
         stand_in.gpumem_tell_unplanned(self._unplanned)
         self._most = 0
-        """The largest estimate for a workspace without a plan, in bytes."""
+        """The largest estimate for the workspace of a convolution without a plan, in bytes."""
         self._reaching: dict[int, dict[str, int]] = {}
-        """The maximum of live bytes plus the estimated workspace at a convolution, by GPU and allocator statistic."""
+        """The results of `reaching`, by GPU index and allocator statistic."""
 
     def convolutions(self) -> int:
-        """Return the number of convolutions run in this process, forward and backward."""
+        """Return how many convolutions have run in this process, forward and backward."""
         return int(self._stand_in.gpumem_convolutions())
 
     def release(self) -> str:
-        """Return the cuDNN release that plans convolutions (``"9.20.0"``), or `NO_CUDNN`. Load cuDNN if necessary."""
+        """Load the real cuDNN if necessary, and return its release (``"9.20.0"``); `NO_CUDNN` if it cannot be used."""
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
     def reaching(self, gpu: int, statistic: str) -> int:
-        """Return the maximum of live bytes since `forget_reaching`, with estimated workspaces for convolutions without a plan.
+        """Return an upper bound for the live bytes during convolutions without a plan, since the last `forget_reaching`.
+
+        For each of these convolutions, the live bytes and the estimated workspace are added. The result is the largest sum. For
+        example, with 100 MB live and an estimated workspace of 50 MB, the sum is 150 MB.
 
         Args:
             gpu: Index of the GPU.
-            statistic: The allocator's statistic, ``"requested_bytes"`` or ``"allocated_bytes"``.
+            statistic: The allocator's statistic for live bytes: ``"requested_bytes"`` or ``"allocated_bytes"``.
 
         Returns:
-            Bytes; 0 if every convolution had a plan.
+            The upper bound in bytes; 0 if all convolutions had a plan.
         """
         return self._reaching.get(gpu, {}).get(statistic, 0)
 
     def forget_reaching(self, gpu: int) -> None:
-        """Reset `reaching` for a GPU."""
+        """Reset the result of `reaching` for a GPU to 0."""
         self._reaching.pop(gpu, None)
 
     def _take_unplanned(self, most: int) -> None:
@@ -86,55 +92,58 @@ class Cudnn:
                 reaching[statistic] = max(reaching.get(statistic, 0), live["all"]["current"] + most)
 
     def recurrent(self) -> int:
-        """Return the number of passes through recurrent layers in this process, forward and backward."""
+        """Return how often recurrent layers have run in this process, forward and backward."""
         return int(self._stand_in.gpumem_recurrent())
 
     def lacking(self, peaks: Mapping[int, int] | None = None) -> str | None:
-        """Return why peaks of this process may be too low, as a clause; ``None`` if they are not.
+        """Return the reasons why this process's peaks may be too low; ``None`` if there are none.
 
         Args:
-            peaks: The process's peak of allocated bytes by GPU, if known.
+            peaks: GPU -> this process's peak of allocated bytes, if known.
         """
         return "; ".join(filter(None, (self.lacking_of_convolutions(peaks), self.lacking_of_recurrent()))) or None
 
     def lacking_of_convolutions(self, peaks: Mapping[int, int] | None = None) -> str | None:
-        """Return why peaks may be too low because of convolutions, as a clause; ``None`` if they are not.
+        """Return a reason and an upper bound if peaks are too low because of convolutions; ``None`` if they are not.
 
-        A workspace is freed after its convolution, so only the highest convolution can exceed the peak. For example, 100 MB
-        live and a workspace of 50 MB do not change a peak of 180 MB.
+        A workspace is freed after its convolution, so a small workspace may not change the peak. For example, if 100 MB are
+        live during a convolution with a workspace of 50 MB, a peak of 180 MB is correct.
 
         Args:
-            peaks: The process's peak of allocated bytes by GPU, if known.
+            peaks: GPU -> this process's peak of allocated bytes, if known.
         """
         missing = self._most
         if peaks is not None:
             missing = max((self.reaching(gpu, "allocated_bytes") - peak for gpu, peak in peaks.items()), default=0)
-        return f"{self.why_zero()}; a peak lacks at most {format_bytes(missing)}" if missing > 0 else None
+        return f"{self.why_zero()}; a peak is too low by at most {format_bytes(missing)}" if missing > 0 else None
 
     def lacking_of_recurrent(self) -> str | None:
-        """Return why peaks may be too low because of recurrent layers, as a clause; ``None`` if no such layer ran."""
+        """Return why peaks may be too low because of recurrent layers; ``None`` if no recurrent layer has run."""
         if not self.recurrent():
             return None
         most = ctypes.c_int64()
         self._stand_in.gpumem_tell_most_kept(ctypes.byref(most))
-        return f"{WHY_RECURRENT}; the largest is {format_bytes(most.value)}"
+        return f"{WHY_RECURRENT}; one run of a layer keeps at most {format_bytes(most.value)}"
 
     def why_zero(self) -> str:
-        """Return a clause with the reason why convolution workspaces count as 0 bytes, and with the remedy."""
+        """Return why the workspaces of convolutions count as 0 bytes, and what to do about it."""
         if self._torch.cudnn < _OLDEST:
             release, oldest = (".".join(map(str, version)) for version in (self._torch.cudnn, _OLDEST))
-            why = f"torch {self._torch.version} has cuDNN {release}, and only {oldest} and newer plan without a GPU"
+            why = (
+                f"torch {self._torch.version} has cuDNN {release}, and only cuDNN {oldest} or newer plans without a GPU"
+            )
         elif self._installed is None:
             why = f"no cuDNN is installed (pip install {self._torch.cudnn_wheel})"
         else:
             why = f"the cuDNN in {self._installed} cannot be used"
-        return f"workspaces of convolutions are taken as 0, since {why}"
+        return f"workspaces of convolutions count as 0 bytes, because {why}"
 
 
 def installed_cudnn(torch: TorchBuild) -> Path | None:
-    """Return the cuDNN that torch would load from NVIDIA's packages, beside torch or in another folder of ``sys.path``.
+    """Return the path of the cuDNN in NVIDIA's packages, which torch would load; ``None`` if it cannot be used.
 
-    cuDNN ends the process if it does not find cuBLASLt. Therefore the function returns ``None`` if cuBLASLt is missing.
+    The packages are searched in torch's folder and in ``sys.path``. The result is also ``None`` if cuBLASLt is missing, because
+    cuDNN would end the process.
     """
     for folder in (torch.libraries.parents[1], *map(Path, sys.path)):
         library = folder / "nvidia" / "cudnn" / "lib" / f"libcudnn.so.{torch.cudnn[0]}"
@@ -144,5 +153,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Return whether cuBLASLt is in one of cuDNN's search folders. The package uses another folder since CUDA 13."""
+    """Return whether cuBLASLt is in a folder in which cuDNN searches for it. The folder has a different name since CUDA 13."""
     return any((packages / folder / "lib" / f"libcublasLt.so.{cuda}").exists() for folder in ("cublas", f"cu{cuda}"))

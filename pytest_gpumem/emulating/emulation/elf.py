@@ -1,10 +1,11 @@
-"""Read the libraries and symbols needed by an ELF file.
+"""Read which libraries and symbols a shared library (an ELF file) needs.
 
-Only 64-bit little-endian files are read, the format on Linux on x86-64 and arm64. ``readelf`` is not on every machine. Names
-and numbers come from the ELF specification in the System V ABI. For symbol versions, they come from the Linux Standard Base.
+Only 64-bit little-endian files are supported, the format on Linux on x86-64 and arm64. The program ``readelf`` is not used,
+because it is not installed on every machine. The constants' names and values come from the ELF specification in the System V
+ABI, and for symbol versions from the Linux Standard Base.
 
-Example: ``libtorch_cuda.so`` needs the library ``libcudart.so.13``, and from it the symbol ``cudaMalloc`` with the version node
-``libcudart.so.13``.
+Example: ``libtorch_cuda.so`` needs the library ``libcudart.so.13``. From this library it needs the symbol ``cudaMalloc`` with
+the version node ``libcudart.so.13``.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _HIDDEN_BIT = 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol needed from another file."""
+    """A function or variable needed from another library."""
 
     name: str
     library: str | None
-    """Soname of the library that must define the symbol; ``None`` if the symbol has no version."""
+    """Soname of the library that must define the symbol; ``None`` if the file names no version node for the symbol."""
     version: str | None
-    """Version node that the symbol must have in the library."""
+    """Version node under which the library must define the symbol; ``None`` if the file names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Libraries and symbols needed by an ELF file."""
+    """The libraries and symbols needed by an ELF file."""
 
     libraries: tuple[str, ...]
-    """Sonames, in the loader's order."""
+    """Sonames of the needed libraries, in the order in which the loader loads them."""
     symbols: tuple[Symbol, ...]
 
 
@@ -67,11 +68,11 @@ def read_needs(path: Path) -> Needs:
             raise NotElf(f"{path} is empty") from None
     with data:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise NotElf(f"{path} is no 64-bit little-endian ELF file")
+            raise NotElf(f"{path} is not a 64-bit little-endian ELF file")
         try:
             return _needs(data)
         except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
-            raise NotElf(f"{path} is cut short or damaged: {error}") from None
+            raise NotElf(f"{path} is truncated or damaged: {error}") from None
 
 
 def _needs(data: mmap.mmap) -> Needs:
@@ -107,7 +108,7 @@ def _sections(data: mmap.mmap) -> list[_Section]:
 def _versions(
     data: mmap.mmap, sections: list[_Section], needed: _Section | None
 ) -> dict[int, tuple[str | None, str | None]]:
-    """Return the library and the version node for each version number."""
+    """Return the library and the version node for each version number in the file."""
     versions: dict[int, tuple[str | None, str | None]] = {}
     if needed is None:
         return versions

@@ -1,4 +1,4 @@
-"""The GPUs that can be emulated, and their names.
+"""The GPUs available for emulation, and their names.
 
 ``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
 [emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 DEFAULT = "h100"
 EVERY = "all"
-"""The word for every GPU in the table, in commands that take several GPUs."""
+"""The word for all GPUs in the table. Commands such as ``gpumem fit`` accept it."""
 MOST_DEVICES = 64
-"""The limit in ``native/emulated.h``."""
+"""The maximum number of emulated GPUs in a process, as in ``native/emulated.h``."""
 MIG = "-mig-"
-"""Text between a card and a MIG profile in a word."""
+"""The text between a card's name and a MIG profile's name, as in ``a100-80gb-mig-3g.40gb``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU with the figures that CUDA reports. Their sources are in ``gpus.toml``."""
+    """A GPU to emulate, with its properties as CUDA reports them. ``gpus.toml`` has the source of each figure."""
 
     word: str
     name: str
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def device(self) -> str:
-        """The device name: ``"emulated:h100x8"``."""
+        """This GPU as a value for ``--gpumem-device``: ``"emulated:h100x8"``."""
         return f"{EMULATED}{self.word}" + (f"x{self.count}" if self.count > 1 else "")
 
 
@@ -70,14 +70,14 @@ NONE_OF_ONES_OWN: Mapping[str, Gpu] = MappingProxyType({})
 
 
 def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
-    """Return the GPU for a word.
+    """Return the GPU for a name such as ``"emulated:h100"``.
 
     Args:
         word: ``"emulated:h100"`` or ``"h100"``, ``"h100x8"`` for eight GPUs, or ``"24GB"`` for an H100 with 24 GB.
-        own: The project's GPUs by name, in addition to the table.
+        own: The project's own GPUs by name, in addition to the GPUs in the table.
 
     Raises:
-        ValueError: There is no GPU with this name. The message is a sentence with the nearest name.
+        ValueError: There is no GPU with this name. The message suggests the most similar name.
     """
     text = word.removeprefix(EMULATED).lower()
     gpu = _named(text, own)
@@ -91,12 +91,15 @@ def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
     if not 1 <= count <= MOST_DEVICES:
         raise ValueError(f"{word!r}: from 1 to {MOST_DEVICES} GPUs can be emulated, not {count}")
     if MIG in gpu.word and count > 1:
-        raise ValueError(f"{word!r}: a process sees one MIG slice at most; leave x{count} out")
+        raise ValueError(f"{word!r}: a process sees at most one MIG slice; remove x{count}")
     return replace(gpu, count=count)
 
 
 def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
-    """Return a suggestion as a clause: the emulated GPU for ``l4``, otherwise the nearest in ``valid``."""
+    """Return a suggestion for an invalid device name: ``did you mean 'emulated:l4'?`` for ``l4``.
+
+    If no GPU is called ``word``, suggest the most similar name in ``valid``.
+    """
     try:
         return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
     except ValueError:
@@ -104,46 +107,46 @@ def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str
 
 
 def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
-    """Return all GPUs in the table without slices, in the table's order, and then the project's own GPUs."""
+    """Return all GPUs in the table, followed by the project's own GPUs. MIG slices are not included."""
     return (*_table().values(), *own.values())
 
 
 def known_slices() -> tuple[Gpu, ...]:
-    """Return all MIG slices, in the table's order."""
+    """Return all MIG slices of all GPUs in the table."""
     return tuple(part for word in _table() for part in _slices_of(word))
 
 
 def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
-    """Return all words for GPUs in the table and the project's own GPUs, without slices and sizes."""
+    """Return all names for the GPUs in the table and the project's own GPUs. MIG slices and sizes are not included."""
     return (*_table(), *_aliases(), *own)
 
 
 def known_capabilities() -> tuple[tuple[int, int], ...]:
-    """Return the compute capabilities with known limits."""
+    """Return all compute capabilities in the table."""
     return tuple(_limits())
 
 
 def of_capability(capability: tuple[int, int]) -> Gpu:
-    """Return the table's first GPU with a known compute capability, or the default GPU with the capability's limits."""
+    """Return the table's first GPU with a compute capability. If there is none, return the default GPU with this capability."""
     first = next((gpu for gpu in _table().values() if gpu.capability == capability), None)
     return first or with_capability(_table()[DEFAULT], capability)
 
 
 def with_capability(gpu: Gpu, capability: tuple[int, int]) -> Gpu:
-    """Return the GPU with a known compute capability and its limits."""
+    """Return a copy of the GPU with another compute capability, and with this capability's limits."""
     limits: dict[str, Any] = dict(_limits()[capability])
     return replace(gpu, capability=capability, **limits)
 
 
 def described(gpu: Gpu) -> str:
-    """Return a GPU as text for child processes, so they need not find the project that defines the GPU."""
+    """Return a GPU's properties as text for child processes, which may not find the project that defines the GPU."""
     return json.dumps(asdict(replace(gpu, count=1)))
 
 
 def from_description(text: str | None) -> Mapping[str, Gpu]:
-    """Return the GPU that `described` wrote, by its name.
+    """Parse a text from `described`, and return the GPU by its name.
 
-    The mapping is empty if the GPU's word is valid without a project, or if the text has another form.
+    The mapping is empty if the GPU's name is valid without a project, or if ``text`` is invalid.
     """
     try:
         plain = json.loads(text or "")
@@ -154,27 +157,29 @@ def from_description(text: str | None) -> Mapping[str, Gpu]:
 
 
 def _named(name: str, own: Mapping[str, Gpu]) -> Gpu | None:
-    """Return the GPU or slice with a name; ``None`` for an unknown name."""
+    """Return the GPU or MIG slice with a name; ``None`` if there is none."""
     return _table().get(_aliases().get(name, name)) or _slices().get(name) or own.get(name) or _with_memory(name)
 
 
 def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
-    """Return the message for a word that names no GPU."""
+    """Return the error message for an unknown GPU name."""
     card, is_slice, profile = name.partition(MIG)
     profiles = [slice_word.partition(MIG)[2] for slice_word in _slices() if slice_word.startswith(f"{card}{MIG}")]
     if profiles:
         title = _table()[_aliases().get(card, card)].title
         return f"{word!r}: {title} has no MIG profile {profile!r}; {nearest(profile, profiles)}"
     if is_slice:
-        return f"{word!r} is no MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
-    # Suggest words with the prefix that was typed: `gpumem emulate l4`, --gpumem-device=emulated:l4.
+        return (
+            f"{word!r} is not a MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
+        )
+    # Suggest names with the prefix that the user typed: --gpumem-device=emulated:l4, but `gpumem emulate l4`.
     prefix = EMULATED if word.startswith(EMULATED) else ""
     valid_words = [prefix + valid_word for valid_word in known_words(own)]
-    own_names = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
+    own_names = f", and from [tool.gpumem.gpus] {', '.join(own)}" if own else ""
     return (
         f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, valid_words)} There are "
-        f"{', '.join(_table())}{own_names}, each with a count such as x2, MIG slices like {_MIG_EXAMPLE}, and "
-        "sizes: 24GB is an H100 with 24 GB"
+        f"{', '.join(_table())}{own_names}; each of them with a count such as x2; MIG slices like {_MIG_EXAMPLE}; and "
+        "sizes like 24GB, an H100 with 24 GB"
     )
 
 
@@ -198,7 +203,7 @@ def _read() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
-    """Return the fields shared by all GPUs with a compute capability, by capability."""
+    """Return, for each compute capability, the fields of `Gpu` whose values are the same for all of its GPUs."""
     limits_by_capability = {}
     for text, limits in _read()["capability"].items():
         if text != "sources":
@@ -219,13 +224,13 @@ def _table() -> Mapping[str, Gpu]:
 
 @cache
 def _aliases() -> Mapping[str, str]:
-    """Return the main word of a GPU in the table, by each of its other words."""
+    """Return a mapping from each further name of a GPU in the table to its main name."""
     return {also: word for word, entry in _read()["gpu"].items() for also in entry.get("also", ())}
 
 
 @cache
 def _slices() -> Mapping[str, Gpu]:
-    """Return the MIG slices by each of their words."""
+    """Return a mapping from each name of a MIG slice to the slice. A slice may have two names."""
     return {name: part for word in _read()["gpu"] for part in _slices_of(word) for name in _words_of(word, part)}
 
 

@@ -1,7 +1,8 @@
-"""NVIDIA's libraries above the driver, with the sources of their stand-ins and the status codes of their stubs.
+"""Describe how each of NVIDIA's libraries is replaced on an emulated GPU.
 
-Example: ``libcufft`` has no sources, so each of its functions is a stub. If torch calls the stub of ``cufftPlan1d``, torch
-raises an error with the function's name and the reason in `Library.why`.
+A stand-in has the same functions as NVIDIA's library. Some are written in C, and the others are stubs, which only return an
+error code. Example: all functions of ``libcufft`` are stubs. If torch calls the stub for ``cufftPlan1d``, torch raises an error
+with this function's name and the reason in `Library.why`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NOTHING = re.compile(r"(?!)")
-# Names from package files become C code, linker scripts and paths, so they must match these patterns.
+# Names from installed packages are written into C code, linker scripts and paths, so they must be valid there.
 _SONAME = re.compile(r"([A-Za-z0-9_-]+)\.so(\.[0-9]+)*")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -23,30 +24,30 @@ _VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 @dataclass(frozen=True)
 class Library:
-    """A library by NVIDIA, and how it is emulated."""
+    """A library from NVIDIA, and how its stand-in is made."""
 
     stem: str
-    """The soname without its version, for example ``"libcudart"``."""
+    """The library's soname without its version, for example ``"libcudart"``."""
     symbols: re.Pattern[str]
-    """Pattern for the library's functions, for symbols without a library in torch's tables."""
+    """Matches the names of the library's functions. Used for functions whose library torch's ELF files do not name."""
     error: int
-    """The library's status "not supported", which stubs return."""
+    """The library's error code for "not supported", which stubs return."""
     sources: tuple[str, ...] = ()
-    """Files in ``native``."""
+    """The C files of the stand-in, in the folder ``native``."""
     launched: re.Pattern[str] = _NOTHING
-    """Functions that only launch kernels. They succeed and are counted."""
+    """Matches functions whose only effect is to launch kernels. Their stubs succeed and count the call."""
     by_name: tuple[str, ...] = ()
-    """Functions looked up by name while torch runs. torch 2.6 looks up all of them and asserts their existence."""
+    """Functions that torch looks up by name while it runs. torch 2.6 requires all of them to exist."""
     quiet: bool = False
-    """True if programs normally call the stubs, which then print nothing."""
+    """True if stubs print no message, because ordinary programs call them."""
     why: str = ""
-    """The reason and remedy in the error when torch calls a stub. Empty if torch continues without the function."""
+    """The reason and the remedy in torch's error if it calls a stub. If empty, torch continues without the function."""
 
 
 _INSTEAD = (
-    "measure this on a GPU or on the CPU (--gpumem-device=cpu), or skip it where the variable GPUMEM_EMULATED is set"
+    "measure this on a GPU or on the CPU (--gpumem-device=cpu), or skip the test if the variable GPUMEM_EMULATED is set"
 )
-_NEEDS_A_GPU = f"only the real library knows how much memory {{}} take, and it needs a GPU for this; {_INSTEAD}"
+_NEEDS_A_GPU = f"only NVIDIA's library knows how much memory {{}} need, and this library needs a GPU; {_INSTEAD}"
 LIBRARIES = (
     Library(
         "libcudart",
@@ -68,7 +69,7 @@ LIBRARIES = (
         re.compile("cudnn"),
         3000,
         ("cudnn.c", "cudnn_real.c", "rnn.c"),
-        why=f"torch.backends.cudnn.enabled = False has torch take kernels of its own; or {_INSTEAD}",
+        why=f"set torch.backends.cudnn.enabled = False, so torch uses its own kernels; or {_INSTEAD}",
     ),
     Library("libnccl", re.compile("nccl"), 3, ("nccl.c",)),
     Library(
@@ -104,30 +105,30 @@ LIBRARIES = (
 BY_STEM = {library.stem: library for library in LIBRARIES}
 DRIVER = "libcuda.so.1"
 ALWAYS = (DRIVER, "libnvidia-ml.so.1")
-"""Libraries opened by name while torch runs. torch's tables do not list them."""
+"""Libraries that torch opens by name while it runs. The ELF files of torch do not list them."""
 
 
 def library_of(soname: str) -> Library | None:
-    """Return NVIDIA's library with a soname such as ``"libcudart.so.13"``; ``None`` for any other text."""
+    """Return NVIDIA's library for a soname such as ``"libcudart.so.13"``; ``None`` for other sonames."""
     match = _SONAME.fullmatch(soname)
     return None if match is None else BY_STEM.get(match[1])
 
 
 def version_script(nodes: Iterable[str]) -> str:
-    """Return a linker script that exports all functions under each version node. Invalid node names are skipped."""
+    """Return a linker script with all version nodes, which exports all functions. Invalid node names are skipped."""
     names = sorted(filter(_VERSION_NODE.fullmatch, nodes))
     return "".join(f"{name} {{ global: *; }};\n" for name in names) or "{ global: *; };\n"
 
 
 def stubs(library: Library, names: set[str]) -> str:
-    """Return C code with a weak stub for each function. A function with the same name in the sources replaces the stub.
+    """Return C code with a stub for each function in ``names``.
 
-    A stub for a function that only launches a kernel succeeds. Any other stub names its function and fails, because success
-    would leave the outputs unset.
+    The stubs are weak symbols, so a function in `Library.sources` replaces the stub with the same name. A stub succeeds if its
+    function only launches a kernel. Any other stub reports its name and fails, because it does not set the function's outputs.
 
     Args:
         library: The library.
-        names: The functions needed by torch. Names that are no C identifiers are skipped, because C code cannot call them.
+        names: The functions needed by torch or other packages. A name is skipped if it is not a C identifier.
     """
     lines = [
         "extern void gpumem_lacks(const char *, const char *);",
@@ -145,7 +146,7 @@ def stubs(library: Library, names: set[str]) -> str:
             lines.append(f"WEAK int {name}(void) {{ return {library.error}; }}")
         else:
             says = f'gpumem_lacks("{library.stem}", "{name}")'
-            # The error would be thrown as a C++ exception, and destructors must not throw.
+            # `gpumem_refuses` throws a C++ exception. C++ destructors call functions such as cufftDestroy, and must not throw.
             if library.why and "Destroy" not in name:
                 says = f'gpumem_refuses("{library.stem}", "{name}", WHY, __builtin_return_address(0))'
             lines.append(f"WEAK int {name}(void) {{ {says}; return {library.error}; }}")

@@ -18,19 +18,19 @@ from pytest_gpumem.emulating.emulation.libraries import DRIVER, library_of
 from pytest_gpumem.emulating.emulation.torch_build import compiler_variables, installed_torch
 
 CONTEXT_BYTES = 520 * 2**20
-"""Bytes that a CUDA context takes outside the allocator, about the figure from nvidia-smi for torch on an H100."""
+"""The bytes of a CUDA context, which are not in the allocator. nvidia-smi shows about as many for torch on an H100."""
 _NOT_LOADED = "cannot open shared object file"
-"""Text in the system's error for a missing library."""
+"""A part of the loader's error message if a library is missing."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 _NUMBERS = tuple(field.name for field in fields(Gpu))[4:-2]
-"""The integer fields of `Gpu` from ``multiprocessors`` to ``memory_khz``, in the order of ``native/emulated.h``."""
+"""The fields of `Gpu` from ``multiprocessors`` to ``memory_khz``, in the same order as in ``native/emulated.h``."""
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 
 
 class _Configuration(ctypes.Structure):
-    """The struct ``Gpu`` in ``native/emulated.h``."""
+    """The C structure ``Gpu`` from ``native/emulated.h``."""
 
     _fields_ = (
         ("name", ctypes.c_char * 256),
@@ -51,7 +51,10 @@ class Emulation:
     cudnn: Cudnn
 
     def launches(self) -> dict[str, int]:
-        """Return the number of launches since `forget_launches`, by the kernel's mangled name or the library's function."""
+        """Return the number of kernel launches since the last `forget_launches`.
+
+        The key is the kernel's mangled C++ name, or a library function's name such as ``"cublasSgemm_v2"``.
+        """
         counts: dict[str, int] = {}
 
         def enter(name: bytes, times: int) -> None:
@@ -61,25 +64,25 @@ class Emulation:
         return counts
 
     def was_told(self) -> bool:
-        """Return whether code in this process has asked for the GPU's properties. The number of GPUs does not count."""
+        """Return whether code in this process has read the GPU's properties. Reading the number of GPUs does not count."""
         return bool(self.runtime.gpumem_has_told())
 
     def forget_launches(self) -> None:
-        """Reset the counts of launches."""
+        """Reset the counts of kernel launches to 0."""
         self.runtime.gpumem_forget_launches()
 
 
 _loaded: list[Emulation] = []
-"""At most a single emulation, because loaded libraries stay until the process ends."""
+"""This process's emulation, or an empty list. A process cannot emulate two GPUs, because loaded libraries stay loaded."""
 
 
 def current_emulation() -> Emulation | None:
-    """Return the emulated GPU in this process; ``None`` if no GPU is emulated."""
+    """Return this process's emulated GPU; ``None`` if the process does not emulate a GPU."""
     return _loaded[0] if _loaded else None
 
 
 def prepare() -> tuple[Path, ...]:
-    """Return the stand-ins in loading order. They are compiled if necessary.
+    """Compile the stand-ins if necessary, and return their paths in the order in which they must be loaded.
 
     Raises:
         EmulationError: No GPU can be emulated on this machine.
@@ -95,7 +98,7 @@ def load(gpu: Gpu) -> Emulation:
         gpu: The GPU to emulate.
 
     Returns:
-        The emulation, which may exist already.
+        The emulated GPU. If the process emulates it already, nothing is loaded.
 
     Raises:
         EmulationError: No GPU can be emulated on this machine, torch is imported, or the process emulates another GPU.
@@ -108,8 +111,8 @@ def load(gpu: Gpu) -> Emulation:
     _refuse_other_machines()
     if "torch" in sys.modules:
         raise EmulationError(
-            f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
-            f"(within functions, or in a conftest.py), or start the program with "
+            f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Import torch later (within "
+            f"functions, or in a conftest.py), or start the program with "
             f"`{command_name()} emulate {gpu.word} -- python -m pytest`"
         )
     libraries = prepare()
@@ -124,10 +127,10 @@ def load(gpu: Gpu) -> Emulation:
 
 
 def become(gpu: Gpu) -> None:
-    """Emulate another GPU in this process. The process must emulate a GPU already, and must not have used it.
+    """Emulate another GPU in this process, which must already emulate a GPU and must not have used CUDA.
 
     Args:
-        gpu: The new GPU, with any amount of memory.
+        gpu: The GPU to emulate from now on.
     """
     _loaded[0].runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
     _loaded[0] = replace(_loaded[0], gpu=gpu)
@@ -136,20 +139,21 @@ def become(gpu: Gpu) -> None:
 def _configuration(gpu: Gpu) -> _Configuration:
     same = {name: getattr(gpu, name) for name in (*_NUMBERS, "total_bytes", "count")}
     major, minor = gpu.capability
-    # Programs search for "H100" in the name, so it stays in the emulated GPU's name.
+    # Some programs search for a text such as "H100" in the GPU's name, so the name contains the real GPU's name.
     name = f"{gpu.name} (emulated)".encode()
     return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
 
 
 def emulation_hint(error: str, option: str = "--gpumem-device=emulated:h100") -> str | None:
-    """Return a sentence on how to import torch, if the import failed because an NVIDIA library is not installed.
+    """Return a hint that an emulated GPU would help, if torch's import failed because an NVIDIA library is missing.
 
     Args:
         error: The error, for example ``"libcudnn.so.9: cannot open shared object file: No such file or directory"``.
-        option: The option for emulating a GPU.
+        option: The option for emulating a GPU, which the hint mentions.
 
     Returns:
-        ``None`` if the error has another cause, or if a GPU is emulated already or cannot be emulated on this machine.
+        The hint. ``None`` if the import failed for another reason, if this process already emulates a GPU, or if no GPU can be
+        emulated on this machine.
     """
     sonames = re.findall(rf"([\w.-]+): {_NOT_LOADED}", error)
     lacking = next((name for name in sonames if library_of(name) is not None), None)
@@ -173,13 +177,16 @@ def _refuse_other_machines() -> None:
     for sign in _SIGNS_OF_A_DRIVER:
         if sign.exists():
             raise EmulationError(
-                f"this machine has a GPU's driver ({sign}): a GPU is emulated only where there is none. Measure on the "
-                "real one with --gpumem-device=cuda"
+                f"this machine has a GPU's driver ({sign}): a GPU is emulated only on machines without a driver. Measure on "
+                "the real GPU with --gpumem-device=cuda"
             )
 
 
 def _who_imported_torch() -> str:
-    """Return the module that probably imported torch: the first module loaded after torch with torch as an attribute."""
+    """Return the name of the module that probably imported torch.
+
+    This is the first module after torch in ``sys.modules`` with torch as an attribute.
+    """
     torch = sys.modules["torch"]
     names = list(sys.modules)
     for name in names[names.index("torch") + 1 :]:

@@ -1,4 +1,4 @@
-"""Find the functions in NVIDIA's libraries needed by other installed packages, for example bitsandbytes.
+"""Find functions in NVIDIA's libraries needed by installed packages other than torch, for example bitsandbytes.
 
 The stand-ins export these functions as well.
 """
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Needs = dict[str, list[tuple[str, str | None]]]
-"""Functions and their version nodes, by soname. Example: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
+"""Soname -> needed functions, each with its version node: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
 _DEPTH = 2
-"""Depth of the search for libraries below a package."""
+"""How many levels of folders are searched for shared libraries in a package."""
 _NOT_THEIRS = ("torch", "nvidia", "triton")
 
 
 def needed_beside(packages: Path, cache: Path) -> Needs:
-    """Return the functions from NVIDIA's libraries needed by packages other than torch.
+    """Return the functions in NVIDIA's libraries needed by packages other than torch.
 
-    The result is cached while the same packages are installed, because reading the libraries takes half a second.
+    The result is cached until a package is installed or removed, because reading all packages takes half a second.
 
     Args:
         packages: The folder of installed packages.
@@ -38,7 +38,7 @@ def needed_beside(packages: Path, cache: Path) -> Needs:
     """
     installed = sorted(path.name for path in packages.glob("*.dist-info"))
     cached = cache / f"beside-{hashlib.sha256(repr((str(packages), installed)).encode()).hexdigest()[:16]}.json"
-    # A file with invalid content is replaced.
+    # If the cached file is missing or invalid, the packages are read again.
     with suppress(OSError, ValueError, TypeError, AttributeError):
         plain = json.loads(cached.read_text(encoding="utf-8"))
         return {

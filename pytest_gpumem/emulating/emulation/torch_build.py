@@ -1,6 +1,6 @@
-"""Describe the installed torch and the requirements of torch.compile.
+"""Describe the installed build of torch, and what torch.compile needs on an emulated GPU.
 
-The build is read from files, because torch must not be imported before the stand-ins are loaded.
+The description is read from files, because torch must not be imported before the stand-ins are loaded.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 
 OLDEST = (2, 6)
-"""The oldest torch release that can be emulated (CUDA 12.4)."""
+"""The oldest supported torch release (built for CUDA 12.4)."""
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """A CUDA build of torch."""
+    """An installed CUDA build of torch, with its CUDA and cuDNN releases."""
 
     version: str
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     cudnn_wheel: str
-    """The cuDNN package required by torch: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
+    """The cuDNN package that torch requires: ``"nvidia-cudnn-cu13==9.20.0.48"``."""
     libraries: Path
     """The folder with torch's shared libraries."""
 
 
 def installed_torch() -> TorchBuild:
-    """Return the torch that an import would find.
+    """Describe the torch that ``import torch`` would load, without importing it.
 
     Raises:
         EmulationError: torch is not installed, is too old, or is built without CUDA.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise EmulationError("torch is not installed: install a CUDA build of it (pip install torch)")
+        raise EmulationError("torch is not installed: install a CUDA build of torch (pip install torch)")
     folder = Path(spec.submodule_search_locations[0])
     try:
         text = (folder / "version.py").read_text(encoding="utf-8")
@@ -61,8 +61,8 @@ def installed_torch() -> TorchBuild:
         raise EmulationError(f"the torch in {folder} does not say which release it is")
     if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         raise EmulationError(
-            f"torch {version} has no CUDA: a GPU is emulated beneath the CUDA build of torch, which needs no GPU (pip install "
-            f"--no-deps --force-reinstall torch=={version.partition('+')[0]} --index-url https://pypi.org/simple)"
+            f"torch {version} has no CUDA: an emulated GPU needs the CUDA build of torch, which works without a real GPU (pip "
+            f"install --no-deps --force-reinstall torch=={version.partition('+')[0]} --index-url https://pypi.org/simple)"
         )
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if release < OLDEST:
@@ -74,14 +74,14 @@ def installed_torch() -> TorchBuild:
 
 
 def _cudnn() -> tuple[tuple[int, int, int], str]:
-    """Return the cuDNN release required and checked by torch, and its package."""
+    """Return the cuDNN release required by torch, and the requirement for its package."""
     wheel = requirement("nvidia-cudnn-cu") or _CUDNN_OF_OLDEST
     major, minor, patch = map(int, re.split("[=~]=", wheel)[1].split(".")[:3])
     return (major, minor, patch), wheel
 
 
 def requirement(name: str) -> str | None:
-    """Return torch's requirement for a package, for example ``"triton==3.6.0"``; ``None`` if torch does not require it.
+    """Return torch's requirement for a package, for example ``"triton==3.6.0"``; ``None`` if torch has no such requirement.
 
     Args:
         name: The beginning of the package's name.
@@ -90,7 +90,7 @@ def requirement(name: str) -> str | None:
         requirements = requires("torch") or []
     except PackageNotFoundError:
         return None
-    # torch 2.6 writes the version in parentheses.
+    # torch 2.6 writes a requirement's version in parentheses.
     matches = (re.match(rf"({re.escape(name)}\d*) ?\(?([=~]=[\w.+]+)", text) for text in requirements)
     return next((f"{match[1]}{match[2]}" for match in matches if match), None)
 
@@ -101,16 +101,17 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the missing environment variables for torch.compile.
+    """Return the environment variables needed by torch.compile on an emulated GPU, except variables already set.
 
-    torch caches which of several kernels is fastest. An emulated GPU cannot measure this, so torch gets a separate cache.
+    They include the folder of torch's cache, which stores the fastest of several kernels. An emulated GPU cannot time kernels,
+    so its cache must be separate from a real GPU's.
 
     Args:
-        driver: The stand-in for ``libcuda.so.1``. Triton links to it, and would search for it among the system's libraries.
-        environment: The current variables, which stay unchanged.
+        driver: The stand-in for ``libcuda.so.1``. Triton links to this file instead of the system's library.
+        environment: The current variables. They are not changed.
 
     Raises:
-        EmulationError: Other users can write compiled kernels, which torch would load, into the cache.
+        EmulationError: The cache cannot be used, for example because other users could write kernels into its folder.
     """
     variables = {"TRITON_LIBCUDA_PATH": str(driver.parent)}
     if not environment.get(_INDUCTOR):
@@ -119,14 +120,15 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
             make_private_folder(kernels)
             variables[_INDUCTOR] = str(kernels)
         except CacheError as error:
-            raise EmulationError(f"compiled kernels cannot be kept: {error}") from None
+            raise EmulationError(f"compiled kernels cannot be cached: {error}") from None
     return {name: value for name, value in variables.items() if not environment.get(name)}
 
 
 def needs_of_triton() -> set[str]:
-    """Return the driver functions called by the installed Triton's C sources.
+    """Return the CUDA driver's functions called by the C sources of the installed Triton.
 
-    Triton compiles the sources when it is first used. The result can only be loaded if the driver has all these functions.
+    Triton compiles these sources when it is first used. The compiled module can be loaded only if the stand-in for the driver
+    has all these functions.
     """
     spec = importlib.util.find_spec("triton")
     if spec is None or not spec.submodule_search_locations:
@@ -136,7 +138,7 @@ def needs_of_triton() -> set[str]:
 
 
 def missing_for_compiling(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence with a missing requirement of torch.compile and how to install it; ``None`` if none is missing."""
+    """Return a sentence about a missing requirement for torch.compile and how to install it; ``None`` if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return (
             "torch.compile also needs Triton on an emulated GPU, and Triton is not installed: "
@@ -145,8 +147,8 @@ def missing_for_compiling(environment: Mapping[str, str]) -> str | None:
     compiler = environment.get(COMPILER, "")
     if len(compiler.split()) > 1 and not shutil.which(compiler):
         return (
-            f"torch.compile needs a C compiler for Triton, which runs CC as the name of one program, and CC is {compiler!r}: "
-            "set CC to one program, such as the gcc that ccache puts into /usr/lib/ccache"
+            f"torch.compile needs a C compiler for Triton, but Triton allows only a program's name in CC, and CC is "
+            f"{compiler!r}: set CC to the name of one program, such as /usr/lib/ccache/gcc"
         )
     if not compiler and not shutil.which("gcc") and not shutil.which("clang"):
         return (

@@ -1,1 +1,1 @@
-"""The devices for steps, with readings in bytes and seconds. Code outside this folder never asks "is it cuda?"."""
+"""The devices on which steps are measured in bytes and seconds. Code outside this folder never asks "is it cuda?"."""

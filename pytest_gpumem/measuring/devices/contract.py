@@ -45,36 +45,44 @@ Blocks = Mapping[int, int]
 
 
 BlockIds = frozenset[tuple[int, int]]
-"""Blocks that a device knew at a moment, by address and number.
+"""The blocks that a device knew when `Device.known` was called. Each block is a pair of its address and a running number.
 
-A new block at a freed address counts as a different block. For example, a tensor at ``0x7f00`` is ``(0x7f00, 12)``. After it is
-freed, the allocator reuses the address, and the new tensor is ``(0x7f00, 57)``.
+The number distinguishes a new block from an earlier block at the same address. For example, a tensor at ``0x7f00`` is
+``(0x7f00, 12)``. After this tensor is freed, a new tensor at the same address is ``(0x7f00, 57)``.
 """
 
 
 class DeviceUnavailable(Exception):
-    """Raised by a device that cannot be used here. The message is a clause with the reason: ``no CUDA device: ...``."""
+    """Raised if a device cannot be used on this machine. The message is the reason, for example ``no CUDA device: ...``."""
 
 
 class CannotRun(Exception):
-    """The device cannot run a step under its config. The message is a clause with the reason."""
+    """Raised if a device cannot run a step under its step config. The message is the reason, without a final period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes live at once, by the device's own counter. Only differences between two readings are meaningful."""
+    """The peak of a device's memory, in bytes on the device's own counter.
+
+    The counter's zero is arbitrary, so only the difference between a peak and another reading is meaningful.
+    """
 
     allocated: int
+    """The peak of the live bytes."""
     reserved: int | None = None
-    """Bytes that the allocator reserved; ``None`` if the device does not reserve."""
+    """The peak of the reserved bytes; ``None`` if the device does not reserve memory."""
     reaching: int | None = None
-    """``allocated`` plus the most that unplanned workspaces take; ``None`` if the device plans all workspaces."""
+    """An upper bound for ``allocated`` on an emulated GPU, where some convolutions' workspaces are only estimated.
+
+    ``None`` on devices whose ``allocated`` contains all workspaces.
+    """
 
 
 def highest(first: Peak | None, second: Peak) -> Peak:
-    """Return the larger of two peaks, field by field. A field is ``None`` if either peak has ``None``.
+    """Return a peak with the larger value of each field. A field is ``None`` if it is ``None`` in either peak.
 
-    For example, ``Peak(100, 512)`` and ``Peak(120, 256)`` give ``Peak(120, 512)``. Without a first peak, return the second.
+    For example, ``Peak(100, 512)`` and ``Peak(120, 256)`` give ``Peak(120, 512)``. If ``first`` is ``None``, the result is
+    ``second``.
     """
     if first is None:
         return second
@@ -85,91 +93,91 @@ def highest(first: Peak | None, second: Peak) -> Peak:
 
 @dataclass(slots=True)
 class Window:
-    """The time between `Device.open_window` and `Device.close_window`, cut into parts by `Device.split`.
+    """The peaks from `Device.open_window` to `Device.close_window`. `Device.split` divides this time into parts.
 
-    For example, a training step has three parts. Peaks of 30.96 MB in forward, 36.73 MB in backward and 42.52 MB in the
-    optimizer give ``parts`` with these three peaks, and ``highest`` is 42.52 MB.
+    For example, the parts of a training step are forward, backward and optimizer. If their peaks are 30.96 MB, 36.73 MB and
+    42.52 MB, ``parts`` has these three peaks, and ``highest`` is 42.52 MB.
     """
 
     seen: list[Peak | None] = field(default_factory=lambda: [None])
-    """The highest peak so far in each part; ``None`` if a part has no peak yet."""
+    """The highest peak so far in each part; ``None`` for a part whose peak was not read yet."""
     of_others: tuple[Window, ...] = ()
-    """The same region on each of `Device.others`."""
+    """The windows over the same time on the further GPUs (`Device.others`)."""
 
     def see(self, peak: Peak) -> None:
-        """Count a peak towards the part that is open now."""
+        """Include a peak in the window's current part."""
         self.seen[-1] = highest(self.seen[-1], peak)
 
     @property
     def parts(self) -> tuple[Peak, ...]:
-        """The highest peak in each part, after the window has been closed."""
+        """The highest peak in each part. Available after the window has been closed."""
         peaks = tuple(peak for peak in self.seen if peak is not None)
-        assert len(peaks) == len(self.seen), "a part sees a peak when it ends, if not before"
+        assert len(peaks) == len(self.seen), "a peak is read at the end of each part"
         return peaks
 
     @property
     def highest(self) -> Peak:
-        """The highest peak, after the window has been closed."""
+        """The window's highest peak. Available after the window has been closed."""
         return functools.reduce(highest, self.parts)
 
     @property
     def everywhere(self) -> tuple[Peak, ...]:
-        """The highest peak on each of `Device.everywhere`, after the window has been closed."""
+        """The window's highest peak on this device and on each further GPU. Available after the window has been closed."""
         return (self.highest, *(window.highest for window in self.of_others))
 
     @property
     def parts_everywhere(self) -> list[tuple[Peak, ...]]:
-        """The highest peak in each part on each of `Device.everywhere`, after the window has been closed."""
+        """For each part, the highest peak on this device and on each further GPU. Available after the window was closed."""
         return list(zip(self.parts, *(window.parts for window in self.of_others), strict=True))
 
 
 class Device(ABC):
     """Base class of devices. A new device defines `name` and the abstract members, and overrides unsuitable defaults.
 
-    Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses. Only differences between readings in the
-    same `open` ... `close` region are meaningful.
+    `live` and `pop_peak` count bytes from a zero that the device chooses. Only differences between two readings are
+    meaningful, and only if the device was not closed in between.
 
-    The defaults fit an accelerator whose allocator keeps statistics. Such statistics cost no time, so nothing is paused for
-    timing. torch's profiler records the allocations when a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. Such statistics cost no time, so they need not be
+    switched off while a step is timed. torch's profiler records the allocations when a peak is explained.
 
-    For example, a runner calls `open` and `open_window`, runs the step, and `close_window` returns the step's peak. If 20 MB
-    are live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
+    For example, the runner calls `open` and `open_window`, runs a step, and gets the peak from `close_window`. If 20 MB are
+    live before the step and the peak is 62.52 MB, the step needs 42.52 MB.
     """
 
     name: str
-    """The value for ``--gpumem-device`` that selects this device."""
+    """This device as a value for ``--gpumem-device``, for example ``"cuda"``."""
     memory_title = "Memory"
-    """The name of the counted memory in failures, for example ``"GPU memory"`` in "GPU memory regressed"."""
+    """The name of the device's memory in failure messages, for example ``"GPU memory"`` in "GPU memory regressed"."""
     tells_time = False
-    """True if seconds on this device are meaningful. `laps` waits for the device, by default with `synchronize`."""
+    """True if steps can be timed on this device."""
     seconds_between_readings = 0.0
-    """The least seconds between two readings of pace and conditions; more than 0 if a reading slows the next steps."""
+    """The minimum seconds between two calls of `pace` or `conditions`; 0 unless such a call slows down the next steps."""
     lock: DeviceLock | None = None
-    """The lock that makes other processes' measured tests wait during timing; ``None`` if they never wait."""
+    """The lock that makes other processes' measured tests wait during timing. Without a lock, these tests never wait."""
     shared_memory: SharedMemory | None = None
-    """The memory that this process shares with others under ``--gpumem-pack``; ``None`` if tests cannot share the device."""
+    """The memory that processes share under ``--gpumem-pack``; ``None`` if several tests cannot share the device."""
     consensus: Alone = ALONE
-    """Decides how often a step runs, for this process alone or together with all ranks in its job. The session sets it."""
+    """Decides how often a step runs. In a distributed job, the session sets a `Consensus` with the other ranks."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
     routing: Routing | None = None
-    """The setting ``routing``, which `routed` applies from `open` to `close`."""
+    """The setting ``routing``. `open` passes it to `routed`, whose context lasts until `close`."""
     _undo: ExitStack | None = None
     """Undoes `open`; ``None`` while the device is closed."""
     _kept: Peak | None = None
-    """The peak before the device's last reset, if code other than `pop_peak` made this reset."""
+    """The highest peak that `keep_peak` has saved since the last `pop_peak`; ``None`` if no peak was saved."""
     _windows: tuple[Window, ...] = ()
-    """The windows that are open."""
+    """All open windows."""
 
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """The `torch.device` of tensors."""
+        """The `torch.device` for tensors on this device."""
 
     @abstractmethod
     def environment(self) -> Environment:
-        """Return the device's environment, with the versions that its figures depend on."""
+        """Return the device's environment, which includes all versions that affect measurements on it."""
 
     @abstractmethod
     def live(self) -> int:
@@ -177,71 +185,77 @@ class Device(ABC):
 
     @abstractmethod
     def peak(self) -> Peak:
-        """Return the most live bytes since `reset_peak`."""
+        """Return the peak of the live bytes since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start the next peak from the live bytes."""
+        """Set the peak to the current live bytes."""
 
     # Properties
 
     @property
     def everywhere(self) -> tuple[Device, ...]:
-        """This device and its `others`, in the order of their readings."""
+        """This device, followed by its `others`."""
         return (self, *self.others)
 
     @property
     def is_used(self) -> bool:
-        """True if this process has ever allocated on the device. An unused device is not read."""
+        """True if this process has ever allocated memory on the device. The counters of an unused device are not read."""
         return True
 
     def lacks(self, feature: str) -> str | None:
-        """Return a clause with the reason why no step can use ``feature`` here; ``None`` if steps can.
+        """Return the reason why steps on this device cannot use ``feature``; ``None`` if they can use it.
 
         A feature is a precision (``"tf32"``), a checkpointing kind (``"offload"``), a torch.compile mode
-        (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), or ``"values"`` for computed tensors.
+        (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), or ``"values"`` for a device that computes all
+        values of tensors.
         """
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
     def emulates(self, feature: str) -> str | None:
-        """Return a clause if the device computes a precision in another, slower precision; otherwise ``None``.
+        """Return an explanation if the device computes ``feature``, a precision, in a slower precision; otherwise ``None``.
 
-        Such a precision is still measured, because its bytes are the same. Advice prefers a fast precision.
+        Steps in an emulated precision are measured all the same, because they need the same bytes. But ``gpumem advise``
+        does not suggest an emulated precision.
         """
         return None
 
     def why_cannot_run(self, error: BaseException) -> str | None:
-        """Return the error's words as a clause if they say that the device lacks something; ``None`` for other errors."""
+        """Return the message of ``error`` if the error means that the device lacks a feature; ``None`` for other errors."""
         return None
 
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
-        """Return a context that switches TF32 for float32 products and convolutions on or off; by default an empty context."""
+        """Return a context that allows or forbids TF32 in float32 matrix products and convolutions.
+
+        By default, the context does nothing.
+        """
         return nullcontext()
 
     def libraries(self) -> Mapping[str, str]:
-        """Return the library releases that affected figures since `forget_libraries` (or `open`).
+        """Return the releases of the libraries that affected memory figures since the last `forget_libraries`.
 
-        They are details of the measurement's environment. `environment` only has details that are equal for all steps.
+        For example, ``{"emulated_cudnn": "9.10.2"}`` if convolutions ran on an emulated GPU. The result becomes a part of
+        the measurement's environment. By contrast, `environment` has details common to all steps.
         """
         return {}
 
     def forget_libraries(self) -> None:
-        """Forget the libraries so far, because a new measurement begins."""
+        """Let `libraries` forget all libraries so far, because a new measurement begins."""
 
     # Random numbers
 
     def random_devices(self) -> Sequence[int]:
-        """Return the indices of the accelerators with their own random numbers, apart from the host's."""
+        """Return the indices of accelerators with a random number generator of their own, besides the host's."""
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
-        """Return the state for an accelerator's random numbers, as bytes on the host."""
+        """Return the state of an accelerator's random number generator, as a tensor of bytes on the host."""
         import torch
 
         return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
 
     def set_random_state(self, state: torch.Tensor, index: int) -> None:
-        """Set an accelerator's random numbers to a state from `random_state`."""
+        """Restore an accelerator's random number generator to a state from `random_state`."""
         import torch
 
         torch.get_device_module(self.torch_device).set_rng_state(state, index)
@@ -249,12 +263,10 @@ class Device(ABC):
     # Counting
 
     def open(self) -> None:
-        """Begin counting.
-
-        Until `close`, `lock` shares the device with other processes' measured tests.
+        """Begin to count bytes. Until `close`, this process shares `lock` with other processes' measured tests.
 
         Raises:
-            DeviceUnavailable: The device does not count allocations.
+            DeviceUnavailable: Allocations cannot be counted on this device.
             RuntimeError: The device is already open.
         """
         if self._undo is not None:
@@ -277,9 +289,10 @@ class Device(ABC):
         self._windows = ()
 
     def start(self, undo: ExitStack) -> None:
-        """Start counting after `open` has taken the lock. Callbacks on ``undo`` run at `close`.
+        """Begin to count bytes, as a part of `open`. Callbacks and contexts added to ``undo`` end at `close`.
 
-        By default, measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
+        By default, the peak is saved whenever measured code resets it, for example by
+        ``torch.cuda.reset_peak_memory_stats()``.
         """
         undo.enter_context(before_each_reset(self.keep_peak, self.torch_device.type))
 
@@ -292,67 +305,74 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context for code that allocates and frees nothing. A device may read its counters once for this context."""
+        """Return a context for several readings in a row, between which nothing is allocated or freed.
+
+        A device whose readings are slow can read its counters once and return the same figures within the context.
+        """
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
+        """Wait until the device has finished all queued work."""
 
     def quiesce(self) -> None:
-        """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
+        """Free memory that no program uses: collect garbage, drop the backend's caches and workspaces, wait for the device."""
         gc.collect()
         self.release_workspaces()
 
     def settle(self) -> None:
-        """Bring memory to rest between steps like `quiesce`, but without dropping the program's workspaces."""
+        """Do the same as `quiesce` between two steps, but keep the program's workspaces."""
         gc.collect()
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Wait for the device, and return the memory that its allocator caches."""
+        """Wait for the device, and return its allocator's cached memory to the device."""
         self.synchronize()
 
     def release_workspaces(self) -> None:
-        """Wait for the device, and drop the memory that the backend caches between operations. Such memory is no leak."""
+        """Wait for the device, and drop memory kept by the backend between operations. Such memory is not a leak."""
         self.empty_cache()
 
     def restore_workspaces(self) -> None:
-        """Allocate the workspaces again that the last `release_workspaces` dropped, as far as possible."""
+        """Allocate again, as far as possible, the workspaces that the last `release_workspaces` dropped."""
 
     def workspaces(self) -> tuple[int, ...]:
-        """Return the bytes in the backend's workspaces on each of `everywhere`. Afterwards, as many bytes are allocated.
+        """Return the bytes in the backend's workspaces on each device in `everywhere`.
 
-        A device that overrides `release_workspaces` must override this method.
+        If the method drops workspaces to count them, it allocates them again. A device that overrides
+        `release_workspaces` must override this method as well.
         """
         return (0,) * len(self.everywhere)
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list, which is filled when the context ends: the workspace bytes in the peak on each of `everywhere`.
+        """Yield a list. When the context ends, the list has the workspace bytes in the peak on each device in `everywhere`.
 
-        Only workspaces that were dropped after their operation count.
+        A workspace is counted only if it is freed right after its operation.
         """
         yield [0] * len(self.everywhere)
 
     def reserved(self) -> int | None:
-        """Return the bytes that the allocator has reserved on the device; ``None`` if it does not reserve."""
+        """Return the bytes that the allocator has reserved on the device; ``None`` if the allocator reserves nothing."""
         return None
 
     def unused(self) -> int:
-        """Return the reserved but unused bytes. The next step may use them."""
+        """Return the reserved bytes that no tensor uses. The next step may use them."""
         return 0
 
     def turnover(self) -> int:
-        """Return the bytes allocated so far, including freed ones; 0 if they are not counted. Use differences only."""
+        """Return the bytes of all allocations so far, including freed memory; 0 if the device does not count them.
+
+        Only the difference between two calls is meaningful.
+        """
         return 0
 
     def pop_peak(self) -> Peak:
-        """Return the peak since the last call (or `open`), and start the next peak from the live bytes.
+        """Return the peak since the last call (or `open`), and set the device's peak to the current live bytes.
 
-        The call also counts the peak in every open window.
+        The returned peak also counts in every open window.
         """
         peak = highest(self._kept, self.peak())
-        # Reset the peak before clearing `_kept`, because `before_each_reset` reacts to this reset as well.
+        # Clear `_kept` after the reset, because this reset also calls `keep_peak` (through `before_each_reset`).
         self.reset_peak()
         self._kept = None
         for window in self._windows:
@@ -360,18 +380,18 @@ class Device(ABC):
         return peak
 
     def keep_peak(self) -> None:
-        """Save the peak so far for `pop_peak`, because the measured code is about to reset the device's peak.
+        """Save the current peak for `pop_peak`, because measured code is about to reset the device's peak.
 
-        Save the peaks on `others` as well, because the code may reset any GPU's peak.
+        The peaks of `others` are saved as well, because the code may reset the peak of any GPU.
         """
         self._kept = highest(self._kept, self.peak())
         for other in self.others:
-            # `open` opens the other devices one after another, and each device then resets its peak.
+            # `open` opens and resets the other devices one after another, so some of them may not be open yet.
             if other._undo is not None:  # noqa: SLF001 - of this class
                 other.keep_peak()
 
     def open_window(self) -> Window:
-        """Open and return a window, which counts every peak until `close_window`. Windows may overlap."""
+        """Open and return a window. It records the peaks until `close_window`. Several windows may be open at once."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
@@ -380,7 +400,7 @@ class Device(ABC):
         return window
 
     def split(self, window: Window) -> None:
-        """End a part of ``window`` and begin the next part with the same reading."""
+        """End the current part of ``window``, and begin the next part at the same moment."""
         self.pop_peak()
         window.seen.append(None)
         for other, its_window in zip(self.others, window.of_others, strict=True):
@@ -398,7 +418,10 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window for the peaks within the context. An error from the context's code is raised even without a peak."""
+        """Yield a window. It is open during the context.
+
+        If the code in the context raises an error, this error is raised, even if closing the window fails as well.
+        """
         window = self.open_window()
         try:
             yield window
@@ -410,7 +433,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """Hide the context's peak from every window."""
+        """Hide the peak within this context from every open window."""
         self.keep_peak()
         peak_before = self._kept
         try:
@@ -418,7 +441,7 @@ class Device(ABC):
                 for other in self.others:
                     ignoring.enter_context(other.peak_ignored())
                 yield
-            # A device that counts events has to read the context's events before it can reset its peak.
+            # `CpuDevice` computes its peak from allocation events, so it must read the events before the peak is reset.
             self.peak()
         except BaseException:
             with suppress(MeasuringError):
@@ -429,33 +452,32 @@ class Device(ABC):
             self._kept = peak_before
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Register storages that existed before `open`, so their deallocation is noticed."""
+        """Register storages that were allocated before `open`, so the device notices when they are freed."""
 
     def hold_known(self) -> None:
-        """Account for frees that were missed, for example by gloo's threads, so later readings are not affected."""
+        """Ensure that frees missed so far, for example in gloo's threads, do not change later readings."""
 
     def known(self) -> BlockIds:
-        """Return the live blocks' identities; empty if the device only knows sums."""
+        """Return addresses and numbers of the live blocks. The result is empty if the device counts no individual blocks."""
         return frozenset()
 
     def blocks(self) -> Blocks:
-        """Return the live blocks; empty if the device only knows sums."""
+        """Return the live blocks. The result is empty if the device counts no individual blocks."""
         return {}
 
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
-        """Record allocations and their surrounding spans. ``tokens`` is filled at the end.
+        """Record allocations, and the operators and marks during which they happen, as tokens.
 
-        No readings are possible within the context.
+        `live` and `peak` cannot be called within the context.
 
         Args:
-            tokens: The list to fill.
+            tokens: An empty list, to which the tokens are added when the context ends.
             operands: Whether to record the operators' input tensors. The profile then keeps the inner tensors of
-                `torch.vmap` and the parts of sparse CSR tensors alive (see `profiled`).
+                `torch.vmap` and the components of sparse CSR tensors alive (see `profiled`).
 
         Yields:
-            A list with the profile. Clear the list after the context to free the tensors that the profile kept alive.
-            The live bytes fall accordingly.
+            A list with the profile. Clear the list after the context to free the tensors kept alive by the profile.
 
         Raises:
             MeasuringError: The recording was cut short.
@@ -470,33 +492,39 @@ class Device(ABC):
         tokens.extend(recording)
 
     def keep_snapshot(self, path: Path) -> None:
-        """Write the allocator's own record of the latest `recorded` region to a file. Raises ``OSError``.
+        """Write the allocator's snapshot from the latest `recorded` context to the file ``path``. Raises ``OSError``.
 
-        A device whose allocator records nothing writes no file.
+        The default writes no file, because most allocators make no snapshots.
         """
 
     def unrecorded(self) -> AbstractContextManager[None]:
-        """Return a context for timing, in which nothing is recorded or slowed down. No window sees its peak.
+        """Return a context for timing, in which no allocations are recorded, so steps run at full speed.
 
-        The device may miss allocations and frees inside. Call `reconcile` afterwards.
+        The peak within the context does not count in any window. The device may miss allocations and frees within the
+        context, so call `reconcile` afterwards.
         """
         return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Forget the blocks that are neither in ``since`` (an earlier result from `known`) nor in ``storages``."""
+        """Correct the live blocks after a context in which the device missed allocations and frees.
+
+        Args:
+            since: The result of `known` before the context. These blocks remain live.
+            storages: The storages of all live tensors. Any other block counts as freed unless it is in ``since``.
+        """
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
-        """Yield a function for the peak since the context began. The peak includes all memory, and resets do not affect it.
+        """Yield a function that returns the peak since the context began, including memory from before the context.
 
-        Yield ``None`` on a device that reserves nothing.
+        Resets by other code do not affect this peak. A device whose allocator reserves nothing yields ``None``.
         """
         yield None
 
     # Timing
 
     def lost(self) -> str | None:
-        """Return a clause if readings since the last call (or `open`) are not valid; ``None`` if they are."""
+        """Return the reason why readings since the last call (or `open`) are invalid; ``None`` if they are valid."""
         return None
 
     def take_reads(self) -> UnknownReads:
@@ -504,14 +532,14 @@ class Device(ABC):
         return NOTHING_READ
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Return a context with an assumption about choices that depend on uncomputed values.
+        """Return a context in which an emulated GPU assumes how a mixture of experts routes its tokens.
 
-        ``None`` keeps the current assumption. A device that computes values ignores this call.
+        ``None`` keeps the current assumption. A device that computes values needs no assumption and ignores ``routing``.
         """
         return nullcontext()
 
     def choices_assumed(self) -> int:
-        """Return how many choices were made by assumption so far."""
+        """Return how often an emulated GPU has assumed the choice of experts so far."""
         return 0
 
     def time(self, run: Callable[[], object]) -> float:
@@ -519,9 +547,9 @@ class Device(ABC):
         return self.laps([run])[0]
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Call each function in ``runs``, and return its duration on the device in seconds. No other wait separates the calls.
+        """Call each function in ``runs`` in turn, and return their durations on the device in seconds.
 
-        The default reads the host's clock after the device has finished each run.
+        The default waits for the device after each call, and then reads the host's clock.
         """
         self.synchronize()
         borders = [time.perf_counter()]
@@ -532,34 +560,37 @@ class Device(ABC):
         return [end - start for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        """Run a function and return its kernel launches by name. A device without kernels returns ``None`` and runs nothing."""
+        """Call ``run``, and return the number of launches of each kernel by the kernel's name.
+
+        A device without kernels does not call ``run``, and returns ``None``.
+        """
         return None
 
     def conditions(self) -> Conditions:
-        """Return the interference counters. The reading is cheap enough to take between two rounds.
+        """Return counters that reveal interference by other processes. The call is so fast that rounds of timing can call it.
 
-        They include the calling thread's waiting, so both readings of a region must come from the same thread.
+        One counter is the calling thread's time without a core. So call the method before and after a round in the same thread.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
-        """Return the clock rate for steps; ``None`` if it is unknown.
+        """Return the device's current speed, in cycles per second; ``None`` if it is unknown.
 
-        Seconds times rate give a step's time in cycles. On CUDA the rate is the SM clock in Hz. Read the clock right after
-        a round, before the GPU becomes idle. On the CPU the rate is the runs per second of a fixed workload, which
-        runs for this reading, inside `unrecorded`. For example, 10 ms at 1.98 GHz are 19.8 million cycles.
+        A step's seconds times this speed are its time in cycles. For example, 10 ms at 1.98 GHz are 19.8 million cycles. On
+        CUDA the speed is the SM clock in Hz. Call the method right after a timing round, because an idle GPU lowers its clock.
+        On the CPU a cycle is one run of a fixed workload, so this method runs the workload. Call it inside `unrecorded`.
         """
         return None
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Reserve the device for this process during timing.
+        """Reserve the device for this process during timing. Contexts may be nested.
 
-        Between `open` and `close` the device is shared with other processes of the same user. While a process has the device
-        to itself, measured tests in the other processes wait. Calls may be nested.
+        An open device is otherwise shared with the same user's other processes. Within this context, measured tests in those
+        processes wait.
 
         Yields:
-            ``None``, or a clause that says why other processes may run at the same time.
+            ``None``, or the reason why other processes may use the device at the same time.
         """
         if self._undo is None:
             raise RuntimeError(f"the {self.name} device is not open")

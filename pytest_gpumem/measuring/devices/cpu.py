@@ -1,6 +1,6 @@
-"""The CPU as a device. The bytes come from torch's allocator events, which the profiler records.
+"""The CPU as a device. Its bytes are sums over torch's allocations and frees, which PyTorch's profiler records.
 
-The process's RSS would be no substitute: the RSS counts pages, the interpreter and caches, and varies between runs.
+The process's RSS cannot replace these sums, because it includes the interpreter and caches, and varies between runs.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ if TYPE_CHECKING:
     from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 _PROBE_BYTES = 61
-"""The size of the last allocation in each recording. If this allocation is missing, earlier events are missing as well."""
+"""The size of a probe: the last allocation in each recording. If the probe is missing, the recording was cut short."""
 
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
-    "cp": "the parts of a sequence meet in attention kernels of a GPU, and this is a CPU",
-    "offload": "tensors are moved to the host, and the CPU is the host",
+    "cp": "context parallelism needs the attention kernels of a GPU, and this is a CPU",
+    "offload": "offloading moves tensors from a GPU to the host, and the CPU is the host",
 }
 
 _CUT_SHORT = (
     "the recording of host allocations was cut short: only one profiler can run at a time, "
-    "and the measured code started or stopped another"
+    "and the measured code started or stopped another profiler"
 )
 
 
 class CpuDevice(Device):
-    """Peaks of the tensors' host memory.
-
-    Kernels allocate scratch memory for each thread (scaled_dot_product_attention, convolution backward), so figures would
-    depend on the machine's cores. An open device therefore limits torch to a single intra-op thread. The device only
-    counts the opening thread, and backward runs on this thread.
+    """The CPU, whose memory is the host memory of torch's tensors.
 
     For example, ``torch.ones(256)`` raises `live` by 1,024 bytes.
 
-    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait.
+    While the device is open, torch uses a single intra-op thread. Some kernels allocate scratch memory for each thread, for
+    example ``scaled_dot_product_attention``, so memory would otherwise depend on the number of cores. The device counts only
+    allocations in the thread that called `open`. On the CPU, backward runs in this thread as well.
+
+    Other processes' measured tests wait while this device holds its ``lock`` alone. Without a lock, they never wait.
     """
 
     name = "cpu"
     tells_time = True
     seconds_between_readings = 0.1
-    """Readings of pace or conditions fill the caches. The next 9 ms of small steps then took 1.3 % to 2.7 % longer."""
+    """`pace` and `conditions` evict the step's data from the caches. Small steps then take 1.3 % to 2.7 % longer for 9 ms."""
 
     def __init__(
         self, lock: DeviceLock | None = None, *, other_ranks: Callable[[], Sequence[int]] | None = None
@@ -78,9 +78,9 @@ class CpuDevice(Device):
         """Create a closed device.
 
         Args:
-            lock: Keeps other processes' measured tests away.
-            other_ranks: Returns the processes on this machine that take part in the same steps. Called once. ``None`` if
-                the process has no other ranks.
+            lock: The lock that makes other processes' measured tests wait; ``None`` if they need not wait.
+            other_ranks: Returns the pids of the job's other ranks on this machine. Called at most once. ``None`` outside
+                distributed jobs.
         """
         self.lock = lock
         self._other_ranks = None if other_ranks is None else functools.cache(other_ranks)
@@ -120,7 +120,7 @@ class CpuDevice(Device):
         import torch
 
         if feature == "fully_shard" and not hasattr(torch.cpu.current_stream(), "record_event"):
-            return f"fully_shard of torch {torch.__version__} records events, which its CPU has none of"
+            return f"fully_shard records events, and torch {torch.__version__} has no events on a CPU"
         return _LACKS.get(feature)
 
     def start(self, undo: ExitStack) -> None:
@@ -189,7 +189,8 @@ class CpuDevice(Device):
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._pause()
-        # The next profiler starts before this profile is deleted, and reports the frees of tensors from this profile.
+        # The caller deletes this profile only after the next profiler has started. So the next profiler reports the frees of
+        # tensors kept alive by this profile.
         profiles = [self._start(operators=True, operands=operands)]
         try:
             yield profiles
@@ -231,7 +232,7 @@ class CpuDevice(Device):
         )
 
     def _own_seconds(self) -> float:
-        """Return the CPU seconds used by this process, its children, and its job's other ranks."""
+        """Return the CPU seconds used by this process, its children, and the job's other ranks on this machine."""
         other_pids = () if self._other_ranks is None else self._other_ranks()
         return time.process_time() + proc.seconds_of_children() + proc.seconds_of(other_pids)
 
@@ -241,14 +242,17 @@ class CpuDevice(Device):
         return self._reference_workload.pace()
 
     def _let_threads_release(self) -> None:
-        """Wait until a collective's threads have freed their blocks, because the profiler does not report their frees."""
+        """Wait until the threads of a collective have freed their blocks. The profiler does not report these frees."""
         if self._profiler is not None:
             let_threads_rest()
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Count all blocks from inside the context as freed at its end, even if another thread frees them."""
-        if self._profiler is None or self._records_operators:  # a recording of operators must not be cut in two
+        """At the end of the context, count all blocks allocated within the context as freed.
+
+        Another thread may free some of these blocks, and the profiler does not report its frees.
+        """
+        if self._profiler is None or self._records_operators:  # a recording with operators must not be interrupted
             yield
             return
         known_blocks = self.known()
@@ -263,7 +267,7 @@ class CpuDevice(Device):
                 self._stop(allocation_events)
 
     def _start(self, *, operators: bool = False, operands: bool = False) -> Profile:
-        # torch.profiler.profile wraps this class. The wrapper loads the compiler (2 s), and readings take 1.5 times as long.
+        # torch.profiler.profile, which wraps this class, would load torch's compiler (2 s) and slow down readings by 50 %.
         from torch.autograd.profiler import profile
 
         profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
@@ -273,22 +277,24 @@ class CpuDevice(Device):
         return cast("Profile", profiler)
 
     def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
-        """Stop recording. Return the tokens from ``read``, with the frees of watched storages inserted."""
+        """Stop the profiler. Return the profiler's tokens from ``read``, with the frees of watched storages inserted."""
         import torch
 
         profiler: Any = self._profiler
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
-        # A mode of the test would see the probe or replace it (`FakeTensorMode`).
+        # A dispatch mode of the test would see the probe. `FakeTensorMode` would even replace it.
         with beneath_modes():
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:
             profiler.__exit__(None, None, None)
             tokens = read(profiler)
-        except RuntimeError:  # torch 2.6 raises if other code has stopped the profiler; later releases return no events
+        except (
+            RuntimeError
+        ):  # torch 2.6 raises if other code has stopped the profiler, and later releases return no events
             tokens = []
-        # The probe is temporary, so its allocation and its free are the last two events.
+        # The probe is freed at once, so its allocation and its free are the last two events.
         last_two = [index for index, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
         probe = [token.nbytes for index in last_two if isinstance(token := tokens[index], AllocationEvent)]
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
@@ -296,7 +302,7 @@ class CpuDevice(Device):
         return self._free_callbacks.put_into([token for index, token in enumerate(tokens) if index not in last_two])
 
     def _pause(self) -> None:
-        """Stop recording. If the recording was cut short, start again at once."""
+        """Apply the recorded events and stop recording. If the recording was cut short, start a new one and raise an error."""
         try:
             self._live_blocks.apply(self._stop(allocation_events))
         except MeasuringError:

@@ -1,4 +1,7 @@
-"""A CUDA GPU as a device. Bytes come from the caching allocator's statistics, details from its history and the profiler."""
+"""A CUDA GPU as a device. Its bytes come from the caching allocator's statistics.
+
+Individual allocations come from the allocator's history and PyTorch's profiler.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +50,25 @@ _BFLOAT16 = frozenset({"amp-bf16", "bf16", "mp-bf16"})
 
 
 def cuda_slug(device: str) -> str:
-    """Return a GPU's slug: ``"NVIDIA H100 80GB HBM3"`` becomes ``"nvidia-h100-80gb-hbm3"``."""
+    """Return the slug for a GPU's name: ``"NVIDIA H100 80GB HBM3"`` becomes ``"nvidia-h100-80gb-hbm3"``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class CudaDevice(Device):
-    """Peaks of the tensors' memory on the current CUDA device.
+    """The current CUDA GPU, whose memory is the memory of tensors in torch's caching allocator.
 
-    ``allocated`` is the allocator's ``requested_bytes``, the sizes before rounding. The allocator rounds a block according to
-    its neighbours in the cache, so the rounded sum (``allocated_bytes``) depends on the tests' order. The requested sum is
-    independent of the order. For an allocator backend without requested sizes, ``allocated`` is ``allocated_bytes``.
+    `Peak.allocated` is the allocator's statistic ``requested_bytes``, the sum of the tensors' sizes before rounding. By
+    contrast, ``allocated_bytes`` is the sum after rounding. It depends on the order of the tests, because the allocator rounds
+    a size according to the free blocks in its cache. If an allocator has no ``requested_bytes``, ``allocated_bytes`` is used.
 
     For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
 
-    While the device is open, ``lock`` shares it with other processes' measured tests. Without a lock, none wait. If tests
-    are packed, each process reserves memory in the ``ledger``. Without a ledger, tests are not packed.
-    ``others`` are the other GPUs that this process sees.
+    Args:
+        runtime: The calls to torch.cuda for this GPU.
+        lock: The lock that makes other processes' measured tests wait during timing. Without a lock, they never wait.
+        ledger: The ledger in which each process reserves memory under ``--gpumem-pack``. Without a ledger, several tests
+            cannot share the GPU.
+        others: The other GPUs that this process sees.
     """
 
     name = "cuda"
@@ -109,10 +115,13 @@ class CudaDevice(Device):
         return f"TF32 needs a GPU of compute capability 8.0, and this one has {self._version}"
 
     def emulates(self, feature: str) -> str | None:
-        # torch.cuda.is_bf16_supported() is true on older GPUs as well. There, cuBLAS and torch's kernels compute in float32.
+        # Before Ampere, cuBLAS and torch's kernels compute in float32, although torch.cuda.is_bf16_supported() is true.
         if feature not in _BFLOAT16 or self._capability >= _AMPERE:
             return None
-        return f"torch emulates bfloat16 on a GPU of compute capability {self._version}, which is slow: 8.0 has it"
+        return (
+            f"torch emulates bfloat16 slowly on a GPU of compute capability {self._version}; a GPU of 8.0 or higher "
+            "computes in bfloat16"
+        )
 
     def why_cannot_run(self, error: BaseException) -> str | None:
         return lacking(f"{type(error).__name__}: {error}", self._capability)
@@ -166,13 +175,13 @@ class CudaDevice(Device):
             other.synchronize()
 
     def finish_backward(self) -> None:
-        """Wait until autograd has released its tensors. Otherwise they stay live for a while and count as workspaces."""
+        """Wait until autograd's threads have released their tensors. Tensors released later would count as workspaces."""
         self.runtime.finish_backward()
         for other in self._others:
             other.finish_backward()
 
     def empty_cache(self) -> None:
-        # A block that another stream has used is freed after the stream's event. Emptying the cache checks these events.
+        # A block used by another stream is freed after an event on this other stream. `empty_cache` checks for such events.
         self.finish_backward()
         self.synchronize()
         self.runtime.empty_cache()
@@ -196,7 +205,7 @@ class CudaDevice(Device):
             return
         with self.runtime.traced() as traces:
             yield nbytes
-        sizes |= self.runtime.workspace_sizes()  # the measured code may set new sizes
+        sizes |= self.runtime.workspace_sizes()  # the measured code may have configured other sizes
         nbytes[:] = [
             transient_in_peak(traces.get(device.torch_device.index or 0, ()), sizes) for device in self.everywhere
         ]
@@ -256,7 +265,10 @@ class CudaDevice(Device):
         return self.runtime.launches(run_and_wait)
 
     def conditions(self) -> Conditions:
-        """Return the interference counters. On the host only this thread's waiting counts, because it launches the kernels."""
+        """Return the counters of `Device.conditions`, and the GPU's clocks and other processes.
+
+        No counters of other CPU cores are included, because only the calling thread launches kernels.
+        """
         gpu = self.runtime.gpu()
         return replace(
             super().conditions(),
@@ -280,8 +292,8 @@ class CudaDevice(Device):
         """Allocate a tensor, and return the name of the statistic that counts its bytes.
 
         Raises:
-            DeviceUnavailable: No statistic changes (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, or a pluggable allocator without
-                statistics). Every figure would be 0, and every budget would be met.
+            DeviceUnavailable: No statistic counts the tensor, because of ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` or a pluggable
+                allocator without statistics. Each measurement would be 0 bytes, so each test would meet its budget.
         """
         statistics_before = self.runtime.statistics()
         tensor = self.runtime.allocate(_PROBE_BYTES)
@@ -292,16 +304,17 @@ class CudaDevice(Device):
             if statistics_after.get(name, 0) - statistics_before.get(name, 0) >= _PROBE_BYTES:
                 return counter
         raise DeviceUnavailable(
-            "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): "
-            f"after allocating {_PROBE_BYTES} bytes it still counts {statistics_after.get('allocated_bytes.all.current', 0)}"
+            "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): after an "
+            f"allocation of {_PROBE_BYTES} bytes it still reports "
+            f"{statistics_after.get('allocated_bytes.all.current', 0)} bytes"
         )
 
 
 class OtherGpu(CudaDevice):
-    """Another GPU of a process, read together with the current GPU.
+    """A further GPU in a process, which is measured together with the current GPU.
 
-    Until the process uses this GPU, the device neither allocates there nor waits for the GPU. Either action would create a
-    CUDA context with hundreds of MB.
+    Until the process uses this GPU, this class neither allocates memory on it nor waits for it. Either action would create a
+    CUDA context, which takes hundreds of MB on the GPU.
     """
 
     def __init__(self, runtime: TorchCuda) -> None:
@@ -313,7 +326,7 @@ class OtherGpu(CudaDevice):
         return self.runtime.has_allocated()
 
     def start(self, undo: ExitStack) -> None:
-        """Do nothing, because the current GPU watches for resets."""
+        """Do nothing, because the current GPU's `CudaDevice` saves all GPUs' peaks before each reset."""
 
     def synchronize(self) -> None:
         if self.is_used:
@@ -332,10 +345,11 @@ class OtherGpu(CudaDevice):
 
 
 class CudaMemory:
-    """A `SharedMemory` for a GPU. A process holds its context and the memory that its allocator has reserved.
+    """A GPU's memory, which processes share under ``--gpumem-pack`` (see `SharedMemory`).
 
-    The context includes the kernels' code, which is loaded at their first use. Its size is the process's memory according to
-    NVML minus the allocator's bytes, and at least `CONTEXT_BYTES`, the size after all kinds of kernels have run.
+    A process holds its CUDA context and its allocator's reserved memory. The context's size is the process's
+    memory according to NVML minus the reserved memory. It grows with each kernel whose code is loaded, so at least
+    `CONTEXT_BYTES` are assumed, the size after many kinds of kernels have run.
     """
 
     def __init__(self, runtime: TorchCuda, ledger: MemoryLedger) -> None:

@@ -1,7 +1,8 @@
-"""Merge the profiler's events and the CUDA caching allocator's history into a single list of tokens. Pure.
+"""Merge the profiler's events and the CUDA caching allocator's history into a single list of tokens. All functions are pure.
 
-The profiler records the spans around allocations, but only the allocator's rounded block sizes. The allocator's history has the
-requested sizes and the real times when blocks were freed. A block is not free while another stream still uses its memory.
+The profiler records allocations with the surrounding operators, but with rounded sizes. The allocator's history has the
+requested sizes, and the times when blocks became free. These times differ from the profiler's, because a freed block remains
+in use as long as another stream uses its memory.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT = "alloc", "free_requested", "free_complet
 _USED_ACTIONS = (ALLOCATED, GIVEN_BACK, FREE, _RAN_OUT)
 _NUMBERS_OF_A_THREAD = 2**40
 _AT_ONCE_NS = 100_000
-"""A block that is freed within this time, with no event in between, was not in use by another stream."""
+"""If a block becomes free within this time after its deallocation, with no event in between, no other stream used it."""
 
 
 class HistoryEntry(NamedTuple):
-    """An entry of the allocator's history, with torch's name for the action and the requested bytes.
+    """An entry in the allocator's history: a time, torch's name for the action, an address and the requested bytes.
 
-    ``from_other_thread`` marks an allocation from the program's own thread, which the profiler does not see.
+    ``from_other_thread`` is true for an allocation in a thread started by the program. The profiler does not record this
+    thread.
 
-    For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation with 5,000 bytes.
+    For example, ``HistoryEntry(1_000, "alloc", 0x7f00, 5000)`` is an allocation of 5,000 bytes.
     """
 
     time_ns: int
@@ -40,11 +42,11 @@ class HistoryEntry(NamedTuple):
 
 
 def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = False) -> list[HistoryEntry]:
-    """Return the block events from an element of ``device_traces`` in torch's snapshot, without segment events.
+    """Return the entries about blocks from a device's history. Entries about segments are omitted.
 
     Args:
-        trace: The entries of a device.
-        threads_apart: Whether to mark allocations whose frames begin in a `threading.Thread`.
+        trace: The device's element in ``device_traces`` of torch's snapshot.
+        threads_apart: Whether to set ``from_other_thread`` for allocations whose call stack begins in a `threading.Thread`.
     """
     return [
         HistoryEntry(
@@ -62,7 +64,7 @@ def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = Fals
 
 
 def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the outermost Python frame is the function with which every `threading.Thread` begins."""
+    """Return whether the outermost Python frame is the function in which each `threading.Thread` starts."""
     return bool(frames) and (PurePath(frames[-1]["filename"]).name, frames[-1]["name"]) == (
         "threading.py",
         "_bootstrap",
@@ -70,11 +72,13 @@ def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
-    """Return ``tokens`` with unique autograd numbers. Autograd counts from 0 in each thread, and backward has its own thread.
+    """Return ``tokens`` with unique autograd sequence numbers.
+
+    Autograd numbers the operators in each thread from 0, and backward runs in a thread of its own.
 
     Args:
         tokens: The tokens of all threads.
-        threads: The threads of operators and nodes, by their start time.
+        threads: The threads of each operator and node, by the operator's or node's start time.
     """
     return [
         token._replace(sequence=token.sequence + _NUMBERS_OF_A_THREAD * _counting(token, threads[token.time_ns]))
@@ -89,11 +93,14 @@ def _counting(span: SpanBegin, threads: Threads) -> int:
 
 
 def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
-    """Return the tokens from several threads, ordered by time and nested. Only a single thread runs at a time.
+    """Return tokens from several threads, ordered by time, with properly nested spans.
 
-    The profiler attaches another thread's operators (backward's) to an arbitrary operator from the first thread, or to none.
-    Tokens with the same time keep their order, and an operator keeps its inputs. A span from another thread may end shortly
-    after its waiting span (``torch.jit.fork``). Such a span ends with their common mark at the latest.
+    The threads must run one at a time, like the main thread and backward's. The order has to be restored because the
+    profiler puts backward's operators inside an arbitrary operator from the main thread, or outside all of them. Tokens with
+    the same time keep their order, and an operator's inputs stay right behind it.
+
+    A span in a second thread may end shortly after the span in the first thread that waits for it (``torch.jit.fork``). Then
+    the first span is extended until the second span ends, but not beyond the surrounding mark.
     """
     moments: list[int] = []
     open_spans: list[int] = []
@@ -103,7 +110,7 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
             moments.append(moments[-1])
         elif isinstance(token, SpanEnd):
             opened_at[index] = open_spans.pop()
-            # An unfinished span has no valid end time.
+            # The profiler has no valid end time for an unfinished span.
             moments.append(max(token.time_ns, moments[opened_at[index]]))
         else:
             moments.append(token.time_ns)
@@ -113,10 +120,10 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
 
 
 def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[int, int]) -> list[Token]:
-    """Return ``tokens`` in ``order``, with nested spans.
+    """Return ``tokens`` in ``order``, with properly nested spans.
 
-    A mark belongs to the recording thread and ends all spans within it. Any other span waits for the spans within it, because
-    an allocation between them may belong to either thread.
+    The end of a mark also ends all spans within it. Any other span ends only after the spans within it have ended, because an
+    allocation between the two ends may come from either span's thread.
     """
     ordered: list[Token] = []
     stack: list[int] = []
@@ -143,17 +150,17 @@ def _is_mark(token: Token) -> bool:
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
-    """Return ``tokens`` with requested sizes, and with each free at the time when the block could be reused.
+    """Return ``tokens`` with requested sizes, and with each free at the time when its block could be reused.
 
-    Both arguments have the same allocations in the same order. Events that only the history has are inserted between common
-    events, as accurately as its clock allows. They are frees delayed by another stream, events from unprofiled
-    threads, and failed allocations (0 bytes at `NOWHERE`).
+    The profiler's tokens and the history must have the same allocations in the same order. Three kinds of events are only in
+    the history: frees that another stream has delayed, events from threads without a profiler, and failed allocations (0 bytes
+    at `NOWHERE`). They are inserted between the common events, as accurately as the history's clock allows.
 
-    For example, the profiler has an allocation with 5,120 bytes at ``0x7f00``, and the history's allocation there has 5,000
-    bytes. The result has 5,000 bytes.
+    For example, an allocation at ``0x7f00`` has 5,120 bytes in the profiler's tokens and 5,000 bytes in the history. In the
+    result it has 5,000 bytes.
 
     Raises:
-        MeasuringError: The allocations do not match.
+        MeasuringError: The profiler's allocations differ from the history's.
     """
     join = _Join(tokens, history)
     for token in tokens:
@@ -162,14 +169,14 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
 
 
 class _Join:
-    """The state of the merge: the remaining history, the tokens so far, and the current time."""
+    """The state while `with_requested_sizes` merges: the remaining history, the merged tokens, and the current time."""
 
     def __init__(self, tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> None:
         self._left = deque(entry for entry in history if entry.action in _USED_ACTIONS)
         self._tokens: list[Token] = []
         self._now = next((token.time_ns for token in tokens if not isinstance(token, TensorRecord)), 0)
         self._ahead = 0
-        """The difference between the profiler's clock and the history's, from the latest common event."""
+        """The profiler's time of the latest common event minus the history's time of this event."""
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
@@ -193,17 +200,17 @@ class _Join:
     def end(self) -> list[Token]:
         entry = self._reach(ALLOCATED)
         if entry is not None:
-            raise self._mismatch(f"the history goes on with {entry.nbytes} bytes at {entry.address:#x}")
+            raise self._mismatch(f"the history has another allocation of {entry.nbytes} bytes at {entry.address:#x}")
         return self._tokens
 
     def _allocated(self, token: AllocationEvent) -> None:
         self._seen += 1
         entry = self._reach(ALLOCATED)
-        event_text = f"allocation {self._seen} is {token.nbytes} bytes at {token.address:#x} to the profiler"
+        event_text = f"allocation {self._seen} has {token.nbytes} bytes at {token.address:#x} in the profile"
         if entry is None:
-            raise self._mismatch(f"{event_text}, and the history has ended")
+            raise self._mismatch(f"{event_text}, and the history has no further allocation")
         if entry.address != token.address or entry.nbytes > token.nbytes:
-            raise self._mismatch(f"{event_text}, and {entry.nbytes} bytes at {entry.address:#x} to the history")
+            raise self._mismatch(f"{event_text}, but {entry.nbytes} bytes at {entry.address:#x} in the history")
         self._ahead = token.time_ns - entry.time_ns
         self._tokens.append(token._replace(nbytes=entry.nbytes))
 
@@ -211,8 +218,8 @@ class _Join:
         entry = self._reach(GIVEN_BACK, token.address)
         if entry is None:
             raise self._mismatch(
-                f"after allocation {self._seen} the profiler has a free of {-token.nbytes} bytes at {token.address:#x}, "
-                "and the history none"
+                f"after allocation {self._seen} the profile has a free of {-token.nbytes} bytes at {token.address:#x}, "
+                "and the history does not have it"
             )
         self._ahead = token.time_ns - entry.time_ns
         next_entry = self._left[0] if self._left else None
@@ -225,11 +232,14 @@ class _Join:
 
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
-        """Return whether only the history has this entry."""
+        """Return whether the entry's event is only in the history, not in the profile."""
         return entry.from_other_thread or entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
-        """Emit all entries before the next match, and return the match; ``None`` if an allocation or the end comes first."""
+        """Return the next entry with this action and address, and emit all entries before it.
+
+        Return ``None`` if another allocation or the end of the history comes first.
+        """
         while self._left:
             entry = self._left.popleft()
             if entry.action == action and address in (None, entry.address) and not entry.from_other_thread:
@@ -241,7 +251,7 @@ class _Join:
         return None
 
     def _emit(self, entry: HistoryEntry) -> None:
-        # Use the time of the surrounding tokens, because the history has a different clock.
+        # Use the profiler's time of the previous token, because the history has a different clock.
         if entry.action == FREE:
             self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
@@ -252,18 +262,18 @@ class _Join:
     def _mismatch(self, difference: str) -> MeasuringError:
         profiled, recorded = self._counts
         return MeasuringError(
-            f"the profiler has {profiled} allocations on the GPU and the allocator's history has {recorded}, and they do not "
-            f"match: {difference}; another thread allocated memory, or the measured code ran a profiler or recorded the "
+            f"{profiled} GPU allocations in the profile do not match {recorded} allocations in the allocator's history: "
+            f"{difference}; another thread allocated memory, or the measured code ran a profiler or recorded the "
             "history (torch.cuda.memory._record_memory_history)"
         )
 
 
 def live_blocks(segments: list[dict[str, Any]], size: str) -> dict[int, int]:
-    """Return the tensors' blocks as address -> bytes, from the segments in ``torch.cuda.memory_snapshot()``.
+    """Return the blocks that tensors use, as a mapping from addresses to bytes.
 
     Args:
-        segments: The segments.
-        size: The key of a block's bytes: ``size``, or ``requested_size`` for the bytes before rounding.
+        segments: The segments from ``torch.cuda.memory_snapshot()``.
+        size: The key for a block's bytes: ``size``, or ``requested_size`` for the bytes before rounding.
     """
     blocks: dict[int, int] = {}
     for segment in segments:

@@ -1,6 +1,6 @@
-"""The calls from `CudaDevice` to torch.cuda, without any decisions.
+"""The calls to torch.cuda that `CudaDevice` needs, without any decisions.
 
-Tests replace this module with recorded statistics from a real GPU.
+Tests of `CudaDevice` replace them with recorded statistics from a real GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 class GpuProperties:
     """Properties of a GPU.
 
-    ``total_memory`` is in bytes. ``driver`` is ``"unknown"`` if NVML does not answer. ``uuid`` identifies the physical GPU.
-    ``capability`` is the compute capability, (9, 0) on an H100.
+    ``total_memory`` is in bytes. ``driver`` is the driver's release, or begins with ``"unknown"`` if NVML does not report it.
+    ``uuid`` identifies the physical GPU. ``capability`` is the compute capability, for example (9, 0) on an H100.
     """
 
     name: str
@@ -61,10 +61,10 @@ class GpuProperties:
 
 @dataclass(slots=True)
 class RecordedRegion:
-    """A recording of a region, filled at the region's end.
+    """A recording by `TorchCuda.recorded`, which fills the fields when its context ends.
 
-    ``tokens`` come from the profiler, in the order of its event tree. ``history`` and ``snapshot`` come from the allocator if
-    they were requested. ``profiles`` come from `profiled`.
+    ``tokens`` come from the profiler, in the order of its event tree. ``history`` and ``snapshot`` come from the allocator, and
+    are empty unless the history was requested. ``profiles`` is the list from `profiled`.
     """
 
     tokens: list[Token] = field(default_factory=list)
@@ -74,14 +74,18 @@ class RecordedRegion:
 
 
 def gpus_beside(device: torch.device) -> list[int]:
-    """Return the indices of all other visible GPUs."""
+    """Return the indices of all visible GPUs other than ``device``."""
     import torch
 
     return [index for index in range(torch.cuda.device_count()) if index != device.index]
 
 
 class TorchCuda:
-    """The calls to torch.cuda for a GPU, by default the current GPU. Raises `DeviceUnavailable` if there is no GPU."""
+    """The calls to torch.cuda for the GPU with an index, by default the current GPU.
+
+    Raises:
+        DeviceUnavailable: torch sees no GPU, or cannot initialise CUDA.
+    """
 
     def __init__(self, index: int | None = None) -> None:
         import torch
@@ -89,7 +93,7 @@ class TorchCuda:
         if torch.version.cuda is None and torch.version.hip is None:
             raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} is built without CUDA")
         with warnings.catch_warnings():
-            # torch reports a missing or old driver with a warning, and a suite may turn warnings into errors.
+            # torch warns about a missing or old driver, and a test suite may turn warnings into errors.
             warnings.simplefilter("ignore")
             available = torch.cuda.is_available()
         if not available:
@@ -103,7 +107,7 @@ class TorchCuda:
     def torch_device(self) -> torch.device:
         import torch
 
-        # A mode of the test would see even this call.
+        # A dispatch mode of the test would see even this call.
         with beneath_modes():
             return torch.device("cuda", self._index)
 
@@ -125,7 +129,7 @@ class TorchCuda:
         return dict(torch.cuda.memory_stats(self._index))
 
     def has_allocated(self) -> bool:
-        """Return whether this process has ever allocated on the GPU, ten times faster than `statistics`."""
+        """Return whether this process has ever allocated on the GPU. This is ten times faster than reading `statistics`."""
         return cuda_has_allocated(self._index)
 
     def reset_peaks(self) -> None:
@@ -137,13 +141,13 @@ class TorchCuda:
         clear_cublas_workspaces()
 
     def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None:
-        """Have cuBLAS allocate its workspace for a stream, as before a matrix product, unless the workspace exists.
+        """Let cuBLAS allocate its workspace for a stream and a thread, as before a matrix product.
 
-        Each thread has its own workspace. If the GPU's memory is full, nothing is allocated.
+        If this workspace already exists, or if the GPU's memory is full, nothing is allocated.
 
         Args:
             stream: The stream's handle; by default the current stream.
-            in_backward: Whether to allocate the workspace for autograd's backward thread instead of the calling thread.
+            in_backward: True for the workspace of autograd's backward thread, false for the calling thread's.
         """
         import torch
 
@@ -189,11 +193,13 @@ class TorchCuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device())
 
     def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]:
-        """Return the seconds of each run from events on the stream. The host waits for the GPU only after the last run.
+        """Call each function in ``runs``, and return its seconds on the GPU, measured by CUDA events.
+
+        The host waits for the GPU only before the first and after the last run, not in between.
 
         Args:
-            runs: The functions to run in sequence.
-            beside: Other GPUs' indices. The stream waits for these GPUs after each run.
+            runs: The functions, in the order of the calls.
+            beside: Indices of other GPUs that the functions use. A run ends when these GPUs have finished as well.
         """
         import torch
 
@@ -225,17 +231,17 @@ class TorchCuda:
 
     @contextmanager
     def recorded(self, *, with_history: bool, operands: bool = True) -> Iterator[RecordedRegion]:
-        """Record a region.
+        """Record the operators and allocations within the context.
 
-        Backward runs on a thread of its own, as without a recording, because each thread has its own cuBLAS workspace
-        (33,554,432 bytes on an H100). On a single thread, the step would need less memory than the measured step.
+        Backward keeps its own thread, as in a measured step. Each thread has its own cuBLAS workspace (33,554,432 bytes on an
+        H100), so with backward in the main thread the recorded step would need less memory than the measured step.
 
         Args:
             with_history: Whether to record the allocator's history as well.
             operands: Whether to record the operators' input tensors, as in `profiled`.
 
         Yields:
-            A recording that is filled at the end.
+            A recording, whose fields are filled when the context ends.
 
         Raises:
             MeasuringError: The recording was cut short.
@@ -251,14 +257,19 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            # In a thread that the program started, our own allocations have frames like other threads' allocations.
+            # Outside the main thread, this thread's call stacks begin in the same function as other threads' call stacks.
             in_main_thread = threading.current_thread() is threading.main_thread()
             entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
             region.history = history_of(entries, threads_apart=in_main_thread)
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
-        """Yield a mapping from GPU indices to block events, filled at the end unless there were too many events."""
+        """Record the allocator's history within the context, without call stacks.
+
+        Yields:
+            A mapping, which is filled when the context ends: GPU index -> entries. A GPU with more entries than the history
+            can store is left out.
+        """
         histories: dict[int, Sequence[HistoryEntry]] = {}
         with _history(frames=False) as before:
             yield histories
@@ -274,11 +285,11 @@ class TorchCuda:
         return int(free), int(total)
 
     def bytes_of_process(self) -> int | None:
-        """Return this process's bytes on the GPU, including its context; ``None`` if NVML does not report them."""
+        """Return this process's bytes on the GPU, including its CUDA context; ``None`` if NVML does not report them."""
         return self._nvml.bytes_of(os.getpid())
 
     def limit(self, fraction: float) -> None:
-        """Limit the allocator to this ``fraction`` of the GPU's memory. An allocator without limits ignores this call."""
+        """Limit the allocator to a ``fraction`` of the GPU's memory. Allocators that support no limit ignore this call."""
         import torch
 
         with suppress(RuntimeError):
@@ -293,7 +304,11 @@ class TorchCuda:
 
 @contextmanager
 def _history(*, frames: bool) -> Iterator[Mapping[int, int]]:
-    """Record the allocator's history. Yield each GPU's earlier history length if the program records as well."""
+    """Record the allocator's history within the context, unless the program already records it.
+
+    Yields:
+        How many entries the program has already recorded, by GPU index. Empty if the program does not record the history.
+    """
     if cuda_history_is_on():
         yield {index: len(trace) for index, trace in enumerate(cuda_snapshot()["device_traces"])}
         return

@@ -1,9 +1,11 @@
-"""cuBLAS's workspaces. Workspaces that torch keeps between matrix products are counted and then restored.
+"""Count the bytes in cuBLAS's workspaces.
 
-Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that ran a
-product, without an interface to count the workspaces. This module counts the bytes that become free when workspaces are
-dropped. The workspaces are then allocated again, because the program's next step would find them. Later torch releases
-allocate a workspace for each product and drop it right afterwards.
+Up to torch 2.14, or with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``, torch keeps a workspace for each thread and stream that has run a
+matrix product. torch has no function that counts these workspaces. So `Workspaces` drops them, counts the bytes that become
+free, and allocates the workspaces again, because the program's next step would find them, too.
+
+Later torch releases allocate a workspace for each matrix product and free it right afterwards. `transient_in_peak` finds such
+workspaces in the allocator's history.
 
 For example, on an H100 a workspace has 33,554,432 bytes. After a training step, the main thread and the backward thread have a
 workspace each, so 67,108,864 bytes are counted.
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GpuWithWorkspaces(Protocol):
-    """A CUDA GPU's interface for the count."""
+    """The members of `CudaDevice` that `Workspaces` uses."""
 
     @property
     def runtime(self) -> TorchCuda: ...
@@ -43,7 +45,7 @@ class GpuWithWorkspaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _StreamWorkspaces:
-    """The number of workspaces on a GPU's stream, and whether the calling thread owns a workspace there."""
+    """The number of workspaces on a GPU's stream, and whether one of them belongs to the calling thread."""
 
     device: GpuWithWorkspaces
     stream: int
@@ -52,20 +54,20 @@ class _StreamWorkspaces:
 
 
 class Workspaces:
-    """The workspaces on a GPU and its `others`. A count stays valid while the live bytes stay the same."""
+    """The workspaces on a GPU and on its `Device.others`. The last count is reused as long as the live bytes are the same."""
 
     def __init__(self, device: GpuWithWorkspaces, other_gpus: Sequence[GpuWithWorkspaces]) -> None:
         self._device = device
         self._everywhere = (device, *other_gpus)
         self._counted: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Workspace bytes on each of `Device.everywhere`, by the live bytes on each."""
+        """Live bytes on each GPU -> workspace bytes on each GPU, both in the order of `Device.everywhere`."""
         self._dropped: tuple[_StreamWorkspaces, ...] = ()
-        """The workspaces that `restore` allocates again."""
+        """The workspaces dropped by the last `count`. `restore` allocates them again."""
         self._are_kept: bool | None = None
 
     @property
     def are_kept(self) -> bool:
-        """True if torch keeps workspaces between products, and also before this is known."""
+        """True if torch keeps workspaces between matrix products. Also true until the first `release` has tried it."""
         return self._are_kept is not False
 
     def release(self) -> None:
@@ -83,7 +85,11 @@ class Workspaces:
         self._device.runtime.empty_cache()
 
     def count(self) -> tuple[int, ...]:
-        """Return the workspace bytes on each of `Device.everywhere`. Restore the workspaces, except for other threads."""
+        """Return the workspace bytes on each GPU, in the order of `Device.everywhere`.
+
+        Workspaces are dropped, and allocated again for the calling thread and the backward thread. Workspaces of further
+        threads cannot be allocated again.
+        """
         live = self._live()
         if live not in self._counted:
             with self._device.peak_ignored():
@@ -99,13 +105,14 @@ class Workspaces:
                     for stream, number in Counter(blocks[address] for address in blocks.keys() - _streams(gpu)).items()
                 )
                 self.restore()
-            # The next step allocates a workspace that could not be restored, for example another thread's workspace.
+            # If a workspace could not be restored, fewer bytes are live until the next step allocates it again. So store the
+            # counts for both amounts of live bytes.
             for total in (live, self._live()):
                 self._counted[total] = _beyond(bare_bytes, total)
         return self._counted[live]
 
     def restore(self) -> None:
-        """Allocate the workspaces of the last count again, after `Device.release_workspaces`."""
+        """Allocate the workspaces found by the last `count` again. Call this after `Device.release_workspaces`."""
         for workspaces in self._dropped:
             if workspaces.has_own:
                 workspaces.device.runtime.make_workspace(workspaces.stream)
@@ -117,17 +124,17 @@ class Workspaces:
 
 
 def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -> int:
-    """Return how many bytes lower a region's peak would be without transient workspaces.
+    """Return by how many bytes transient workspaces raise the peak.
 
-    A transient workspace is freed right after its allocation, with no event in between, because the allocator does not wait
-    for the product's kernel.
+    A workspace is transient if torch frees it right after its allocation, with no entry in between. torch can do so because
+    the memory is only reused by later kernels on the same stream.
 
-    For example, a region allocates a tensor (100 bytes), then allocates and frees a workspace (32 bytes), and then allocates
+    For example, a step allocates a tensor (100 bytes), then allocates and frees a workspace (32 bytes), and then allocates
     another tensor (20 bytes). The peak is 132 bytes. Without the workspace the peak is 120 bytes, so the result is 12.
 
     Args:
-        history: The block events of the region.
-        sizes: The possible sizes of a workspace, in bytes.
+        history: The allocator's history of the measured code.
+        sizes: The sizes that a workspace may have, in bytes.
     """
     live = highest = live_without = highest_without = 0
     workspace = None
@@ -148,7 +155,7 @@ def transient_in_peak(history: Sequence[HistoryEntry], sizes: Collection[int]) -
 
 
 def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
-    """Return the live blocks' streams by address; empty if the allocator cannot list blocks."""
+    """Return the stream of each live block, by the block's address; empty if the allocator cannot list its blocks."""
     with suppress(RuntimeError):
         return {
             address: segment["stream"]
@@ -159,7 +166,7 @@ def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
 
 
 def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterator[int]:
-    """Yield the streams on which this thread has a workspace. On these streams a request allocates nothing."""
+    """Yield the streams on which the calling thread has a workspace, because requesting a workspace allocates nothing there."""
     for stream in {*blocks.values()}:
         live = device.live()
         device.runtime.make_workspace(stream)

@@ -1,6 +1,6 @@
-"""A readers-writer lock on a device. A user's measured tests share the lock, and a timed test holds the lock alone.
+"""A readers-writer lock on a device. A user's measured tests share the lock, and a test holds it alone during timing.
 
-A session's workers and separate sessions use the same lock. The system frees a dead process's locks.
+All workers and all sessions of a user use the same lock. When a process dies, the system frees its lock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
-"""The longest waits, in seconds. Only a step that hangs or is in a debugger holds a device alone for so long."""
+"""The longest waits for the lock alone and for the shared lock, in seconds.
+
+A process that holds the lock for longer probably hangs or is in a debugger.
+"""
 SECONDS_UNTIL_TOLD = 5.0
-"""After waiting this many seconds, a process prints the name of the lock's holder."""
+"""After waiting this many seconds, a process prints which process holds the lock."""
 MOST_SECONDS_NEXT_TIME = 5.0
-"""The longest wait after a timeout, in seconds, because a suite must not wait a minute in each of its tests."""
+"""The longest wait in seconds if the previous wait has timed out. Otherwise each test in a suite might wait for a minute."""
 
 
 _WaitReporter = Callable[[str | None], None]
@@ -37,11 +40,11 @@ def _tell(sentence: str) -> None:
 
 
 class DeviceLock:
-    """The lock on the device called ``name`` (a GPU's UUID, ``"cpu"``), in ``folder`` (default: this user's folder).
+    """The lock on the device called ``name`` (a GPU's UUID, or ``"cpu"``).
 
-    All locks with the same name and folder are the same lock in a process, so a process never waits for itself. There is no
-    lock on Windows, or if the folder cannot be used. Nothing fails then, but `exclusive` yields the reason in a pytest-xdist
-    worker, because other workers run at the same time.
+    The lock is a file in ``folder``, by default in this user's folder. A process never waits for itself, even if it has
+    several objects for the same lock. On Windows, or if the folder cannot be used, there is no lock, and no call fails.
+    In a pytest-xdist worker, `exclusive` then yields a warning, because other workers may run tests at the same time.
 
     Example:
         >>> with lock.shared():  # other measured tests run
@@ -55,7 +58,7 @@ class DeviceLock:
         self._spoken = spoken
         self._folder = folder
         self.tell: Callable[[str], object] = _tell
-        """Called once with a sentence after waiting `SECONDS_UNTIL_TOLD` for other processes."""
+        """Prints a sentence about a wait. Called at most once in a process, after waiting `SECONDS_UNTIL_TOLD`."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -69,13 +72,12 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Hold the lock alone, within a `shared` region. Wait at most `MOST_SECONDS_FOR_EXCLUSIVE`.
+        """Hold the lock alone, within a `shared` context. Wait for other processes, at most `MOST_SECONDS_FOR_EXCLUSIVE`.
 
-        The shared lock is released before the wait and taken again afterwards. Otherwise two processes that both call this
-        method would deadlock.
+        During the wait, this process does not hold the shared lock, because two waiting processes would deadlock.
 
         Yields:
-            ``None``, or a clause with the reason why other processes may run.
+            ``None``, or the reason why other processes may use the device at the same time.
         """
         lock = self._of_this_process()
         refused = lock.acquire_exclusive(self._spoken, self._report_wait)
@@ -87,8 +89,8 @@ class DeviceLock:
     def _report_wait(self, holder: str | None) -> None:
         name = "another process" if holder is None else holder
         self.tell(
-            f"waiting for {self._spoken}, which is held by {name}: timed steps are alone on a device. To avoid it, run one "
-            "session after the other, or with --no-gpumem-time"
+            f"waiting for {self._spoken}, which is held by {name}: timed steps are alone on a device. To avoid the wait, run "
+            "one session after the other, or with --no-gpumem-time"
         )
 
     def _of_this_process(self) -> _ProcessLock:
@@ -96,7 +98,7 @@ class DeviceLock:
 
 
 class _ProcessLock:
-    """A process's state of the lock. All `DeviceLock` objects share it, because record locks belong to a process."""
+    """The state of a lock in this process. All `DeviceLock` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -127,7 +129,7 @@ class _ProcessLock:
 
     def acquire_exclusive(self, spoken: str, report_wait: _WaitReporter) -> str | None:
         with self._guard:
-            if self._is_free():  # this is a child that was forked within a region
+            if self._is_free():  # this process was forked within a `shared` context, so it does not hold the lock yet
                 self._begin(report_wait)
             if self._exclusive_holders == 0:
                 self._refused = self._why_not_exclusive(spoken, report_wait)
@@ -147,7 +149,7 @@ class _ProcessLock:
     def _holder_reporter(
         self, lock: _ReadersWriterLock, report_wait: _WaitReporter, *, alone: bool
     ) -> Callable[[], None]:
-        """Return a function that reports the lock's holder, only once for each process."""
+        """Return a function that reports which process holds the lock, at most once in this process."""
 
         def report_holder() -> None:
             if not self._has_reported:
@@ -176,27 +178,27 @@ class _ProcessLock:
         except OSError as error:
             self._give_up(error)
         if self._broken is not None:
-            # A session usually has a single process. The device's conditions reveal other processes.
+            # Without pytest-xdist, other processes are rare, and `Device.conditions` reveals them.
             if "PYTEST_XDIST_WORKER" not in os.environ:
                 return None
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
         return f"another measured test kept {spoken} busy for {seconds:.0f} s" if seconds else None
 
     def _wait_for_exclusive(self, lock: _ReadersWriterLock, report_wait: _WaitReporter) -> float:
-        """Exchange the shared lock for the exclusive lock.
+        """Release the shared lock, and wait until this process holds the lock alone.
 
         Returns:
-            0.0 if this process now holds the lock alone. After a timeout, the seconds of the wait. The lock is then shared.
+            0.0 if this process holds the lock alone. After a timeout, the seconds of the wait; the lock is shared again.
         """
         began = time.monotonic()
-        # Two processes with shared locks would wait for each other forever.
+        # If two processes kept their shared locks here, they would wait for each other forever.
         lock.release()
         try:
             acquired = self._for_exclusive.wait_for(
                 lock.acquire_exclusive, self._holder_reporter(lock, report_wait, alone=True)
             )
         except BaseException:  # Ctrl-C while waiting
-            lock.acquire_shared()  # this also frees the turnstile, and does not wait
+            lock.acquire_shared()  # this also frees the turnstile, and returns at once
             raise
         lock.admit_others()
         seconds = time.monotonic() - began
@@ -221,30 +223,30 @@ class _ProcessLock:
             self._lock = None
 
     def _forked(self) -> bool:
-        """Return whether this process is a child that was forked within a region. The child has this object, but no lock."""
+        """Return whether this process was forked while its parent held the lock. A fork copies this object, not the lock."""
         return self._process != os.getpid()
 
 
 _process_lock = functools.cache(_ProcessLock)
-"""Return the process's lock. There is only one lock, because closing a second file would free all locks of the process."""
+"""Return the process's only `_ProcessLock` for a file. Closing a second descriptor would free all its locks on the file."""
 
 
 class _Timeout:
-    """The longest wait for a lock that another process holds. After a timeout, the next wait is shorter."""
+    """Limits the waits for a lock to ``most_seconds``. If a wait has timed out, the next wait has a shorter limit."""
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
         self._timed_out = False
 
     def wait_for(self, attempt: Callable[[], bool], report: Callable[[], None]) -> bool:
-        """Repeat ``attempt`` until success or the end of the time limit.
+        """Call ``attempt`` repeatedly until it returns true or the time is over.
 
         Args:
-            attempt: Tries to take the lock. Called at least once.
-            report: Called during a wait longer than `SECONDS_UNTIL_TOLD`.
+            attempt: Tries to take the lock, and returns whether it succeeded. Called at least once.
+            report: Called after each failed attempt if the wait is longer than `SECONDS_UNTIL_TOLD`.
 
         Returns:
-            Whether the attempt succeeded.
+            Whether an attempt succeeded.
         """
         most = min(self._most_seconds, MOST_SECONDS_NEXT_TIME) if self._timed_out else self._most_seconds
         began = time.monotonic()
@@ -257,19 +259,20 @@ class _Timeout:
 
 
 class _ReadersWriterLock(LockFile):
-    """A readers-writer lock built from POSIX record locks on two bytes of a file: the lock itself and a turnstile.
+    """A readers-writer lock built from POSIX record locks on two bytes of a file. One byte is the lock, the other a turnstile.
 
-    Every process passes the turnstile before it takes the lock. A writer holds the turnstile while it waits for the readers,
-    so later readers cannot starve it. Raises ``OSError`` if the system has no record locks.
+    A process must hold the turnstile briefly before it takes the lock. A process that wants the lock alone keeps the turnstile
+    until all others have released the lock, so new sharers cannot keep it waiting forever. Raises ``OSError`` if the system
+    has no record locks.
 
-    For example, A and B share the lock, and B wants to hold the lock alone. B takes the turnstile, C waits at the turnstile, A
-    releases the lock, and B takes the lock. Finally B frees the turnstile.
+    For example, processes A and B share the lock, and B wants to hold it alone. B releases the lock and takes the turnstile. A
+    new process C waits for the turnstile. When A releases the lock, B takes the lock and frees the turnstile.
     """
 
     _TURNSTILE, _LOCK = 0, 1
 
     def acquire_shared(self) -> bool:
-        """Try to share the lock. Return ``False`` while a writer holds or awaits the lock."""
+        """Try to share the lock. Return ``False`` if another process holds the lock alone, or waits to hold it alone."""
         if not self.share(self._TURNSTILE):
             return False
         try:
@@ -278,20 +281,20 @@ class _ReadersWriterLock(LockFile):
             self.admit_others()
 
     def acquire_exclusive(self) -> bool:
-        """Try to hold the lock alone. The turnstile may remain held, even after a failure; see `admit_others`."""
+        """Try to hold the lock alone. Call `admit_others` afterwards, because this process may hold the turnstile."""
         return self.take(self._TURNSTILE) and self.take(self._LOCK)
 
     def downgrade(self) -> None:
-        """Turn the exclusive lock into a shared lock without a gap for another writer."""
+        """Share the lock that this process holds alone. No other process can take the lock alone in between."""
         self.share(self._LOCK)
 
     def kept_by(self, *, alone: bool) -> str | None:
-        """Return a clause with the name of the blocking process; ``None`` if no process blocks."""
+        """Return the process that keeps this process from the lock, such as ``"process 4711"``; ``None`` if there is none."""
         return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
 
     def release(self) -> None:
         self.free(self._LOCK)
 
     def admit_others(self) -> None:
-        """Free the turnstile."""
+        """Free the turnstile, so other processes can share the lock."""
         self.free(self._TURNSTILE)

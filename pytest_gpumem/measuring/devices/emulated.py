@@ -1,4 +1,4 @@
-"""An emulated GPU as a device: bytes as on CUDA, kernel launches from the stand-ins, no times."""
+"""An emulated GPU as a device. Bytes are counted as on CUDA, the stand-ins count kernel launches, and steps are not timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class EmulatedDevice(CudaDevice):
-    """An emulated GPU: torch's own allocator, operators and choice of kernels. The kernels do nothing."""
+    """An emulated GPU. torch's allocator and operators run, and torch chooses kernels as usual, but the kernels do nothing."""
 
     memory_title = "Emulated GPU memory"
     tells_time = False
@@ -46,7 +46,7 @@ class EmulatedDevice(CudaDevice):
         self._convolutions_before = self._recurrent_before = 0
 
     def environment(self) -> Environment:
-        """Return the environment under a slug of its own, because emulated figures need separate baselines."""
+        """Return the GPU's environment with an emulated GPU's slug, because emulated and real GPUs have separate baselines."""
         real = super().environment()
         return replace(real, slug=EMULATED_SLUG + cuda_slug(self._emulation.gpu.title))
 
@@ -54,11 +54,13 @@ class EmulatedDevice(CudaDevice):
         if feature == "values":
             return "an emulated GPU computes the values of small tensors only"
         if feature.startswith("max-autotune"):
-            return f"compile={feature} takes the kernels that are fastest, and an emulated GPU does not know which"
+            return (
+                f"compile={feature} times kernels to choose the fastest ones, and an emulated GPU cannot time kernels"
+            )
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """Return cuDNN's release if convolutions ran, and the treatment of recurrent layers if they ran. Both affect peaks."""
+        """Return cuDNN's release if convolutions ran, and how recurrent layers are emulated if they ran. Both affect peaks."""
         cudnn = self._emulation.cudnn
         planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
         recurrent = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
@@ -71,7 +73,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        # Reads from before `open` belong to no measured test.
+        # Discard what was read before `open`, because no measured test has read it.
         self.lost()
         self.take_reads()
 
@@ -102,7 +104,7 @@ class EmulatedDevice(CudaDevice):
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
-    """Return the ledger for a card that several processes share; ``None`` if the process has its own card."""
+    """Return the memory ledger for an emulated card that several processes share; ``None`` if each process has its own card."""
     card = os.environ.get(EMULATED_CARD)
     if not card:
         return None
@@ -111,7 +113,7 @@ def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
 
 
 class _EmulatedCuda(TorchCuda):
-    """torch.cuda on top of the stand-ins. They count kernel launches themselves, because there is no CUPTI."""
+    """The calls to torch.cuda on an emulated GPU. The stand-ins count kernel launches, because CUPTI needs a real GPU."""
 
     def __init__(self, emulation: Emulation, index: int | None = None) -> None:
         super().__init__(index)
@@ -128,7 +130,7 @@ class _EmulatedCuda(TorchCuda):
 
 
 def why_no_kernels(gpu: Gpu) -> str | None:
-    """Return a clause if no torch kernel runs on a GPU; ``None`` if torch's kernels run there."""
+    """Return the reason why none of torch's kernels runs on ``gpu``; ``None`` if they run."""
     import torch
 
     return no_kernels(torch.__version__, torch.cuda.get_arch_list(), gpu.capability)
@@ -141,7 +143,7 @@ def _values() -> HostValues | None:
 
 
 def _demangled(symbol: str) -> str:
-    """Return the C++ name of a mangled symbol; any other text unchanged."""
+    """Return the C++ name for a mangled symbol. Any other text is returned unchanged."""
     if not symbol.startswith("_Z"):
         return symbol
     status = ctypes.c_int()

@@ -1,4 +1,4 @@
-"""Live bytes and their peak from allocation events, and from frees that the profiler does not report."""
+"""Count live bytes and their peak from the profiler's allocation events, and from frees missed by the profiler."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 _MARK_SIZES = (53, 59)
-"""Sizes of a mark's two blocks. Both are live at the same time, so no ordinary tensor can look like the mark."""
+"""Sizes in bytes of a mark's two allocations. Both are live at the same time, so no ordinary tensor looks like a mark."""
 
 AnyToken = TypeVar("AnyToken", bound=Token)
 
 
 class FreeCallbacks:
-    """Watches storages, and keeps the freed storages until `put_into` inserts their frees into the recorded events.
+    """Notices when watched storages are freed, and inserts their frees into the recorded events (`put_into`).
 
-    The profiler only reports the free of a block if it saw the block's allocation. For an older storage, a weak reference
-    reports the free. Two tiny allocations at this moment, the mark, show its place among the recorded events.
+    The profiler reports the free of a block only if it recorded the block's allocation. For an older storage, the callback
+    of a weak reference notices the free. The callback makes two tiny allocations, called a mark. The mark's position among
+    the recorded events is the position of the free.
 
     For example, a storage at ``0xa000`` from before the recording is freed. The callback allocates 53 and 59 bytes. `put_into`
     replaces these two allocations and their frees by ``AllocationEvent(time, 0xa000, -1)``.
@@ -37,10 +38,10 @@ class FreeCallbacks:
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: deque[tuple[int, list[int]]] = deque()
-        """Each freed storage's address, with the addresses in its mark."""
+        """For each freed storage, its address and the addresses of the mark's two blocks; no blocks if there is no mark."""
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
-        """Notice when ``storage`` is freed. ``recording()`` returns whether a profiler records events at that moment."""
+        """Watch ``storage`` until it is freed. ``recording()`` returns whether a profiler records events at this moment."""
         address = storage.data_ptr()
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
@@ -56,13 +57,13 @@ class FreeCallbacks:
         self._watched[address] = weakref.ref(storage, freed)
 
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
-        """Return ``events`` with the frees inserted. Each mark (two allocations and their frees) becomes a free.
+        """Return ``events`` with each mark (two allocations and their frees) replaced by the free of the watched storage.
 
-        A free without a mark among the events comes at the end. Such a free happened without a recording or in another thread.
+        A free without a recording or in another thread has no mark in ``events``, and is added at the end.
         """
         placed: list[AnyToken | AllocationEvent] = []
         recent_events: list[tuple[int, AllocationEvent]] = []
-        """The latest allocation events, as many as a mark has blocks, with their indices in ``placed``."""
+        """The latest two allocation events, with their indices in ``placed``. They may be a mark."""
         to_drop: set[tuple[int, int]] = set()
         last = 0
         for event in events:
@@ -90,14 +91,14 @@ class FreeCallbacks:
 
 
 class LiveBlocks:
-    """The known live blocks, and the most bytes that they had since the last `reset_peak`.
+    """All live blocks from the applied events, and the peak of their bytes since the last `reset_peak`.
 
-    A free of an unknown block changes nothing. An allocation at a known address means a missed free, so the new block
-    replaces the earlier one. If the earlier block was already known at the last `hold_known`, its bytes stay in every
-    reading, so readings do not change because of the missed free.
+    A free at an address without a live block is ignored. An allocation at a live block's address means that the block's free
+    was missed, so the new block replaces the earlier block. But if `hold_known` was called after the earlier block was
+    allocated, its bytes still count as live. Otherwise later readings would differ because of a free that happened earlier.
 
-    For example, a 100-byte block at ``0xa000`` and then a 60-byte block at ``0xa000`` give 60 live bytes. With
-    `hold_known` in between they give 160.
+    For example, 100 bytes are allocated at ``0xa000``, and then 60 bytes at ``0xa000``. There are 60 live bytes, or 160 if
+    `hold_known` was called in between.
     """
 
     def __init__(self) -> None:
@@ -107,9 +108,9 @@ class LiveBlocks:
         self.live = 0
         self._peak = 0
         self._held = 0
-        """The number of the latest block at the last `hold_known`."""
+        """The number of the latest block when `hold_known` was last called."""
         self.turnover = 0
-        """All bytes allocated so far."""
+        """The bytes of all allocations so far, including freed memory."""
 
     @property
     def blocks(self) -> Blocks:
@@ -121,11 +122,11 @@ class LiveBlocks:
 
     @property
     def known(self) -> BlockIds:
-        """The live blocks. Each block has a number, because addresses are reused."""
+        """The live blocks' addresses and numbers. A number distinguishes blocks that had the same address."""
         return frozenset((address, self._numbers[address]) for address in self._blocks)
 
     def apply(self, events: Iterable[AllocationEvent]) -> None:
-        """Add allocations and subtract frees. The events are ordered by time."""
+        """Apply allocations and frees to the live blocks. The events must be ordered by time."""
         for event in events:
             earlier = self._blocks.pop(event.address, 0)
             if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:
@@ -136,23 +137,26 @@ class LiveBlocks:
                 self._peak = max(self._peak, self.live)
 
     def hold_known(self) -> None:
-        """Count the known blocks as live until their free is seen, so frees missed before this call change no later reading."""
+        """Count each current block as live until an event reports its free, even if its address is allocated again.
+
+        So a free missed before this call does not change later readings.
+        """
         self._held = self._count
 
     def register_existing(self, blocks: Blocks) -> None:
-        """Add blocks that have always been live. The peak grows by their bytes."""
+        """Add blocks that have been live since before `reset_peak`, so the peak grows by their bytes as well."""
         for address, nbytes in blocks.items():
             if address not in self._blocks:
                 self._learn(address, nbytes)
                 self._peak += nbytes
 
     def keep_only(self, block_ids: BlockIds) -> None:
-        """Count every block that is not in ``block_ids`` as freed now."""
+        """Remove all blocks except those in ``block_ids``, as if they were freed now."""
         for address in [a for a in self._blocks if (a, self._numbers[a]) not in block_ids]:
             self.live -= self._blocks.pop(address)
 
     def restrict(self, block_ids: BlockIds, blocks: Blocks) -> None:
-        """Remove every block that is neither in ``block_ids`` nor in ``blocks``, and add all ``blocks``."""
+        """Remove all blocks except those in ``block_ids`` or ``blocks``, and add missing blocks from ``blocks``."""
         remaining = {
             address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in block_ids
         }
@@ -174,5 +178,5 @@ class LiveBlocks:
         return Peak(self._peak)
 
     def reset_peak(self) -> None:
-        """Start the next peak from the bytes that are live now."""
+        """Set the peak to the current live bytes."""
         self._peak = self.live

@@ -1,10 +1,10 @@
-"""A ledger of a device's memory, shared by all of a user's processes. Tests with known peaks run together if they fit.
+"""A ledger in which a user's processes reserve memory on a device. Tests with known peaks run at the same time if they fit.
 
-Workers of a session share the ledger, and so do separate sessions. If a process dies, its reservation ends.
+All workers and all sessions of a user share the ledger. If a process dies, its reservation ends.
 
 For example, a GPU has 80 GB. Worker A holds 2 GB between tests and runs a test that needs 30 GB, so its entry is
-``Entry(2 GB, 30 GB, SHARES)``. Worker B holds 2 GB and wants to run a test of 50 GB. The total would be 84 GB, so B waits until
-A's test has ended. A test of 40 GB would begin at once, because 74 GB fit.
+``Entry(2 GB, 30 GB, SHARES)``. Worker B holds 2 GB, and its next test needs 50 GB. Both workers together would need 84 GB, so B
+waits until A's test has ended. A test with 40 GB would begin at once, because 74 GB fit into 80 GB.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_SECONDS = 1800.0
-"""The next test begins after this many seconds in any case, because a process that needs its memory for so long hangs or is in
-a debugger."""
+"""The longest wait for memory, in seconds. Afterwards the test begins even if it may not fit.
+
+A process that needs its memory for longer probably hangs or is in a debugger.
+"""
 _SLOTS = 256
 _SLOT = struct.Struct("<QQB47x")
-# The processes lock the first byte of their slots, and these two bytes after the slots.
+# A process locks the first byte of its slot for as long as it is in the ledger. It locks these two bytes only briefly.
 _MUTEX, _TURNSTILE = _SLOTS * _SLOT.size, _SLOTS * _SLOT.size + 1
 
 
@@ -38,15 +40,15 @@ class State(IntEnum):
     """A process's current use of a device."""
 
     RESTS = 1
-    """The process runs no test on the device."""
+    """The process does not run a test on the device."""
     SHARES = 2
     """The process runs a test, and other processes may run tests at the same time."""
     ALONE = 3
-    """The process runs a test that takes the whole device."""
+    """The process runs a test alone on the device."""
 
 
 class Entry(NamedTuple):
-    """A process's share of a device: ``rest`` bytes between tests, and ``test`` additional bytes during a test."""
+    """A process's reservation on a device: ``rest`` bytes at all times, and ``test`` additional bytes during a test."""
 
     rest: int
     test: int
@@ -59,9 +61,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory at a moment, in bytes. ``held`` is this process's part of the used memory.
+    """A device's current memory in bytes. ``held`` is the memory that this process uses.
 
-    For example, ``DeviceMemory(total=80, free=50, held=10)`` shows 20 bytes in other processes.
+    For example, if ``DeviceMemory(total=80, free=50, held=10)``, other processes use 20 bytes.
     """
 
     total: int
@@ -70,12 +72,12 @@ class DeviceMemory:
 
 
 class SharedMemory(Protocol):
-    """A device's memory, which processes share."""
+    """A device's memory, which several processes share under ``--gpumem-pack``."""
 
     ledger: MemoryLedger
 
     def now(self) -> DeviceMemory:
-        """Return a reading of the memory."""
+        """Return the device's current memory."""
         ...
 
     def limit(self, most: int | None) -> None:
@@ -83,28 +85,29 @@ class SharedMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Return the allocator's unused memory to the device."""
+        """Return the allocator's cached memory to the device, so other processes can use it."""
         ...
 
     def refusals(self) -> int:
-        """Return how often memory has run out in this process, including errors that the program caught."""
+        """Return how often this process has run out of memory, even if the program has caught the errors."""
         ...
 
 
 def may_begin(request: Entry, entries: Iterable[Entry], read_memory: Callable[[], DeviceMemory]) -> bool:
-    """Return whether a process may begin a test.
+    """Return whether a process may begin a test now.
 
-    If no other process runs a test, the test may begin, because waiting would free no memory. Beside tests that share the
-    device, the test may begin if two sums fit in the total: all reservations, and the memory in use plus this reservation. The
-    second sum accounts for programs without an entry in the ledger.
+    If no other process runs a test, the test may begin, because waiting would free no memory. If any of the running tests or
+    this test needs the whole device, the test must wait. Otherwise the test may begin if two sums fit into the device's
+    memory: the reservations of all processes, and the memory that other processes really use plus this reservation. The second
+    sum includes programs that are not in the ledger.
 
-    For example, a test needs 30 GB on an 80 GB GPU. The other entries sum up to 40 GB, so the first sum is 70 GB and fits. But
-    20 GB are free, this process holds none, and so 60 GB are in use. The second sum is 90 GB, and the test waits.
+    For example, a test needs 30 GB on a GPU with 80 GB. Other processes have reserved 40 GB, so the first sum is 70 GB, which
+    fits. But they use 60 GB, so the second sum is 90 GB, and the test waits.
 
     Args:
-        request: The entry that the process would write.
+        request: The process's entry if it begins the test.
         entries: The entries of all other processes.
-        read_memory: Reads the device's memory. Called only if other tests share the device.
+        read_memory: Reads the device's memory. Called only if the second sum is needed.
     """
     other_entries = list(entries)
     running = [entry for entry in other_entries if entry.state is not State.RESTS]
@@ -118,9 +121,9 @@ def may_begin(request: Entry, entries: Iterable[Entry], read_memory: Callable[[]
 
 
 class MemoryLedger:
-    """The ledger of the device called ``name`` (a GPU's UUID), in ``folder`` (default: this user's folder).
+    """The ledger for the device called ``name`` (a GPU's UUID). It is a file in ``folder``, by default in this user's folder.
 
-    `enter` and `reserved` raise ``OSError`` if there can be no ledger: on Windows, or if the folder cannot be used.
+    `enter` and `reserved` raise ``OSError`` on Windows, or if the folder cannot be used.
     """
 
     def __init__(self, name: str, *, folder: Path | None = None) -> None:
@@ -128,11 +131,11 @@ class MemoryLedger:
         self._folder = folder
 
     def enter(self, rest: int) -> None:
-        """Enter this process with the ``rest`` bytes that it holds between tests. A second call does nothing."""
+        """Add an entry for this process, which holds ``rest`` bytes between tests. If it has an entry already, do nothing."""
         self._of_this_process().enter(rest)
 
     def leave(self) -> None:
-        """Remove this process's entry, unless it runs a test. The last process removes the file."""
+        """Remove this process's entry, unless the process runs a test. The last process in the ledger removes the file."""
         self._of_this_process().leave()
 
     @contextmanager
@@ -140,15 +143,15 @@ class MemoryLedger:
         """Wait until a test may begin, and reserve the device's memory until the context ends.
 
         Args:
-            request: The test's bytes in addition to the process's ``rest``; ``None`` for the whole device.
-            read_memory: Reads the device's memory. The process's bytes at the end of the context become its ``rest``.
+            request: The bytes that the test needs in addition to the process's ``rest``; ``None`` for the whole device.
+            read_memory: Reads the device's memory. When the context ends, the bytes that the process holds become its ``rest``.
 
         Yields:
             The reservation.
         """
         process = self._of_this_process()
         if process.runs_a_test:
-            # A session within a test shares the test's reservation.
+            # This is a pytest session inside a test (``pytester``). It uses the reservation of the outer test.
             yield Reservation(process, None, read_memory)
             return
         try:
@@ -162,9 +165,9 @@ class MemoryLedger:
 
 
 class Reservation:
-    """A running test's part of a device.
+    """The memory that a running test has reserved on a device.
 
-    ``needed`` is the test's bytes in addition to the process's ``rest``, or ``None`` for the whole device.
+    ``needed`` is the number of bytes in addition to the process's ``rest``, or ``None`` for the whole device.
     """
 
     def __init__(self, process: _ProcessLedger, request: int | None, read_memory: Callable[[], DeviceMemory]) -> None:
@@ -174,11 +177,14 @@ class Reservation:
 
     @property
     def limit(self) -> int | None:
-        """The most bytes that the process may hold; ``None`` if the test has the whole device."""
+        """The limit in bytes for this process's memory on the device; ``None`` if the test has the whole device."""
         return None if self.needed is None else self._process.entry.total
 
     def take_all(self) -> None:
-        """Exchange the reservation for the whole device. Tests of other processes may run in between."""
+        """Reserve the whole device instead, because the test needs more memory than expected.
+
+        The old reservation ends first, so other processes may run tests before this process has the whole device.
+        """
         if self.needed is not None:
             self.needed = None
             self._process.end(self._read_memory)
@@ -186,7 +192,7 @@ class Reservation:
 
 
 class _ProcessLedger:
-    """A process's state of the ledger. All `MemoryLedger` objects share it, because record locks belong to a process."""
+    """A ledger's state in this process. All `MemoryLedger` objects share it, because record locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
@@ -226,7 +232,8 @@ class _ProcessLedger:
         entry = Entry(held_bytes, request or 0, State.ALONE if request is None else State.SHARES)
         assert self._file is not None, "enter() has opened the file"
         try:
-            # The first process in the queue waits for memory, and all others wait behind it. Many small tests cannot starve it.
+            # Only the process with the turnstile waits for memory, and all others wait for the turnstile. So many small tests
+            # cannot keep a large test waiting forever.
             while not self._file.take(_TURNSTILE):
                 time.sleep(SECONDS_BETWEEN_TRIES)
             deadline = time.monotonic() + MOST_SECONDS
@@ -236,7 +243,7 @@ class _ProcessLedger:
             self._file.free(_TURNSTILE)
 
     def end(self, read_memory: Callable[[], DeviceMemory]) -> None:
-        # A child that was forked during a test has inherited this object, but no lock.
+        # A child process that was forked during a test has a copy of this object, but no locks.
         if self._file is None or not self.runs_a_test or self._process != os.getpid():
             return
         held_bytes = self._held(read_memory)
@@ -247,7 +254,7 @@ class _ProcessLedger:
         try:
             return read_memory().held
         except RuntimeError:
-            return self.entry.total  # after an illegal memory access the device answers no query and frees nothing
+            return self.entry.total  # after an illegal memory access, CUDA neither reports nor frees memory
 
     def _try_to_begin(
         self, file: LockFile, entry: Entry, read_memory: Callable[[], DeviceMemory], *, in_any_case: bool
@@ -256,7 +263,7 @@ class _ProcessLedger:
             try:
                 may = in_any_case or may_begin(entry, self._others(file), read_memory)
             except RuntimeError:
-                may = True  # a process whose device answers no query cannot allocate on it either
+                may = True  # after an illegal memory access, this process can no longer allocate memory
             if may:
                 self._write(file, entry)
             return may
@@ -275,7 +282,7 @@ class _ProcessLedger:
             if slot == self._slot or not state:
                 continue
             if file.take(slot * _SLOT.size):
-                # The slot's process has ended.
+                # The lock was free, so the slot's process has ended.
                 os.pwrite(file.descriptor, bytes(_SLOT.size), slot * _SLOT.size)
                 file.free(slot * _SLOT.size)
             else:
@@ -296,4 +303,4 @@ class _ProcessLedger:
 
 
 _process_ledger = functools.cache(_ProcessLedger)
-"""Return the process's ledger. There is only one ledger, because closing a second file would free all locks of the process."""
+"""Return the process's only `_ProcessLedger` for a file. Closing a second descriptor would free all its locks on the file."""

@@ -1,6 +1,6 @@
-"""Readings from NVML through nvidia-ml-py: a GPU's clocks, the reasons for low clocks, and the processes that use it.
+"""Read a GPU's clocks, the reasons for low clocks, and the processes on the GPU from NVML, through nvidia-ml-py.
 
-Nothing in this module raises. A reading is ``None`` if NVML is missing or has no such reading.
+No function in this module raises an error. A function returns ``None`` if NVML is not installed or does not report the value.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _EVENTS = {
     0x80: "HwPowerBrakeSlowdown",
     0x100: "DisplayClockSetting",
 }
-"""The bits of ``nvmlClocksEventReasons`` (nvml.h). NVIDIA changed their names once and kept the bits."""
+"""The bits of ``nvmlClocksEventReasons`` (nvml.h), with NVIDIA's current names. Older drivers use the same bits."""
 _LONGEST_SAMPLING = 1.0
-"""The longest sampling interval in seconds. NVML samples a GPU's use every 1/6 to 1 second (nvml.h, ``nvmlUtilization_t``)."""
+"""NVML's longest sampling interval in seconds. It samples a GPU every 1/6 to 1 second (nvml.h, ``nvmlUtilization_t``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherProcesses:
-    """Other programs' processes on a GPU. ``pids`` is empty if only their number is known."""
+    """The processes from other sessions on a GPU. ``pids`` is empty if only their number is known."""
 
     number: int
     pids: frozenset[int] = frozenset()
@@ -39,7 +39,7 @@ class OtherProcesses:
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """A GPU's state from NVML. Units and names are the same as in `Conditions`."""
+    """A GPU's clocks and processes. The fields have the same units and names as in `Conditions`."""
 
     clock_events: frozenset[str] | None = None
     sm_clock: float | None = None
@@ -48,9 +48,10 @@ class GpuState:
 
 
 class NvmlGpu:
-    """The GPU or MIG instance with a UUID. The given UUID may lack its prefix (``GPU-``, ``MIG-``).
+    """The GPU or MIG instance with a UUID. The UUID may be given without its prefix (``GPU-``, ``MIG-``).
 
-    The first reading initialises NVML for the rest of the process, because each initialisation takes milliseconds.
+    NVML is initialised at the first call and stays initialised until the process ends, because initialising takes
+    milliseconds.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -59,7 +60,7 @@ class NvmlGpu:
         self._default_clock: float | None = None
 
     def driver_version(self) -> str:
-        """Return the driver's release, for example ``"580.95.05"``, or ``"unknown"`` with NVML's error message."""
+        """Return the driver's release, for example ``"580.95.05"``; ``"unknown"`` with an error message if NVML fails."""
         version = None
         if self._nvml is not None:
             self._trouble = None
@@ -69,17 +70,17 @@ class NvmlGpu:
         return version.decode() if isinstance(version, bytes) else str(version)
 
     def now(self, is_ours: Callable[[int], bool], workers: int) -> GpuState:
-        """Return the current clocks and the other processes.
+        """Return the GPU's current clocks, and the processes from other sessions.
 
         Args:
-            is_ours: Returns whether a pid belongs to this session.
-            workers: How many processes in this session measure.
+            is_ours: Returns whether the process with a pid belongs to this session.
+            workers: The number of measuring processes in this session.
         """
         processes = self.processes()
         ours = [pid for pid in processes or () if is_ours(pid)]
         other = other_processes(processes, None, ours, workers)
         if other is not None and other.number:
-            # Query the working processes only now, because this query copies a buffer of samples.
+            # Ask for working processes only if there are other processes, because this copies a buffer of samples.
             other = other_processes(processes, self.working(), ours, workers)
         return GpuState(self.clock_events(), self.sm_clock(), self.default_sm_clock(), other)
 
@@ -87,7 +88,7 @@ class NvmlGpu:
         """Return the reasons for low clocks, named as in `Conditions.clock_events`."""
         bits = self._query_physical("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
-            # Drivers before 535 only know the older name, which nvidia-ml-py still has.
+            # Drivers before 535 have this function only under its older name, which nvidia-ml-py still supports.
             bits = self._query_physical("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else frozenset(name for bit, name in _EVENTS.items() if bits & bit)
 
@@ -96,39 +97,39 @@ class NvmlGpu:
         return self._clock("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM")
 
     def default_sm_clock(self) -> float | None:
-        """Return the default SM clock in Hz, or the highest clock if NVML has no default (since driver 580)."""
+        """Return the default SM clock in Hz. If NVML reports no default (since driver 580), return the highest SM clock."""
         if self._default_clock is None:
-            # NVML has a default for the graphics clock, and the SM clock equals the graphics clock.
+            # NVML reports the default of the graphics clock, which is equal to the SM clock.
             self._default_clock = self._clock("nvmlDeviceGetDefaultApplicationsClock", "NVML_CLOCK_GRAPHICS")
         if self._default_clock is None:
             self._default_clock = self._clock("nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_SM")
         return self._default_clock
 
     def processes(self) -> frozenset[int] | None:
-        """Return the driver's pids for all processes with a CUDA context. In a container these are the host's pids."""
+        """Return the pids of all processes with a CUDA context on the GPU. In a container, NVML reports the host's pids."""
         entries = self._process_entries()
         return None if entries is None else frozenset(int(process.pid) for process in entries)
 
     def bytes_of(self, pid: int) -> int | None:
-        """Return the bytes that a process has allocated on the GPU; ``None`` if they are unknown.
+        """Return a process's bytes on the GPU; ``None`` if they are unknown.
 
-        They are unknown in a container, because the driver has the host's pids, and on Windows.
+        They are unknown on Windows, and in a container, because NVML reports the host's pids.
         """
         process_bytes = [process.usedGpuMemory for process in self._process_entries() or () if process.pid == pid]
         return int(process_bytes[0]) if process_bytes and process_bytes[0] is not None else None
 
     def _process_entries(self) -> list[Any] | None:
-        """Return NVML's entries for the processes with a CUDA context."""
+        """Return NVML's entries for all processes with a CUDA context; ``None`` if NVML does not report them."""
         if self._instance is None:
             return None
         entries = self._query("nvmlDeviceGetComputeRunningProcesses", self._instance)
         if entries is None:
-            # Drivers before 510 only have this older form. nvidia-ml-py has no fallback.
+            # Drivers before 510 only have this older function, and nvidia-ml-py does not fall back to it.
             entries = self._query("nvmlDeviceGetComputeRunningProcesses_v2", self._instance)
         return None if entries is None else list(entries)
 
     def working(self) -> frozenset[int] | None:
-        """Return the processes that used the GPU within the last two seconds; ``None`` for a MIG instance."""
+        """Return the pids of processes that used the GPU within the last two seconds; ``None`` for a MIG instance."""
         if self._physical is None or self._instance is not self._physical:
             return None
         start_us = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
@@ -136,7 +137,7 @@ class NvmlGpu:
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._physical, start_us)
         except refusals as error:
-            # nvidia-ml-py raises an exception with the success code if NVML has no samples to copy.
+            # If NVML has no samples, nvidia-ml-py raises an exception, even though the call returned the code for success.
             no_samples = {getattr(self._nvml, name, None) for name in ("NVML_ERROR_NOT_FOUND", "NVML_SUCCESS")} - {None}
             return frozenset() if getattr(error, "value", None) in no_samples else None
         return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
@@ -149,7 +150,7 @@ class NvmlGpu:
         return None if self._physical is None else self._query(function, self._physical, *arguments)
 
     def _query(self, function: str, *arguments: object) -> Any:
-        """Return NVML's answer; ``None`` if NVML raises an error or lacks the function."""
+        """Call a function in NVML, and return its result; ``None`` if NVML raises an error or lacks the function."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except AttributeError:
@@ -159,35 +160,36 @@ class NvmlGpu:
             return None
 
     def _refusals(self) -> tuple[type[Exception], ...]:
-        """Return nvidia-ml-py's exceptions, for NVML errors and for a driver that is older than nvidia-ml-py."""
+        """Return nvidia-ml-py's exception classes, for errors from NVML and for a driver that lacks a function."""
         names = ("NVMLError", "NVMLLibraryMismatchError")
         return tuple(getattr(self._nvml, name) for name in names if hasattr(self._nvml, name))
 
     @cached_property
     def _nvml(self) -> Any:
-        """The module of nvidia-ml-py, with NVML initialised; ``None`` if this fails."""
+        """The module ``pynvml``, with NVML initialised; ``None`` if it is not installed or the initialisation fails."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
         except (ImportError, OSError):
             return None
-        except Exception as error:  # noqa: BLE001 - the class of NVML's errors is in the module that failed to initialise
+        except Exception as error:  # noqa: BLE001 - NVML's errors are defined in pynvml, which is only imported in this function
             self._trouble = str(error)
             return None
         return pynvml
 
     @cached_property
     def _instance(self) -> Any:
-        """The handle of the GPU or MIG instance with this UUID."""
+        """NVML's handle for the GPU or MIG instance with this UUID; ``None`` if NVML does not find it."""
         handles = (self._query("nvmlDeviceGetHandleByUUID", prefix + self._uuid) for prefix in ("", "GPU-", "MIG-"))
         return next((handle for handle in handles if handle is not None), None)
 
     @cached_property
     def _physical(self) -> Any:
-        """The handle of the whole GPU, because a MIG instance has no clocks. NVML raises an error for an unpartitioned GPU."""
+        """NVML's handle for the whole GPU, because a MIG instance has no clocks of its own."""
         if self._instance is None:
             return None
+        # NVML raises an error if the GPU is not divided into MIG instances.
         parent = self._query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", self._instance)
         return self._instance if parent is None else parent
 
@@ -195,18 +197,18 @@ class NvmlGpu:
 def other_processes(
     processes: frozenset[int] | None, working: frozenset[int] | None, ours: Collection[int], workers: int
 ) -> OtherProcesses | None:
-    """Return the other processes that use the GPU, without idle processes.
+    """Return the processes from other sessions that use the GPU, without idle processes.
 
-    If NVML does not list this session's pids, its pids come from another namespace. The function then
-    subtracts ``workers`` from the number of listed processes. For example, NVML lists 5 host pids in a container, and the
-    session has 2 workers, so 3 processes are other programs.
+    In a container, NVML lists the host's pids, so this session's pids are not among them. Then ``workers`` is subtracted from
+    the number of listed processes. For example, NVML lists 5 pids, and the session has 2 workers, so 3 processes belong to
+    other programs.
 
     Args:
         processes: All pids on the GPU; ``None`` if they are unknown.
-        working: The pids that recently used the GPU; ``None`` if they are unknown. In this case, all processes count as
-            working.
-        ours: This session's pids on the GPU.
-        workers: How many processes in this session measure.
+        working: The pids of processes that recently used the GPU; ``None`` if they are unknown. Then no process counts as
+            idle.
+        ours: The pids among ``processes`` that belong to this session.
+        workers: The number of measuring processes in this session.
     """
     if processes is None:
         return None
@@ -216,6 +218,6 @@ def other_processes(
         return OtherProcesses(len(at_work), at_work)
     number = max(len(processes) - workers, 0)
     if working is not None:
-        # This process itself is working.
+        # This process itself is one of the working processes.
         number = min(number, max(len(processes & working) - 1, 0))
     return OtherProcesses(number)

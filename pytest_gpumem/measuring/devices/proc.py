@@ -1,6 +1,6 @@
-"""Readings from Linux's /proc: this thread's waiting, the machine's cores, and the other processes on them.
+"""Read Linux's /proc files: how long this thread waited for a core, the CPU's name, and the CPU time of processes.
 
-On systems without these files (macOS, Windows) every reading is ``None``.
+If a file is missing, as on macOS and Windows, a function returns ``None``, 0 or an empty result.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _BUSY = (0, 1, 2, 5, 6)
-"""Indices of counters on a cpu line: user, nice, system, irq, softirq. User and nice include guest time (proc_stat(5))."""
+"""Indices of the counters for user, nice, system, irq and softirq in a line for a core of /proc/stat.
+
+The counters for user and nice include guest time (proc_stat(5)).
+"""
 _STEAL = 7
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Seconds since the machine started, summed over ``cores``: ``busy`` with processes, ``stolen`` by the hypervisor."""
+    """CPU seconds since the machine started, summed over all ``cores``.
+
+    ``busy`` is the time in which cores ran processes. ``stolen`` is the time in which the hypervisor ran other machines.
+    """
 
     busy: float
     stolen: float
@@ -32,7 +38,7 @@ class CpuTimes:
 
 
 def tick_seconds() -> float:
-    """Return the length of a tick in seconds. /proc counts CPU time in ticks."""
+    """Return the length of a tick in seconds. Files in /proc count CPU time in ticks."""
     try:
         return 1 / os.sysconf("SC_CLK_TCK")
     except (AttributeError, ValueError, OSError, ZeroDivisionError):
@@ -45,32 +51,35 @@ def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | 
 
 
 def cpu_times(path: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """Return the times on the machine's cores since it started."""
+    """Return the CPU times of all the machine's cores since the machine started."""
     return cpu_times_of(_text(path), tick_seconds())
 
 
 def seconds_of_children(proc: Path = Path("/proc")) -> float:
     """Return the CPU seconds used by this process's descendants, such as a DataLoader's workers.
 
-    Ended children count if they were waited for. Live children count if a main thread started them.
+    An ended child is included if its parent has waited for it. A live child is included if its parent's main thread has
+    started it.
     """
     ended = os.times()
     return ended.children_user + ended.children_system + sum(_seconds_of_live(proc, os.getpid(), tick_seconds()))
 
 
 def _seconds_of_live(proc: Path, pid: int, tick: float) -> Iterator[float]:
-    # The kernel lists children by their starting thread, and a process may have hundreds of threads.
+    # The kernel has a list of children for each thread. Only the main thread's list is read, because there may be hundreds.
     for word in (_text(proc / f"{pid}/task/{pid}/children") or "").split():
         yield seconds_in(_text(proc / f"{word}/stat"), tick)
         yield from _seconds_of_live(proc, int(word), tick)
 
 
 def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """Return the other processes with the same parent and the same value in an environment variable.
+    """Return the pids of other processes with the same parent and the same value in an environment variable.
+
+    For example, the ranks in a distributed job have the same value in ``MASTER_PORT``.
 
     Args:
-        variable: The variable's name. The result is empty if this process lacks the variable.
-        proc: The folder that the kernel fills.
+        variable: The variable's name. The result is empty if the variable is not set in this process.
+        proc: The folder with the kernel's files about processes.
     """
     value = os.environ.get(variable)
     siblings = []
@@ -83,18 +92,18 @@ def siblings_with(variable: str, proc: Path = Path("/proc")) -> tuple[int, ...]:
 
 
 def seconds_of(pids: Iterable[int], proc: Path = Path("/proc")) -> float:
-    """Return the CPU seconds used by processes and their descendants; 0 for ended processes."""
+    """Return the CPU seconds used by the processes ``pids`` and their descendants. An ended process counts as 0 seconds."""
     tick = tick_seconds()
     return sum(seconds_in(_text(proc / f"{pid}/stat"), tick) + sum(_seconds_of_live(proc, pid, tick)) for pid in pids)
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the parent of the process ``pid``."""
+    """Return the pid of a process's parent; ``None`` if it is unknown."""
     return parent_in(_text(Path(f"/proc/{pid}/stat")))
 
 
 def is_of_session(pid: int) -> bool:
-    """Return whether ``pid`` is this process, its child, or another pytest-xdist worker from the same session."""
+    """Return whether a process belongs to this session: this process, its child, or one of its pytest-xdist workers."""
     parents = {os.getpid()}
     if "PYTEST_XDIST_WORKER" in os.environ:
         parents.add(os.getppid())
@@ -102,38 +111,38 @@ def is_of_session(pid: int) -> bool:
 
 
 def workers_of_session() -> int:
-    """Return how many processes in this session measure: pytest-xdist's workers, or only this process."""
+    """Return the number of measuring processes in this session: pytest-xdist's workers, or 1 without pytest-xdist."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return int(workers) if workers.isdigit() else 1
 
 
 def machine(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU and how many cores this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
-    # Read only the first core, because the file is long on large machines, and slow for the kernel to write.
+    """Return the CPU's name and the number of cores that this process may use: ``"AMD EPYC 9575F, 8 cores"``."""
+    # Read only the first core's entry, because the kernel needs a long time for the entries of hundreds of cores.
     model = model_of(_text(path, most=4096)) or platform_processor()
     cores = usable_cores()
     return f"{model}, {counted(cores, 'core')}"
 
 
 def platform_processor() -> str:
-    """Return the CPU on systems where /proc does not name it: a name on Windows and macOS, otherwise the architecture."""
+    """Return the CPU's name on Windows and macOS, and its architecture elsewhere. Used if /proc/cpuinfo has no name."""
     # On Linux, `platform.processor` runs a program and returns no more than `platform.machine`.
     name = platform.processor() if platform.system() in ("Windows", "Darwin") else ""
     return name or platform.machine() or "unknown CPU"
 
 
 def usable_cores() -> int:
-    """Return how many logical cores this process may use."""
+    """Return the number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def waited_of(schedstat: str | None) -> float | None:
-    """Return how many seconds a thread has waited for a core, from its ``schedstat``.
+    """Return how many seconds a thread has waited for a core, from the text of its ``schedstat`` file.
 
-    The file has the nanoseconds on a core, the nanoseconds waiting for a core, and the turns. For example,
-    ``"5000000 2000000000 7"`` gives 2.0. All numbers are 0 if the kernel does not count, and the result is ``None``.
+    The text has three numbers: nanoseconds on a core, nanoseconds waiting for a core, and time slices. For example, the result
+    for ``"5000000 2000000000 7"`` is 2.0. If the kernel does not measure them, all numbers are 0, and the result is ``None``.
     """
     numbers = _numbers(schedstat)
     if len(numbers) < 2 or numbers[0] == 0:
@@ -142,7 +151,7 @@ def waited_of(schedstat: str | None) -> float | None:
 
 
 def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
-    """Return the times in ``/proc/stat``, whose counters are ticks of ``tick`` seconds."""
+    """Return the CPU times from the text of ``/proc/stat``, whose counters are in ticks of ``tick`` seconds."""
     lines = re.findall(r"^cpu(\d*)((?: +\d+)+)$", stat or "", re.MULTILINE)
     total = next((_numbers(counters) for number, counters in lines if not number), [])
     cores = sum(1 for number, _ in lines if number)
@@ -152,20 +161,26 @@ def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
 
 
 def seconds_in(stat: str | None, tick: float) -> float:
-    """Return the CPU seconds in a process's ``stat``, including waited-for children."""
+    """Return a process's CPU seconds from the text of its ``stat`` file, including ended children that it has waited for."""
     # Split after the second field, a name in parentheses that may contain any character.
     fields = (stat or "").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * tick
 
 
 def parent_in(stat: str | None) -> int | None:
-    """Return the parent in a process's ``stat``, if it is readable. The second field, in parentheses, may be any text."""
+    """Return the parent's pid from the text of a process's ``stat`` file; ``None`` if the text is missing or invalid.
+
+    The second field is the process's name in parentheses. It may contain any text, even parentheses.
+    """
     match = re.match(r"\d+ \(.*\) \S (\d+) ", stat or "", re.DOTALL)
     return int(match.group(1)) if match else None
 
 
 def model_of(cpuinfo: str | None) -> str | None:
-    """Return the CPU's name from ``/proc/cpuinfo``, or two numbers on Arm machines, which have no name there."""
+    """Return the CPU's name from the text of ``/proc/cpuinfo``; ``None`` if the text has no name.
+
+    On Arm, the file has two numbers instead of a name. Then the result is, for example, ``"aarch64 0x41/0xd0c"``.
+    """
     text = cpuinfo or ""
     name = re.search(r"^model name\s*: *(\S.*?)\s*$", text, re.MULTILINE)
     if name:

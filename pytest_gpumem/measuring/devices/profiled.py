@@ -1,4 +1,4 @@
-"""Recordings from torch's profiler: allocations with their operators, nodes and marks, and CUDA's kernel launches."""
+"""Record allocations with their operators, autograd nodes and marks, and kernel launches, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 MARK_PREFIX = "gpumem#"
-"""The prefix of a mark's name, which ends with the mark's number: ``"gpumem#3"``."""
+"""The prefix of a mark's name in the profile. The mark's number follows: ``"gpumem#3"``."""
 
 _NODE = "autograd::engine::evaluate_function: "
 _ENGINE = "torch::autograd::"
-# The call of a dispatch mode (since about torch 2.8) is neither an operator nor a mark.
+# Since about torch 2.8, a profile also has events for calls of dispatch modes. They are not operators.
 _DISPATCH_MODE = "PythonDispatchMode"
 
 
 def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
-    """Return a thread's tokens from a stopped profiler with ``profile_memory=True``.
+    """Return the tokens for a device's allocations and all operators, from a stopped profiler with ``profile_memory=True``.
 
-    With ``record_shapes=True`` they include the operators' input tensors. The function reads torch's private event tree, as
-    `allocation_events` does, because the public views lose addresses, nesting and order.
+    If the profiler ran with ``record_shapes=True``, the tokens include the operators' input tensors. The function reads torch's
+    private event tree, as `allocation_events` does, because the profiler's public results have no addresses and no nesting.
 
     For example, ``x + x`` on 256 float32 values gives a ``SpanBegin`` called ``aten::add``, a ``TensorRecord`` for each
     operand, an ``AllocationEvent`` of 1024 bytes and a ``SpanEnd``.
@@ -62,7 +62,7 @@ def tokens_of(profiler: Profile, device: torch.device) -> list[Token]:
 
 
 def _is_of_measured_code(event: Any) -> bool:
-    """Return whether an event is a label: a `record_function` from the measured code or an optimizer."""
+    """Return whether an event is a `record_function` label from the measured code or an optimizer, not a mark."""
     return event.extra_fields.scope.name == "USER_SCOPE" and not event.name.startswith(MARK_PREFIX)
 
 
@@ -74,12 +74,12 @@ def _opened(event: Any) -> SpanBegin:
         return SpanBegin(
             event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event)
         )
-    # An operator inside a node has the node's number, but did not create the node.
+    # An operator in backward has the sequence number of its autograd node, but it is not the operator that made the node.
     return SpanBegin(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
 
 
 def _sequence_of(node: Any) -> int:
-    """Return a node's number, which torch stores in the node's first child event, its function."""
+    """Return an autograd node's sequence number, which torch stores in the node's first child event."""
     functions = (child for child in node.children if child.tag.name == "TorchOp" and _is_backward(child))
     function = next(functions, node)
     return int(function.extra_fields.sequence_number)
@@ -100,34 +100,34 @@ def _inputs(inputs: list[Any]) -> list[TensorRecord]:
 
 
 _END = -1
-"""The mark at the end of each recording. If this mark is missing, earlier events are missing as well."""
+"""The number of the mark at the end of each recording. If this mark is missing, the recording was cut short."""
 _CUT_SHORT = (
     "the recording of GPU allocations was cut short: only one profiler can run at a time, "
-    "and the measured code started or stopped another"
+    "and the measured code started or stopped another profiler"
 )
 
 
 @contextmanager
 def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True) -> Iterator[list[Profile]]:
-    """Record operators, and allocations on a device. ``tokens`` is filled at the end.
+    """Record operators and a device's allocations within the context.
 
-    With ``operands``, torch's profiler holds a weak reference to each tensor that an operator takes, until the profile is
-    deleted. The weak reference lets a plain tensor's storage be freed. But inner tensors stay alive: the inner tensor of
-    `torch.vmap` and `torch.func`, and the values of a sparse CSR tensor. For example,
-    ``torch.vmap(lambda row: (row * 2 + 1).square())(rows)`` ends with 3 live results instead of 2.
+    With ``operands``, torch's profiler keeps a weak reference to each operator's input tensors until the profile is deleted.
+    The storage of an ordinary tensor is freed all the same. But two kinds of tensors stay alive: the inner tensors of
+    `torch.vmap` and `torch.func`, and the values of a sparse CSR tensor. For example, after
+    ``torch.vmap(lambda row: (row * 2 + 1).square())(rows)`` the results of 3 operators are live instead of 2.
 
     Args:
-        tokens: The list to fill.
+        tokens: An empty list, to which the recorded tokens are added when the context ends.
         device: The device whose allocations are recorded.
         operands: Whether to record the operators' input tensors.
 
     Yields:
-        A list with the profile. The profile keeps the inner tensors alive.
+        A list with the profile. Clear the list to free the tensors kept alive by the profile.
 
     Raises:
-        MeasuringError: Another profiler ran in the meantime.
+        MeasuringError: The measured code started or stopped another profiler.
     """
-    # torch.profiler.profile wraps this class in a reference cycle, so deleting the wrapper would free nothing.
+    # torch.profiler.profile wraps this class and is part of a reference cycle, so `del` would not free its tensors at once.
     from torch.autograd.profiler import profile
 
     profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
@@ -142,7 +142,7 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
             profiler.__exit__(None, None, None)
         raise
     recording: list[Token] = []
-    # torch 2.6 raises if other code has stopped the profiler; later releases return no events.
+    # If other code has stopped the profiler, torch 2.6 raises an error, and later releases return no events.
     with suppress(RuntimeError):
         profiler.__exit__(None, None, None)
         recording = numbered_by_thread(tokens_of(profiler, device), threads_of_spans(profiler))
@@ -158,16 +158,16 @@ def profiled(tokens: list[Token], device: torch.device, *, operands: bool = True
 
 
 def check_change(tokens: Iterable[Token], change: int, device: str, counter: str) -> None:
-    """Check the recorded allocations and frees against the change of a counter.
+    """Check that the recorded allocations and frees add up to the change of the device's counter of live bytes.
 
     Args:
         tokens: The recorded tokens.
-        change: The change of the counter, in bytes.
-        device: The device's name for the message.
-        counter: The counter's name for the message.
+        change: The counter's value after the recording minus its value before, in bytes.
+        device: The device's name in the error message.
+        counter: The counter's name in the error message.
 
     Raises:
-        MeasuringError: The sums differ.
+        MeasuringError: The recorded bytes do not add up to the change.
     """
     recorded = sum(token.nbytes for token in tokens if isinstance(token, AllocationEvent))
     if recorded != change:
@@ -190,14 +190,14 @@ _NO_KERNELS = (
     "Activity Buffer Request",
     "UVM Activity Init",
 )
-"""Name prefixes for CUPTI events other than kernels: copies, fills and CUPTI's own work (``CUpti_ActivityOverheadKind``).
+"""Prefixes in the names of GPU events that are not kernels: copies, fills, and CUPTI's work (``CUpti_ActivityOverheadKind``).
 
-For example, ``Memcpy DtoH (Device -> Pageable)``. The set of events differs between runs, depending on the driver.
+For example, ``Memcpy DtoH (Device -> Pageable)``. The driver decides which of these events a profile has.
 """
 
 
 _FUNCTOR = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl)\w*|cutlass_\w+")
-"""Names of template arguments that describe an ATen kernel's computation."""
+"""Matches a template argument with the name of an ATen kernel's computation, for example ``MulFunctor``."""
 _LONGEST_NAME = 100
 
 
@@ -209,8 +209,8 @@ def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> C
         synchronize: Waits for the GPU.
 
     Returns:
-        The number of launches by kernel name. ``None`` without CUPTI, in which case the function does not run. ``None`` if
-        there are no events, for example because ``run`` starts a profiler and only one can run at a time.
+        The number of launches of each kernel, by the kernel's name. ``None`` if torch has no CUPTI; then ``run`` is not called.
+        Also ``None`` if the profiler has no GPU events, for example because ``run`` has started another profiler.
     """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -223,14 +223,14 @@ def launches_of(run: Callable[[], object], synchronize: Callable[[], None]) -> C
         run()
         synchronize()
     finally:
-        # torch 2.6 raises if other code has stopped the profiler; later releases return no events.
+        # If other code has stopped the profiler, torch 2.6 raises an error, and later releases return no events.
         with suppress(RuntimeError):
             profiler.stop()
     return kernels_in(profiler)
 
 
 def kernels_in(profiler: profile) -> Counter[str] | None:
-    """Return the kernels in a profile, without copies and fills; ``None`` if the profile has no events from a GPU."""
+    """Return the number of launches of each kernel in a profile; ``None`` if the profile has no events from a GPU."""
     try:
         events = list(profiler.events() or ())  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError):  # other code has stopped the profiler
@@ -240,7 +240,7 @@ def kernels_in(profiler: profile) -> Counter[str] | None:
 
 
 def kernel_name(signature: str) -> str:
-    """Return the short name of a kernel from its C++ signature: ``vectorized_elementwise_kernel<MulFunctor>``."""
+    """Shorten a kernel's C++ signature to a name such as ``vectorized_elementwise_kernel<MulFunctor>``."""
     plain = signature.replace("(anonymous namespace)::", "").removeprefix("void ")
     path, _, arguments = plain.partition("<")
     base = path.partition("(")[0].rpartition("::")[2].strip()
@@ -249,6 +249,6 @@ def kernel_name(signature: str) -> str:
 
 
 def _is_kernel(event: Any) -> bool:
-    # Older torch releases lack this attribute.
+    # Events of older torch releases do not have this attribute.
     kind = getattr(event, "activity_type", None)
     return bool(kind == "kernel") if kind else not event.name.startswith(_NO_KERNELS)

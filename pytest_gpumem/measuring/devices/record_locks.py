@@ -1,4 +1,4 @@
-"""A file whose bytes processes lock with POSIX record locks, in a folder with access for this user only."""
+"""Lock single bytes of a file with POSIX record locks. The file is in a folder that only this user can access."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from pytest_gpumem.base.open_folder import private_folder
 
 SECONDS_BETWEEN_TRIES = 0.02
-"""Seconds between polls. Polling uses the same cores as the timed process, so the interval must not be short."""
+"""Seconds between two attempts to take a lock. More frequent attempts would disturb a process that times its steps."""
 
 
 class _Layout(NamedTuple):
-    """The layout of ``struct flock`` on a system."""
+    """The layout of the C structure ``struct flock`` on an operating system, for `struct.pack`."""
 
     format: str
     fields: tuple[str, ...]
@@ -33,20 +33,20 @@ _NOTE_BYTES, _NOTES = 256, 1024
 
 
 def _offset_of_note(process: int) -> int:
-    """Return the offset of a process's note in a file, after the lockable bytes. Two processes may share an offset.
+    """Return the offset of a process's note in a lock file. All notes come after the locked bytes.
 
-    For example, processes 5 and 1029 share the offset 1536.
+    Two processes may have the same offset. For example, the offset for processes 5 and 1029 is 1536.
     """
     return _NOTE_BYTES * (1 + process % _NOTES)
 
 
 class LockFile:
-    """A file whose bytes can be locked separately.
+    """A file whose bytes a process can lock separately, with POSIX record locks.
 
-    The system frees record locks when their process ends, even a killed one. A forked child does not inherit locks. By
-    contrast, a child that outlives a killed parent (a ``DataLoader`` worker) would keep ``flock`` locks. Record locks
-    belong to a process, so closing another descriptor of the file frees them. Raises ``OSError`` if the system has no record
-    locks.
+    When a process ends or is killed, the system frees its record locks, and forked children do not inherit them. By contrast,
+    the children (such as ``DataLoader`` workers) would keep a lock from ``flock``. A process must not open the file a second
+    time, because closing any of its descriptors frees all its locks on the file. Raises ``OSError`` if the system has no
+    record locks.
     """
 
     def __init__(self, folder: Path, file_name: str) -> None:
@@ -59,28 +59,27 @@ class LockFile:
         self.descriptor = _open_private(folder, file_name)
 
     def share(self, byte: int) -> bool:
-        """Try to share the lock on a byte with other processes, without waiting."""
+        """Try to lock a byte together with other processes. Return whether this succeeded, without waiting."""
         return self._lock(self._fcntl.LOCK_SH | self._fcntl.LOCK_NB, byte)
 
     def take(self, byte: int) -> bool:
-        """Try to hold the lock on a byte alone, without waiting."""
+        """Try to lock a byte for this process alone. Return whether this succeeded, without waiting."""
         return self._lock(self._fcntl.LOCK_EX | self._fcntl.LOCK_NB, byte)
 
     def wait_for(self, byte: int) -> None:
-        """Take the lock on a byte alone, after waiting for all other holders."""
+        """Lock a byte for this process alone. Wait until all other processes have freed it."""
         self._lock(self._fcntl.LOCK_EX, byte)
 
     def holder(self, byte: int, *, alone: bool) -> str | None:
-        """Return the process whose lock on a byte blocks this process; ``None`` if there is none.
-
-        The system identifies the process, so the note of a dead process is ignored.
+        """Return a process whose lock on a byte conflicts with the lock that this process wants.
 
         Args:
             byte: The byte to lock.
-            alone: Whether this process wants the lock alone (`take`) or shared (`share`).
+            alone: True if this process wants to lock the byte alone (`take`), false if shared (`share`).
 
         Returns:
-            A clause such as ``"process 4711 (tests/test_gpt.py::test_step)"``.
+            The process with its `note`, for example ``"process 4711 (tests/test_gpt.py::test_step)"``. ``None`` if no process
+            has a conflicting lock. The system reports the process, so notes from dead processes are ignored.
         """
         layout = _FLOCK.get(sys.platform)
         if layout is None:
@@ -101,54 +100,54 @@ class LockFile:
         return f"process {process} ({note})" if note_process == process and note else f"process {process}"
 
     def note(self, text: str) -> None:
-        """Write why this process holds locks. The file grows to the offset of the note, and is sparse."""
+        """Write a note into the file: the test for which this process holds its locks. Other processes show it to the user."""
         note_bytes = f"{os.getpid()} {text}".encode(errors="backslashreplace")[:_NOTE_BYTES].ljust(_NOTE_BYTES)
         with suppress(OSError):
             os.pwrite(self.descriptor, note_bytes, _offset_of_note(os.getpid()))
 
     def free(self, byte: int) -> None:
-        """Free the lock on a byte."""
+        """Free this process's lock on a byte."""
         self._lock(self._fcntl.LOCK_UN, byte)
 
     @property
     def is_removed(self) -> bool:
-        """True if the open file was removed. Other processes then open a new file."""
+        """True if another process has removed this file. New processes then create and lock a new file with the same name."""
         return os.fstat(self.descriptor).st_nlink == 0
 
     def remove(self) -> None:
-        """Remove the file. Other processes have to check `is_removed`."""
+        """Remove the file. Other processes may have opened it already, so they must check `is_removed`."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file, which frees all locks."""
+        """Close the file, which frees all of this process's locks on it."""
         os.close(self.descriptor)
 
     def _lock(self, kind: int, byte: int) -> bool:
         try:
             self._fcntl.lockf(self.descriptor, kind, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX allows both errors if another process holds the lock
+        except (BlockingIOError, PermissionError):  # POSIX allows either error if another process holds the lock
             return False
         return True
 
 
 def file_name_of(name: str, suffix: str) -> str:
-    """Return a file name for the device called ``name``. The name contains no separator, so the file is in its folder."""
+    """Return a file name for the device called ``name``. Characters such as slashes are replaced by underscores."""
     return re.sub(r"[^A-Za-z0-9-]", "_", name) + suffix
 
 
 def folder_of_user() -> Path:
-    """Return the folder for this user's files, inside the temporary folder."""
-    # A user may have no name in a container, so the folder has the number.
+    """Return the folder for this user's lock files and ledgers, inside the system's temporary folder."""
+    # The folder is called after the user's number, because a user in a container may have no name.
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
 
 
 def _open_private(folder: Path, file_name: str) -> int:
-    """Return a descriptor for a file to lock, in a folder with access for this user only.
+    """Open a lock file in a folder that only this user can access, and return its descriptor. Create both if necessary.
 
     Another user may have created a file or folder with this name in the temporary folder. A symbolic link is not followed, and
-    another user's folder is not used. Raises ``OSError``.
+    another user's folder is not used. In these cases, the function raises ``OSError``.
     """
     with private_folder(folder) as opened:
-        # Non-blocking, because opening a named pipe would wait for a reader.
+        # O_NONBLOCK, because opening a named pipe would otherwise wait for another process.
         return opened.open(file_name, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)

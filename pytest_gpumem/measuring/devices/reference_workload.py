@@ -1,6 +1,7 @@
-"""A small fixed workload whose current runs per second are the pace of a CPU.
+"""A small fixed workload. The number of times that it can run in a second is the CPU's current pace.
 
-A virtual machine's clock cannot be read, and a neighbour in the shared cache slows steps down at the same clock.
+The CPU's clock would not be enough: a virtual machine cannot read it, and at the same clock, steps are slower if another
+program uses the shared cache.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ _CALLS = 100
 _PIECE = 2**18
 _PIECES = 3
 _RING = 2**22
-"""The size of a buffer ring in bytes. Two rings exceed a core's own cache and fit in the shared cache."""
+"""The bytes in a ring of buffers. Two rings are larger than a core's own cache, and smaller than the shared cache."""
 
 
 class ReferenceWorkload:
-    """Matrix products in cache, calls to small operators, and copies between two buffer rings, on a single thread.
+    """A workload with three parts: matrix products in cache, calls to small operators, and copies between two rings of buffers.
 
-    Steps depend on all three. The amounts were chosen in an experiment on two cores of an AMD EPYC, with computing and with
-    copying on the other core. The median seconds of small GPT-2 steps, training and inference, varied by 7 % to 9 %
-    (coefficient of variation). Seconds times this pace varied by 4 % to 5 %. If the clock is constant, a pace from products
-    alone does not follow the steps (9 % remains 9 %), and a pace from copies alone follows too strongly (14 %). The three
-    parts do not react to another process on the same core.
+    A step's time depends on the speed of all three. Their shares were chosen in an experiment on two cores of an AMD EPYC,
+    while another program computed or copied on the second core. The median times of small GPT-2 steps varied by 7 % to 9 %
+    (coefficient of variation). Multiplied by this workload's pace, they varied by 4 % to 5 %. At a constant clock, they still
+    varied by 9 % if multiplied by the pace of matrix products only, and by 14 % with the pace of copies only. A process on the
+    same core does not change the pace.
 
-    For example, a step takes 10 ms at a pace of 2,000 runs per second, which is 20 runs. If a neighbour slows both down by
-    10 %, the step takes 11 ms at 1,818 runs per second, which is still 20 runs.
+    For example, a step takes 10 ms at a pace of 2,000 runs per second, which is the time of 20 runs. If another program slows
+    down the CPU by 10 %, the step takes 11 ms at 1,818 runs per second, which is still the time of 20 runs.
     """
 
     def __init__(self) -> None:
@@ -43,21 +44,21 @@ class ReferenceWorkload:
         def ones(*shape: int) -> torch.Tensor:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
 
-        # A tensor from a test's inference mode is read-only outside this mode.
+        # Leave a test's inference mode, because tensors made in this mode are read-only outside it.
         with torch.inference_mode(False):
             self._left, self._right, self._product = (ones(_SIDE, _SIDE) for _ in range(3))
             self._few, self._result = ones(8), ones(8)
             self._source, self._target = (torch.split(ones(_RING // 4), _PIECE // 4) for _ in range(2))
         self._next = 0
-        # The first runs are slower, because caches and pages are cold.
+        # Warm up, because the first copies are slower until the buffers are in memory and in the cache.
         for _ in range(2 * _RING // (_PIECE * _PIECES)):
             self._copy()
         self.pace()
 
     def pace(self) -> float:
-        """Return the runs per second.
+        """Return the number of runs per second. The call takes less than 1 ms and allocates no memory.
 
-        Each part runs three times, and its fastest run counts. This takes under 1 ms and allocates nothing.
+        Each part is run three times, and its fastest run counts.
         """
         import torch
 
@@ -93,7 +94,7 @@ def _best(part: Callable[[], None]) -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's operators on the calling thread only."""
+    """Return a context in which torch's operators run on the calling thread only."""
     import torch
 
     threads = torch.get_num_threads()

@@ -44,25 +44,25 @@ def make_cuda() -> Device:
 
 
 def _take_gpu_of_rank() -> None:
-    """Make this rank's GPU the current CUDA device if there are several. Raises `DeviceUnavailable`."""
+    """Make this rank's GPU the current CUDA device if the process sees several GPUs. Raises `DeviceUnavailable`."""
     launch = launch_of(os.environ)
     if launch is None:
         return
     import torch
 
     gpus = torch.cuda.device_count()
-    # A launcher may have hidden the GPUs of other ranks.
+    # A rank whose launcher has hidden all other GPUs sees a single GPU, and uses this GPU.
     if gpus > 1 and launch.local_rank >= gpus:
         raise DeviceUnavailable(
-            f"{launch.rank} is the {launch.local_rank + 1}th of this machine (LOCAL_RANK {launch.local_rank}), which has "
-            f"{gpus} GPUs: launch {gpus} ranks on it"
+            f"{launch.rank} has LOCAL_RANK {launch.local_rank}, but this machine has only {gpus} GPUs: launch at most "
+            f"{gpus} ranks on it"
         )
     if gpus > 1:
         torch.cuda.set_device(launch.local_rank)
 
 
 def make_cpu() -> Device:
-    """Return the CPU. In a job with several ranks, the machine's first rank holds the lock for all ranks."""
+    """Return the CPU. In a job with several ranks, only the first rank on this machine takes the lock, for all ranks."""
     from pytest_gpumem.measuring.devices.cpu import CpuDevice
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 
@@ -70,12 +70,12 @@ def make_cpu() -> Device:
     lock = DeviceLock("cpu", spoken="the CPU")
     if launch is None:
         return CpuDevice(lock)
-    # A job's ranks share the CPU, and keep other jobs' tests away together.
+    # A job's ranks measure at the same time, so only one of them keeps other sessions' tests away.
     return CpuDevice(lock if launch.local_rank == 0 else None, other_ranks=lambda: siblings_with("MASTER_PORT"))
 
 
 def may_share_memory(word: str) -> bool:
-    """Return whether tests can be packed on the device called ``word``, because processes can share its memory."""
+    """Return whether ``--gpumem-pack`` can run several tests at once on the device called ``word``."""
     return word != "cpu"
 
 
@@ -87,10 +87,10 @@ def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[s
 
     Args:
         word: The value of ``--gpumem-device``, which may name an emulated GPU.
-        added: Devices that plugins add.
+        added: Factories by device name, a mapping for each plugin that adds devices.
 
     Returns:
-        The built-in devices, the emulated GPU if ``word`` names one, and the added devices.
+        The built-in devices, the emulated GPU if ``word`` is an emulated GPU's name, and the added devices.
     """
     devices = {**BUILT_IN, **({word: make_cuda} if word.startswith(EMULATED) else {})}
     for plugin_devices in added:
@@ -99,9 +99,10 @@ def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[s
 
 
 class Devices:
-    """The devices by name, each created at most once. An unavailable device is remembered with its reason.
+    """All devices by name. Each device is created at most once, when it is first requested.
 
-    ``routing`` is the setting for choices that a device does not compute.
+    If a device is unavailable, later requests raise the same error. ``routing`` is the setting with this name, which emulated
+    GPUs need for a mixture of experts.
     """
 
     def __init__(self, factories: Mapping[str, DeviceFactory], routing: Routing | None = None) -> None:
@@ -110,7 +111,7 @@ class Devices:
         self._devices: dict[str, Device | str] = {}
 
     def get(self, name: str) -> Device:
-        """Return the device called ``name``; ``auto`` is CUDA if available, otherwise the CPU.
+        """Return the device called ``name``. The name ``auto`` stands for CUDA if available, otherwise for the CPU.
 
         Raises:
             DeviceUnavailable: The device does not exist, or cannot be used on this machine.

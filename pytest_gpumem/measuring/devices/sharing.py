@@ -1,4 +1,4 @@
-"""Assignment of a machine's GPUs to pytest-xdist workers."""
+"""Assign a GPU to each pytest-xdist worker."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
-    """Return the GPUs for this process, as entries in ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs that a process sees, each written as in ``CUDA_VISIBLE_DEVICES``: an index, a UUID or a MIG instance.
 
-    An entry may be an index, a UUID or a MIG instance. The list ends before the first ``-1``, as in the driver. For example,
-    ``CUDA_VISIBLE_DEVICES=2,0,-1,1`` gives ``["2", "0"]``.
+    As in the driver, ``-1`` and all entries after it are ignored. For example, the result for
+    ``CUDA_VISIBLE_DEVICES=2,0,-1,1`` is ``["2", "0"]``.
 
     Args:
-        environ: The environment variables.
-        installed: The number of GPUs in the machine. Without the variable all are visible.
+        environ: The process's environment variables.
+        installed: The number of GPUs in the machine. All are visible if ``CUDA_VISIBLE_DEVICES`` is not set.
     """
     setting = environ.get(CUDA_VISIBLE_DEVICES)
     if setting is None:
@@ -37,9 +37,9 @@ def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
 
 
 def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
-    """Return the GPU for a worker (``gw0``, ``gw1``, ...); ``None`` if there is only one GPU.
+    """Return the GPU for a worker (``gw0``, ``gw1``, ...); ``None`` if there are fewer than two GPUs.
 
-    For example, with two visible GPUs ``["0", "3"]``, worker ``gw4`` gets ``"0"``.
+    For example, if the visible GPUs are ``["0", "3"]``, the GPU for worker ``gw4`` is ``"0"``.
     """
     number = re.search(r"\d+$", worker_id)
     if len(visible) < 2 or number is None:
@@ -48,7 +48,7 @@ def gpu_of_worker(visible: list[str], worker_id: str) -> str | None:
 
 
 def installed_gpus() -> int:
-    """Return the number of GPUs from the driver's files. This touches neither CUDA nor the GPU."""
+    """Return the number of GPUs in the machine. The function counts the driver's files, and does not initialise CUDA."""
     try:
         return sum(1 for _ in _DRIVER_GPUS.iterdir())
     except OSError:
@@ -56,7 +56,7 @@ def installed_gpus() -> int:
 
 
 def give_worker_its_gpu(worker_id: str) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Call this function before CUDA is first used."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in this process to its worker's GPU. Call this function before CUDA is first used."""
     gpu = gpu_of_worker(visible_gpus(os.environ, installed_gpus()), worker_id)
     if gpu is not None:
         os.environ[CUDA_VISIBLE_DEVICES] = gpu

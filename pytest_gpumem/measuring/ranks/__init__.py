@@ -1,1 +1,1 @@
-"""The ranks of a distributed job: their launch, their shared decisions, and the search for stuck or missing ranks."""
+"""Ranks of a distributed job: their launch, their common decisions, and the search for stuck or missing ranks."""

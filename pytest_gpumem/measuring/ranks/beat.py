@@ -1,4 +1,4 @@
-"""Signs of life from ranks, and the decision which rank is stuck.
+"""A rank's sign of life, which describes its current work, and the search for stuck ranks.
 
 All functions are pure except `position_of`, which reads a thread's call stack.
 """
@@ -25,24 +25,24 @@ _COLLECTIVES = tuple(
     os.path.sep + str(Path("torch", folder)) + os.path.sep
     for folder in ("distributed", "autograd", "cuda", str(Path("nn", "parallel")))
 )
-"""Folders in torch whose functions may wait for other ranks in C++, because they run collectives."""
+"""Folders in torch with functions for collectives. Such a function may wait for other ranks in C++."""
 _SILENT = 10.0
-"""After this many seconds without a sign of life, the report mentions the silence."""
+"""If a rank gives no sign of life for this many seconds, the report says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a rank's main thread.
+    """The current line of a rank's main thread.
 
-    For example, a rank that waits in a collective has the position ``"test_it.py:18 in step, within all_reduce"``. ``line`` is
-    the innermost line from the project, ``"test_it.py:18 in step"``.
+    For example, a rank waits in a collective at ``"test_it.py:18 in step, within all_reduce"``. Then ``line`` is
+    ``"test_it.py:18 in step"``, the innermost line in the project's code, and ``within`` is ``"all_reduce"``.
     """
 
     line: str
     within: str = ""
-    """The library function that this line called; empty if there is none."""
+    """The innermost function outside the project's code; empty if the thread executes the project's code itself."""
     collective: bool = False
-    """True if the library function may be waiting for other ranks."""
+    """True if the innermost function may be waiting for other ranks in a collective."""
 
     def __str__(self) -> str:
         return f"{self.line}, within {self.within}" if self.within else self.line
@@ -50,28 +50,31 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life from a rank: its current work, its progress and its position."""
+    """A sign of life that a rank gives every half second, with its current work and progress."""
 
     number: int
+    """Counts the rank's signs of life, from 1."""
     where: str
-    """``"tests/test_gpt.py::test_step (call)"``, or a clause."""
+    """The rank's current work: ``"tests/test_gpt.py::test_step (call)"``, or a phrase such as ``"the collection"``."""
     point: Point
+    """The rank's progress through tests and exchanges."""
     measures: bool
     """True during a measured test."""
     position: Position
+    """The current line of the rank's main thread."""
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
-        """The values that change when the rank makes progress."""
+        """Values for comparing two signs of life. If they are equal, the rank has made no progress in between."""
         return (self.where, *self.point)
 
 
 def position_of(thread: int, root: Path) -> Position:
-    """Return the current position of a thread.
+    """Return a thread's current line.
 
     Args:
         thread: The thread's identifier.
-        root: The project's folder. The position is a line from this folder if possible.
+        root: The project's folder. Lines in this folder are preferred to lines in libraries.
     """
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - faulthandler and debuggers do the same
     innermost = frame
@@ -95,18 +98,21 @@ def _function(frame: FrameType | None) -> str:
 
 
 def is_stuck(beats: Sequence[Beat | None]) -> bool:
-    """Return whether a lack of progress is an error. It is an error if a rank waits, is missing, or runs a measured test."""
+    """Return whether a lack of progress means that ranks are stuck.
+
+    This is so if a rank waits, is missing, or runs a measured test. By contrast, unmeasured tests may take any time.
+    """
     return any(beat is None or beat.measures or beat.point.waits for beat in beats)
 
 
 def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: float, failed: Mapping[int, str]) -> str:
-    """Return a clause with the stuck ranks, and a line for the position of each rank.
+    """Return a text for the report: a line with the stuck ranks, and lines with each rank's current work.
 
     Args:
-        beats: The latest sign of life from each rank; ``None`` if the rank gave none.
+        beats: The latest sign of life from each rank; ``None`` for a rank without a sign of life.
         silent: For each rank, the seconds since its latest sign of life.
-        seconds: The time without progress on any rank, in seconds.
-        failed: The failure text for each rank with a failed test. The other ranks wait in vain for these ranks.
+        seconds: The seconds in which no rank has made progress.
+        failed: The failure text from each rank whose test has failed. Other ranks may wait for such a rank in a collective.
     """
     world = len(beats)
     stuck = sorted(failed) or _stuck(beats, silent)
@@ -115,26 +121,24 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
         first_line = f"{Rank(stuck[0], world)} failed by itself {reason}"
     elif stuck:
         name = str(Rank(stuck[0], world)) if len(stuck) == 1 else f"{in_words(stuck)} of {world}"
-        first_line = (
-            f"{name} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
-        )
+        first_line = f"{name} made no progress within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
         first_line += word_form(len(stuck), "it", "them")
     else:
-        first_line = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
+        first_line = f"none of {world} ranks made progress within {seconds:g} s (--gpumem-rank-timeout)"
     by_text: dict[str, list[int]] = {}
     for number in sorted(range(world), key=lambda number: (number not in stuck, number)):
         by_text.setdefault(_state_text(beats[number], silent[number]), []).append(number)
     lines = [first_line, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
     if failed:
-        lines += [f"  and no rank came further within {seconds:g} s", *failed[stuck[0]].split("\n")[1:]]
+        lines += [f"  and no rank made progress within {seconds:g} s", *failed[stuck[0]].split("\n")[1:]]
     return "\n".join(lines)
 
 
 def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
-    """Return the ranks for which the other ranks wait; an empty list if the signs of life do not show such ranks.
+    """Return the ranks for which the other ranks wait. The list is empty if the signs of life do not show this.
 
-    For example, ranks 0 and 2 wait in exchange 4 of a test and rank 1 computes. Rank 1 is stuck. If no rank waits in an
-    exchange, and three of four ranks are at the same line, the fourth rank is stuck.
+    For example, if ranks 0 and 2 wait in a test's fourth exchange while rank 1 computes, rank 1 is stuck. If no rank waits in
+    an exchange, and three of four ranks are at the same line, the fourth rank is stuck.
     """
     absent = [number for number, beat in enumerate(beats) if beat is None or silent[number] > _SILENT]
     if absent:
@@ -142,7 +146,7 @@ def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
     present = [beat for beat in beats if beat is not None]
     arrived = [beat.point.waits for beat in present]
     if any(arrived):
-        # The ranks at the furthest exchange wait for all ranks that are behind them or do not wait.
+        # The ranks in the latest exchange wait for all other ranks.
         furthest = max(beat.point[:2] for beat in present if beat.point.waits)
         return [number for number, beat in enumerate(present) if not (beat.point.waits and beat.point[:2] == furthest)]
     waiting = [beat.position.collective for beat in present]
@@ -156,7 +160,7 @@ def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
 
 def _state_text(beat: Beat | None, silent: float) -> str:
     if beat is None:
-        return "has not come to its measured tests"
+        return "has not started its measured tests"
     text = f"in {beat.where}, "
     text += "waiting for the others" if beat.point.waits else f"at {beat.position}"
     return f"{text}; no sign of life for {silent:.0f} s" if silent > _SILENT else text

@@ -1,8 +1,9 @@
 """Decisions that ranks make together while they measure, for example how often a step runs.
 
-A step may exchange data with the same step on other ranks. A single rank with an extra step would wait forever.
+A step may exchange data with the same step on other ranks. If one rank ran a step more often than the others, it would wait
+forever.
 
-For example, two ranks ask whether their peaks have settled. Rank 0 calls ``consensus.all(True)`` and rank 1 calls
+For example, two ranks decide whether their peaks have settled. Rank 0 calls ``consensus.all(True)`` and rank 1 calls
 ``consensus.all(False)``. Both calls return ``False``, so both ranks run another step.
 """
 
@@ -27,57 +28,67 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.ranks.board import Board
 
 _SHARE_BETWEEN_LOOKS = 0.1
-"""The poll interval as a share of the elapsed wait, so ranks resume almost together for a timed step.
+"""The time between two looks at the key/value store, relative to the duration of the wait so far.
 
-For example, after a wait of 10 ms a rank polls again within 1 ms.
+For example, after a wait of 10 ms, a rank looks again after 1 ms. So all ranks begin a timed step at almost the same time.
 """
 _SECONDS_BETWEEN_LOOKS = (0.00005, 0.02)
-"""The shortest and the longest poll interval. Longer intervals would delay a step, and shorter intervals load a core."""
+"""The minimum and maximum seconds between two looks at the key/value store. A longer time would delay a step.
+
+A shorter time would load a core.
+"""
 _SECONDS_BETWEEN_ROLL_CALLS = 0.1
 _SECONDS_OF_REST, _MOST_SECONDS_OF_REST, _LOOKS_AT_REST = 0.003, 1.0, 3
-"""Threads are at rest if they sleep in three looks in a row, 3 ms apart. The wait for rest ends after 1 s."""
+"""Threads count as idle if they sleep at three looks in a row, 3 ms apart. The wait ends after 1 s in any case."""
 _SECONDS_OF_TWO_LOOKS_OF_NCCL = 0.25
-"""A thread of ProcessGroupNCCL checks every 0.1 s for completed collectives. This time covers two checks."""
+"""Seconds in which ProcessGroupNCCL's thread checks at least twice for completed collectives. It checks every 0.1 s."""
 
 
 class Alone:
-    """A process without other ranks, which decides by itself."""
+    """The decisions in a process without other ranks. `Consensus` is the subclass for a distributed job."""
 
     several = False
     """True if the job has other ranks."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values from all ranks, ordered by rank. Raises `RankLost` if a rank will not send its value."""
+        """Send this rank's value to all ranks, and return all ranks' values, ordered by rank.
+
+        Raises:
+            RankLost: A rank has ended and will not send its value.
+        """
         return [value]
 
     def all(self, value: bool) -> bool:
-        """Return whether ``value`` is true on every rank."""
+        """Return whether all ranks called this method with a true value."""
         return all(self.exchange(value))
 
     def any(self, value: bool) -> bool:
-        """Return whether ``value`` is true on any rank."""
+        """Return whether at least one rank called this method with a true value."""
         return any(self.exchange(value))
 
     def first(self, clause: str | None) -> str | None:
-        """Return the clause from the first rank with a clause, preceded by the rank's name if there are several ranks."""
+        """Return the clause from the first rank whose clause is not ``None``; ``None`` if there is none.
+
+        In a distributed job, the rank's name is added: ``"on rank 1 of 4: ..."``.
+        """
         return clause
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run the context's code on each rank in turn, so ranks cannot wait for each other's locks.
+        """Return a context, which ranks enter one after another, so two jobs' ranks cannot wait for each other's locks.
 
-        This is no barrier: a rank goes on after its own turn.
+        A rank does not wait for later ranks. It continues when its own context has ended.
         """
         yield
 
     def rest(self) -> None:
-        """Wait before a step until the threads of collectives have released their tensors."""
+        """Wait until threads that run collectives have released their tensors. Called before a step."""
 
     def release(self) -> None:
-        """Have the process group release the tensors of its collectives, before and after a measurement.
+        """Let process groups release the tensors from earlier collectives. Called before and after a measurement.
 
-        ProcessGroupNCCL releases the tensors of a collective only in its next collective. Without this call, a deleted model
-        would be freed during the next test's step.
+        ProcessGroupNCCL keeps a collective's tensors alive until the next collective. Without this call, the tensors of a
+        deleted model might be freed only during the next test's step.
         """
 
 
@@ -85,15 +96,15 @@ ALONE = Alone()
 
 
 def failure_key(test: int, rank: int) -> str:
-    """Return the store's key for the failure text of ``rank``, on which the failure started."""
+    """Return the key/value store's key for a test's failure text, if the test failed by itself on ``rank``."""
     return f"test/{test}/failed/{rank}"
 
 
 def _others_sleep() -> bool:
-    """Return whether all other threads in the process sleep. Return True if the system has no ``/proc``."""
+    """Return whether all other threads in this process sleep. The result is also true if the system has no ``/proc``."""
     own_thread = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("[0-9]*"):
-        # A thread that has ended in the meantime has no file.
+        # The file is missing if the thread has ended in the meantime.
         with suppress(OSError):
             state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
             if thread.name != own_thread and state not in (b"S", b"I", b"Z"):
@@ -102,7 +113,7 @@ def _others_sleep() -> bool:
 
 
 def _has_nccl() -> bool:
-    """Return whether this process has a process group whose collectives run on GPUs."""
+    """Return whether this process has a process group with NCCL, whose collectives run on GPUs."""
     dist: Any = sys.modules.get("torch.distributed")
     return (
         dist is not None and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
@@ -110,26 +121,27 @@ def _has_nccl() -> bool:
 
 
 def let_threads_rest(looks: int = 1, seconds: float = 0.0005) -> None:
-    """Wait until all other threads sleep in several looks in a row, or for at most `_MOST_SECONDS_OF_REST`.
+    """Wait until all other threads sleep, but not longer than `_MOST_SECONDS_OF_REST`.
 
-    A gloo thread may free tensors late. If the main thread went on first, such a free would count in the next step.
+    After a collective has returned, gloo's threads may still free tensors. If the main thread continued at once, such a free
+    would count in the next step.
 
     Args:
-        looks: The number of looks in a row in which all threads have to sleep.
-        seconds: The time between two looks.
+        looks: The number of consecutive looks at which all threads must sleep.
+        seconds: The time between two looks at the threads.
     """
     deadline, sleeping_looks = time.monotonic() + _MOST_SECONDS_OF_REST, 0
     while sleeping_looks < looks and time.monotonic() < deadline:
-        time.sleep(seconds)  # releases the interpreter's lock for waiting threads
+        time.sleep(seconds)  # sleeping releases the interpreter's lock, so other threads can finish their work
         sleeping_looks = sleeping_looks + 1 if _others_sleep() else 0
 
 
 class Point(NamedTuple):
     """The progress of a rank.
 
-    ``test`` counts measured tests, and ``step`` counts the exchanges in a test (not training steps). Both count from 1, and 0
-    is before the first. ``waits`` is true while the rank waits for the other ranks. For example, ``Point(2, 5, True)`` waits
-    in the fifth exchange of the second measured test.
+    ``test`` counts the measured tests so far. ``step`` counts exchanges with other ranks in the current test (not training
+    steps). ``waits`` is true while the rank waits for other ranks. For example, a rank with ``Point(2, 5, True)`` waits in the
+    fifth exchange in its second measured test.
     """
 
     test: int = 0
@@ -138,7 +150,7 @@ class Point(NamedTuple):
 
 
 class Consensus(Alone):
-    """A rank that decides together with the other ranks. Every rank has to make the same calls in the same order."""
+    """A rank's decisions together with the other ranks. All ranks must call the same methods in the same order."""
 
     several = True
 
@@ -148,12 +160,12 @@ class Consensus(Alone):
         self._board = board
         self._scope = "session"
         self._all_reduced: torch.Tensor | None = None
-        """The tensor for `release`'s collective. It is made only once, because the process group keeps the tensor alive."""
+        """The tensor for the collective in `release`. There is only one, because the process group keeps it alive."""
 
     def comes_to(self, where: str) -> None:
-        """Write this rank's current work to the store at once.
+        """Write this rank's current work, such as ``"tests/test_gpt.py::test_step (call)"``, to the key/value store at once.
 
-        If the rank crashes before its next sign of life, rank 0 reports this work.
+        If the rank crashes before its next sign of life, rank 0 can still report this work.
         """
         self._board.put(f"where/{self.rank.number}", where)
 
@@ -178,13 +190,13 @@ class Consensus(Alone):
         let_threads_rest(_LOOKS_AT_REST, _SECONDS_OF_REST)
 
     def release(self) -> None:
-        # The exchange raises an error that names a missing rank. A collective would wait for this rank forever.
+        # Exchange values first. If a rank is missing, the exchange raises an error, but the collective would wait forever.
         if self.all(_has_nccl()):
             import torch
             import torch.distributed as dist
 
             time.sleep(_SECONDS_OF_TWO_LOOKS_OF_NCCL)
-            with beneath_modes():  # the test's own modes may make fake tensors
+            with beneath_modes():  # with a test's `FakeTensorMode`, the collective would get a fake tensor
                 if self._all_reduced is None:
                     self._all_reduced = torch.zeros(1, device="cuda")
                 dist.all_reduce(self._all_reduced)
@@ -202,20 +214,20 @@ class Consensus(Alone):
         return values
 
     def begin_test(self) -> None:
-        """Begin the next measured test. Later exchanges belong to this test."""
+        """Begin the next measured test, and count its exchanges from 1."""
         self.point = Point(self.point.test + 1)
         self._scope = f"test/{self.point.test}"
 
     def end_test(self, outcome: Any, failure: str = "") -> list[Any] | None:
-        """End the test and send this rank's outcome. Rank 0 waits for all ranks.
+        """End the test and send this rank's outcome. Rank 0 waits for all outcomes.
 
         Args:
             outcome: This rank's outcome, a value for JSON.
-            failure: The failure text, if the test failed by itself on this rank. Other ranks may wait for this rank in a
-                collective.
+            failure: The failure text if the test failed on this rank by itself, not because of another rank. Other ranks
+                may still wait for this rank in a collective.
 
         Returns:
-            The outcomes of all ranks on rank 0; ``None`` on other ranks.
+            On rank 0, the outcomes from all ranks; on other ranks, ``None``.
         """
         self.point = self.point._replace(waits=True)
         if failure:
@@ -228,12 +240,12 @@ class Consensus(Alone):
         return self._board.get_all(keys)
 
     def decide(self, decision: Any) -> None:
-        """Send the test's verdict from rank 0 to the other ranks."""
+        """Send the test's verdict to the other ranks. Called on rank 0."""
         self._board.put(f"{self._scope}/decision", decision)
         self.point = self.point._replace(waits=False)
 
     def decision(self) -> Any:
-        """Return the verdict from rank 0."""
+        """Wait for the test's verdict from rank 0, and return it. Called on the other ranks."""
         keys = [f"{self._scope}/decision"]
         self._wait_for(keys, ending=True, ranks=[0])
         self.point = self.point._replace(waits=False)
@@ -244,16 +256,19 @@ class Consensus(Alone):
         self._board.put(f"ended/{self.rank.number}", report)
 
     def ends_of_sessions(self) -> list[Any]:
-        """Return the report that each rank sent by `end_session`."""
+        """Wait until all ranks have called `end_session`, and return their reports, ordered by rank."""
         return self._board.get_all(self._wait_for_all_ranks("ended"))
 
     def leave(self) -> None:
-        """Wait until every rank is about to exit, because the launcher ends all ranks when a rank exits with an error."""
+        """Wait until all ranks have called this method and are about to exit.
+
+        If one rank exited earlier with an error, the launcher would kill the others.
+        """
         self._board.put(f"left/{self.rank.number}", True)
         self._wait_for_all_ranks("left")
 
     def _wait_for_all_ranks(self, name: str) -> list[str]:
-        """Wait until every rank has an entry called ``name``, and return the keys of these entries."""
+        """Wait until each rank has written its entry ``name`` to the store. Return the keys of all these entries."""
         self.point = self.point._replace(waits=True)
         keys = [f"{name}/{number}" for number in range(self.rank.world)]
         self._wait_for(keys, ending=True, ranks=())
@@ -261,16 +276,16 @@ class Consensus(Alone):
         return keys
 
     def _wait_for(self, keys: Sequence[str], *, ending: bool, ranks: Sequence[int] | None = None) -> None:
-        """Wait until the store has all ``keys``. If this takes too long, the `Watch` ends the process.
+        """Wait until entries with these keys are in the key/value store. If this takes too long, `Watch` ends the process.
 
         Args:
-            keys: One entry for each rank, or a single entry.
-            ending: True if the entries come at or after the end of a test, so a rank that ended its test is not lost.
-            ranks: The ranks that write the entries (default: all). A rank that ended its session without its entry is lost. If
-                the list is empty, no rank is checked.
+            keys: A key for each rank's entry, or the key of a single entry.
+            ending: True if the entries are written at or after the end of a test. Then a rank that has ended its test may
+                still write its entry.
+            ranks: The ranks that write the entries; by default all ranks. If the list is empty, `RankLost` is never raised.
 
         Raises:
-            RankLost: A rank has ended its test or its session, and will not write its entry.
+            RankLost: A rank has ended its test or its session without writing its entry.
         """
         shortest, longest = _SECONDS_BETWEEN_LOOKS
         began = last_roll_call = time.monotonic()
@@ -282,12 +297,12 @@ class Consensus(Alone):
                 self._call_the_roll(keys, range(self.rank.world) if ranks is None else ranks, ending=ending)
 
     def _call_the_roll(self, keys: Sequence[str], ranks: Sequence[int], *, ending: bool) -> None:
-        """Raise `RankLost` if a rank ended without writing its entry."""
+        """Raise `RankLost` if any of ``ranks`` has ended its test or its session without writing its entry."""
         for number in ranks:
             key = keys[number if len(keys) > 1 else 0]
             for end_key, event in ((f"{self._scope}/end", "has ended the test"), ("ended", "runs no more tests")):
                 if ending and end_key != "ended":
                     continue
-                # Check the end first, because the rank may write its entry and then end between the two checks.
+                # Check the end first. Otherwise the rank could write its entry and end between the two checks.
                 if self._board.has([f"{end_key}/{number}"]) and not self._board.has([key]):
                     raise RankLost(f"{Rank(number, self.rank.world)} {event}")

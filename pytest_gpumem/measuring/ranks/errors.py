@@ -1,18 +1,18 @@
-"""Exceptions of ranks."""
+"""Exceptions for the ranks of a distributed job."""
 
 from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """An environment variable prevents the ranks from finding each other. The message has its value and the expected value."""
+    """Raised if an environment variable from the launcher is missing or invalid. The message says how to fix it."""
 
 
 class BoardError(RuntimeError):
-    """The store of the ranks cannot be reached."""
+    """Raised if a rank cannot reach the key/value store through which ranks share values."""
 
 
 class RankLost(BaseException):
-    """Another rank will not come. The message is a clause with its name.
+    """Raised if this rank waits for another rank, which has ended. The message names the other rank.
 
     The class does not derive from `Exception`, so a test's ``except Exception`` cannot swallow the error.
     """

@@ -1,4 +1,4 @@
-"""The launch of a distributed job's ranks, from torchrun's environment variables."""
+"""Read from torchrun's environment variables whether this process is a rank in a distributed job, and which one."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's place in a distributed job.
+    """How the launcher, usually torchrun, has launched this rank of a distributed job.
 
-    For example, with two machines and four GPUs each, the second machine's first rank has ``rank`` 4 of 8, ``local_rank`` 0 and
-    ``ranks_here`` 4.
+    For example, if a job runs on two machines with four GPUs each, the second machine's first rank has ``rank`` 4 of 8,
+    ``local_rank`` 0 and ``ranks_here`` 4.
     """
 
     rank: Rank
     local_rank: int
-    """The rank's number on this machine, which selects its GPU."""
+    """The rank's number on this machine, which is also the index of its GPU."""
     ranks_here: int
-    """The number of ranks on this machine according to the launcher."""
+    """The number of ranks on this machine, as the launcher has set it."""
     address: str
+    """The host of the key/value store that the ranks share."""
     port: int
+    """The port of the key/value store."""
     agent_store: bool
-    """True if the launcher (torchrun) serves the key/value store at this address; false if rank 0 serves it."""
+    """True if the launcher has started the key/value store's server; false if rank 0 has to start it."""
     attempt: str
-    """The run and its restart count, a prefix of the keys in the store."""
+    """The run's id and how often the launcher has restarted the run. All keys in the store begin with this text."""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command that launches the same number of ranks, up to pytest's own arguments."""
+        """The beginning of a command that launches as many ranks as this job has. pytest's arguments have to be added."""
         nodes = self.rank.world // self.ranks_here
         nodes_option = [f"--nnodes={nodes}"] if nodes > 1 else []
         return ("torchrun", *nodes_option, f"--nproc-per-node={self.ranks_here}", "-m", "pytest")
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch of this process; ``None`` if the process has no other ranks.
+    """Return how this rank was launched; ``None`` if this process is not a rank in a distributed job.
 
     Args:
-        environ: ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
+        environ: The environment variables, in which torchrun sets ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR``
+            and ``MASTER_PORT``.
 
     Raises:
-        LaunchError: ``WORLD_SIZE`` is more than 1, and another variable is missing or not a number in its range.
+        LaunchError: A variable has an invalid value, or ``WORLD_SIZE`` is above 1 and another variable is missing.
     """
     if not environ.get(WORLD_SIZE):
         return None

@@ -1,6 +1,7 @@
-"""A thread in each rank, to give signs of life and to end the process if a rank is stuck or gone.
+"""A thread in each rank, which gives signs of life, and ends the process if any rank is stuck or has crashed.
 
-The main thread may wait in a collective, in C++. Nothing can interrupt this wait, so the thread ends the whole process.
+The main thread may wait for another rank in a collective. Nothing can interrupt this wait in C++, so the thread ends the whole
+process.
 """
 
 from __future__ import annotations
@@ -31,38 +32,39 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_BEATS = 0.5
 _SECONDS_AFTER_A_FAILURE = 30.0
-"""After a test has failed on a rank, ranks may make no progress for at most this long, in seconds."""
+"""If a test has failed on a rank, and no rank makes progress for this many seconds, rank 0 ends the job."""
 _SECONDS_FOR_LAST_WORDS = 2.0
-"""When the launcher ends the job, rank 0 waits this many seconds until each other rank has reported that it ends."""
+"""When the launcher ends the job, rank 0 waits at most this many seconds for a last sign of life from each other rank."""
 _SECONDS_FOR_THE_FIRST = 15.0
-"""The other ranks wait this many seconds longer than rank 0, because rank 0 has to write a report."""
+"""The other ranks wait this many seconds longer than rank 0 before they end, because rank 0 has to write the report."""
 _SECONDS_TO_WRITE = 20.0
-"""When the job ends, rank 0 may take this many seconds to finish its report. torchrun kills its ranks after 30 s."""
+"""Time limit in seconds for rank 0's report when the launcher ends the job. torchrun kills ranks after 30 s."""
 
 
 class Watch(threading.Thread):
-    """A thread that watches the ranks from `start` to `end`."""
+    """A thread that watches all ranks from `start` to `end`, and ends its process if a rank is stuck or has crashed."""
 
     def __init__(
         self, launch: Launch, consensus: Consensus, seconds: float, root: Path, lost: Callable[[str], object]
     ) -> None:
-        """Prepare to watch the ranks of a launch.
+        """Connect to the ranks' key/value store. `start` begins to watch.
 
         Args:
-            launch: The launch of this rank.
-            consensus: This rank's consensus, which knows its progress.
-            seconds: The longest time without progress while ranks wait for other ranks.
+            launch: How this rank was launched.
+            consensus: This rank's consensus, whose `Consensus.point` is the rank's progress.
+            seconds: The job ends if ranks wait and no rank makes progress for longer than this.
             root: The project's folder.
-            lost: Called on rank 0, in this thread, before the process ends. Its argument is a clause that names the lost rank.
+            lost: Called in this thread on rank 0 before the process ends. Its argument is a text about the lost ranks.
         """
         super().__init__(name="gpumem-ranks", daemon=True)
         self.where = "the collection"
-        """A clause for the main thread's work."""
+        """The main thread's current work, for example ``"tests/test_gpt.py::test_step (call)"``."""
         self.measures = False
+        """True during a measured test."""
         self.leaves = False
-        """True if this rank is about to exit. Rank 0 may already be gone, and the store with it."""
+        """True if this rank is about to exit. Then an unreachable store is no error, because rank 0 may have exited."""
         self.writing = threading.Lock()
-        """Held while the main thread writes a report that must not be cut off."""
+        """Held while the main thread writes a report, because the process must not end before the report is complete."""
         self._launch = launch
         self._rank = launch.rank
         self._consensus = consensus
@@ -82,7 +84,7 @@ class Watch(threading.Thread):
         self._previous_handlers: tuple[Any, int] | None = None
 
     def start(self) -> None:
-        """Start watching, and handle SIGTERM, which torchrun sends to the remaining ranks if a rank has died."""
+        """Start to watch, and handle SIGTERM, which torchrun sends to the other ranks if a rank has died."""
         self._previous_handlers = (
             signal.signal(signal.SIGTERM, self._terminated),
             signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False),
@@ -91,7 +93,7 @@ class Watch(threading.Thread):
         super().start()
 
     def end(self) -> None:
-        """Stop watching, and restore the handler of SIGTERM."""
+        """Stop watching, and restore the previous handler for SIGTERM."""
         self._ended.set()
         with suppress(OSError):
             self._wake.send(b"\0")
@@ -112,7 +114,7 @@ class Watch(threading.Thread):
             except BoardError as error:
                 if self._ended.is_set() or self.leaves:
                     return
-                self._die(f"the store of the ranks cannot be reached, so the launcher or rank 0 has ended: {error}", 1)
+                self._die(f"the ranks' store cannot be reached, so the launcher or rank 0 has ended: {error}", 1)
 
     def _signals(self) -> bytes:
         try:
@@ -148,7 +150,7 @@ class Watch(threading.Thread):
             self._end_the_job(stuck_text(beats, silent, seconds, failures))
 
     def _failure_of(self, number: int, beat: Beat | None) -> str | None:
-        """Return the failure text of a rank that waits for the end of the test; ``None`` if there is none."""
+        """Return the failure text if the test failed on this rank and the rank now waits for the others; otherwise ``None``."""
         if beat is None or not beat.point.waits:
             return None
         text: str | None = self._board.maybe(failure_key(beat.point[0], number))
@@ -167,16 +169,16 @@ class Watch(threading.Thread):
                 self._progressed = time.monotonic()
 
     def _end_the_job(self, reason: str) -> None:
-        """Report the lost rank from rank 0, and end all ranks."""
+        """Write the report about the lost rank, and end all ranks. Called on rank 0."""
         self._board.put("lost", reason)
-        # Other ranks print nothing, because the report contains their positions.
+        # The other ranks end without a message, because this report includes their current work.
         self._last_report(reason)
         os._exit(1)
 
     def _end_with_the_job(self) -> None:
-        """End this rank at the launcher's request.
+        """End this rank, because the launcher has sent SIGTERM.
 
-        Rank 0 first waits for the other ranks, and reports the ranks that are missing.
+        Rank 0 first waits for a last sign of life from the other ranks, and reports the ranks that gave none.
         """
         if not self._rank.is_first:
             self._board.put(f"terminated/{self._rank.number}", True)
@@ -197,7 +199,7 @@ class Watch(threading.Thread):
         return any(self._board.has([f"{word}/{number}"]) for word in ("terminated", "left"))
 
     def _last_report(self, reason: str) -> None:
-        # If the main thread already writes its report, this thread waits for the end of the report.
+        # If the main thread is writing its own report, wait until this report is complete.
         if self.writing.acquire(timeout=_SECONDS_TO_WRITE):
             try:
                 self._lost(reason)
@@ -212,10 +214,10 @@ class Watch(threading.Thread):
         os._exit(status)
 
     def _terminated(self, *_: object) -> None:
-        """Do nothing. The signal's number wakes the thread, but this handler waits until the main thread runs Python."""
+        """Do nothing, because the main thread may never get to run this handler. The thread's socket receives the signal."""
 
     def _forget_in_child(self) -> None:
-        """Restore SIGTERM in a forked process, because a DataLoader ends its workers with SIGTERM."""
+        """Restore the default handler for SIGTERM in a forked process. A DataLoader ends its workers with SIGTERM."""
         if self._previous_handlers is not None and os.getpid() != self._process:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -224,23 +226,29 @@ class Watch(threading.Thread):
 def _missing_text(
     missing: list[int], seen: Sequence[tuple[Beat | None, float]], works: Mapping[int, str | None]
 ) -> str:
-    """Return a text about the missing ranks. A rank's last work comes from its latest sign of life, or from
-    `Consensus.comes_to` if that is later.
+    """Return a text for the report about ranks that ended without a last sign of life.
 
-    For example, ``rank 1 of 2 ended without a word: ...`` and ``rank 1: last in tests/test_gpt.py::test_step (call), at
-    test_gpt.py:18 in step``.
+    For example, ``rank 1 of 2 ended without a message: ...`` and, on the next line, ``rank 1: last in
+    tests/test_gpt.py::test_step (call), at test_gpt.py:18 in step``.
+
+    Args:
+        missing: The ranks without a last sign of life.
+        seen: For each rank in the job, the latest sign of life and its time.
+        works: For each missing rank, the work from `Consensus.comes_to`, which may be newer than the sign of life.
     """
     if not missing:
-        return "the job was ended (SIGTERM), and no rank was lost before"
+        return "the launcher ended the job (SIGTERM), and no rank was lost before"
     world = len(seen)
     name = str(Rank(missing[0], world)) if len(missing) == 1 else f"{in_words(missing)} of {world}"
-    lines = [f"{name} ended without a word: killed, or crashed; the launcher's last lines have the exit status"]
+    lines = [
+        f"{name} ended without a message, so it was killed or has crashed; see its exit status in the launcher's output"
+    ]
     for number in missing:
         beat, work = seen[number][0], works[number]
         if beat is None and work is None:
-            last = "never came to its measured tests"
+            last = "never started its measured tests"
         elif beat is None or work not in (None, beat.where):
-            last = f"last in {work}"  # the sign of life is older
+            last = f"last in {work}"  # the latest sign of life is from earlier work
         else:
             last = f"last in {beat.where}, at {beat.position}"
         lines.append(f"  rank {number}: {last}")

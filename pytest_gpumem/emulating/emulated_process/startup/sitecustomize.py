@@ -1,4 +1,4 @@
-"""Startup module for every Python process in a session with an emulated GPU. ``PYTHONPATH`` contains its folder."""
+"""Runs at the start of every Python process that may emulate a GPU, because ``PYTHONPATH`` contains this folder."""
 
 import importlib.machinery
 import importlib.util
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _emulate(word: str) -> None:
-    """Load the import hook from its file, because pytest rewrites the package and must not find it imported."""
+    """Install the import hook. It is loaded from its file, because pytest must be the first to import this package."""
     file = Path(__file__).parents[1] / "before_torch.py"
     module = _run(importlib.util.spec_from_file_location("_gpumem_before_torch", file))
     if module is not None:
@@ -20,7 +20,7 @@ def _emulate(word: str) -> None:
 
 
 def _run_the_next_one() -> None:
-    """Run the sitecustomize module that this module hides, if there is one."""
+    """Run the environment's own ``sitecustomize``, if there is one. Python found this file first, and does not run it."""
     own_folder = Path(__file__).resolve().parent
     rest = [folder for folder in sys.path if Path(folder).resolve() != own_folder]
     _run(importlib.machinery.PathFinder.find_spec("sitecustomize", rest))
