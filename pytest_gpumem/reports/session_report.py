@@ -49,7 +49,7 @@ class Terms:
     strict: bool = False
     """True with ``--gpumem-strict``."""
     update: UpdateMode | None = None
-    """The mode from ``--gpumem-update``: ``new`` or ``all``; ``None`` without the option."""
+    """The mode from ``--gpumem-update``, such as ``new`` or ``all``; ``None`` without the option."""
     units: UnitSystem = "si"
     """The unit system of texts for people: ``si`` or ``iec``."""
     against: str | None = None

@@ -69,7 +69,7 @@ def test_the_command_that_accepts_is_the_same_everywhere_and_stands_in_the_failu
     assert [row.accept for row in (*rows_of(report), *(row.report_row for row in page_of(report).tests))] == [
         accept
     ] * 2
-    assert f"To accept it:\n\n```text\n{accept}\n```" in markdown(report)
+    assert f"To accept the new figures:\n\n```text\n{accept}\n```" in markdown(report)
 
 
 def test_a_baselines_origin_is_the_same_line_everywhere():
