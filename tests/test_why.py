@@ -158,7 +158,7 @@ def test_a_test_that_is_not_measured_is_none_of_the_report(gated):
 
 def test_a_test_that_did_not_finish_is_told_as_such():
     report = session(ok("test_a"), not_run=(("a.py", "test_b"),))
-    assert texts(report, "test_b")[:3] == ["a.py::test_b: not run", "", "It was selected, and did not finish"]
+    assert texts(report, "test_b")[:3] == ["a.py::test_b: not run", "", "The test was selected, but did not finish"]
 
 
 def test_a_test_that_failed_by_itself_is_told_as_such():

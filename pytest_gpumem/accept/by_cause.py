@@ -78,6 +78,8 @@ def with_causes(
             words = ", ".join(f"cause {numbers[cause]} ({name_of(cause, units)})" for cause in other_causes)
             reason = Refusal("other causes", f"the test also grew because of {words}")
         elif test in unexplained or fails_for_more(result.verdict, test_causes):
-            reason = Refusal("other causes", "its causes do not explain all of its growth; name the test to accept it")
+            reason = Refusal(
+                "other causes", "the causes do not explain all of the test's growth; name the test to accept it"
+            )
         tests.append((result, reason))
     return tests

@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def is_noticed(self) -> bool:
-        """True if a figure failed, changed or has no baseline. Then the command asks whether to accept the test."""
+        """True if a figure failed, changed or has no baseline, so the command asks whether to accept the test."""
         verdict = self.result.verdict
         return self.result.failed or verdict.lacks_time or verdict.outcome not in (Outcome.OK, Outcome.RECORDED)
 
@@ -85,7 +85,7 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
         _check_readable(changes, store)
     except (ArithmeticError, LookupError, StoreError, TypeError, ValueError) as error:
         # Anybody can write a report, and the report's schema does not check whether each value fits into the store.
-        return Candidate(result, refused=Refusal("not for the store", f"its figures cannot be stored: {error}"))
+        return Candidate(result, refused=Refusal("not for the store", f"the test's figures cannot be stored: {error}"))
     changed_baseline = None if forced else _changed_baseline(changes)
     if changed_baseline is not None:
         return Candidate(result, refused=Refusal("another baseline now", changed_baseline))

@@ -51,7 +51,7 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The table shows its first six columns even if they are empty."""
+"""The number of first columns that the table shows even if all their cells are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def cause_notes(
 
 
 def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield a clause such as ``only on rank 1 of 4`` if a distributed job has the cause on some of its ranks only."""
+    """Yield a clause such as ``only on rank 1 of 4`` if only some ranks in a distributed job have the cause."""
     ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
     for world in sorted({rank.world for rank in ranks}):
         numbers = sorted(rank.number for rank in ranks if rank.world == world)
@@ -191,7 +191,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
 
 def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
-    # If the table is too wide for the terminal, the first column gets a line of its own. So this column includes the number.
+    # In a narrow terminal the first column gets a line of its own, so the first column includes the cause's number.
     columns = (
         Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
         Column(HEADER.tests),

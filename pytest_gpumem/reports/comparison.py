@@ -73,7 +73,7 @@ class ComparedChange:
     def is_shown(self) -> bool:
         """True if reports show the metric.
 
-        Reports omit equal bytes and equal counts. They also omit a time within its tolerance, unless it comes from `gpumem ab`.
+        Reports omit equal bytes and counts, and times within their tolerance. They show all times from `gpumem ab`.
         """
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
@@ -90,8 +90,8 @@ class ComparedRow:
     """A measurement with figures on both sides.
 
     ``reason`` says why the two measurements cannot be compared, for example because of another workload. ``notes`` are clauses
-    about the measurement. ``slug`` names the device of the new measurement. If the old measurement comes from another
-    device, ``old_slug`` names it. Then exactly one device is emulated.
+    about the measurement. ``slug`` names the device of the new measurement. ``old_slug`` names the device of the
+    old measurement if exactly one of the two devices is emulated; else it is ``None``.
     """
 
     key: Key
@@ -102,7 +102,7 @@ class ComparedRow:
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
     verdict: Verdict | None = None
-    """The gate's verdict. It includes the changes in the peak's composition if both measurements have a composition."""
+    """The gate's verdict, with the changes in the peak's composition if both measurements have a composition."""
 
     @property
     def outcome(self) -> Outcome:
@@ -228,7 +228,7 @@ class Side:
     def reason_missing(self, key: Key) -> tuple[Word, str | None]:
         """Return the reason why this side lacks a measurement: a word, and a clause with details or ``None``."""
         if key.file in self.not_collected:
-            return "failed", "its file could not be collected"
+            return "failed", "the test's file could not be collected"
         return self.unmeasured.get((key.file, key.test), ("gone", None))
 
 
@@ -332,7 +332,7 @@ def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], Verdict]:
     """Judge each metric of ``new`` with ``old`` as the baseline, and return the changes and the verdict."""
-    # A baseline stores no timed rounds, only their medians. So its times are shown but not judged.
+    # A baseline stores no timed rounds, only their medians. So a baseline's times are shown but not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     if isinstance(old, Baseline):
         verdict = judge(measurement, Budget(), old, tolerances)

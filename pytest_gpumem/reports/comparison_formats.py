@@ -145,7 +145,7 @@ def remarks(report: ComparisonReport) -> list[str]:
     """Return the lines below the table, each on a single test or on a pair of devices."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
     return [
-        *(f"devices: {old} and {new}; one of them is emulated" for old, new in pairs),
+        *(f"devices: {old} and {new}; one of the two devices is emulated" for old, new in pairs),
         *(f"stale: {row.title}: {row.reason}" for row in report.rows if row.reason),
         *(
             f"{change.word or 'note'}: {row.title}: {METRICS[change.metric].title}: {change.reason}"

@@ -15,8 +15,8 @@ _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 """Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
-A backslash does not prevent the replacement, because GitHub removes the backslash first. So the characters are put into a
-``<span>``, as GitHub's documentation shows for the dollar sign.
+A backslash does not prevent the replacement, because GitHub removes the backslash first. A ``<span>`` around the
+characters prevents it, as GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
 """The beginning of a list item (``- a``, ``1. a``), or a line that Markdown shows as a rule or a title (``---``, ``===``)."""

@@ -1,6 +1,6 @@
 """Make tables that explain a figure: the growth, the peak, the leftover bytes, or the operators behind a count.
 
-Every report format shows the same `PartTable`. This module also turns the table into lines of text. Pure.
+Every report format shows the same `PartTable`. Functions in this module also turn the table into lines of text. Pure.
 
 Example: a test's peak grew by 1.00 GB::
 
@@ -162,7 +162,7 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return a composition's rows for a table, the largest first. Rows that sum up smaller rows are left out."""
-    # A row has negative bytes if the step freed blocks from before the step. Such a row does not help readers.
+    # If the step freed blocks from before the step, a row with negative bytes exists. A negative row does not help readers.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
@@ -345,7 +345,7 @@ def category_of(row: Row) -> str:
 
 
 def _places_of(row: Row) -> tuple[str, ...]:
-    """Return a row's module, line, operator and tensors. All four are empty if the row sums up smaller rows."""
+    """Return a row's module, line, operator and tensors. All four texts are empty for a row that sums up smaller rows."""
     if row.operator == REST:
         return "", "", "", ""
     return row.path or ("(no module)" if row.where else ""), row.where, row.operator, row.what

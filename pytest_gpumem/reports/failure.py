@@ -73,7 +73,7 @@ def failure_text(
         )
     if missing is not None and not verdict.verdicts:
         problem = legible(f"Measurement missing: {missing}")
-        return f"{problem}\n\n  mend:     measure it again, or remove its baseline from the store"
+        return f"{problem}\n\n  mend:     take the measurement again, or remove its baseline from the store"
     failed = [part for part in verdict.verdicts if any(metric.outcome in failing for metric in part.metrics)]
     blocks = [] if missing is None else [legible(f"Measurement missing: {missing}")]
     if failed or missing is None:
@@ -103,7 +103,7 @@ def accept_command(
         verdict: The verdict on the test.
         failing: The failing outcomes in this session.
         words: The command without options, such as ``pytest`` and the node id.
-        options: This session's options, which the command repeats.
+        options: The session's options, which the command repeats.
         rest: The words of the command after the options.
     """
     metrics = [metric for part in verdict.verdicts for metric in part.metrics if metric.outcome in failing]
@@ -212,7 +212,7 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"
     why = f"{METRICS[first.metric].title}: {first.reason}" if first is not None and first.reason else None
-    reason = verdict.reason or why or "it has no budget, and --gpumem-baseline was not given"
+    reason = verdict.reason or why or "the test has no budget, and --gpumem-baseline was not given"
     return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 
 

@@ -16,7 +16,7 @@ class FileKind(NamedTuple):
 
     title: str
     keys: frozenset[str]
-    """Keys at the top level of the JSON. No other kind of file has all these keys."""
+    """The keys at the top level of the JSON that distinguish this kind from all other kinds."""
     takers: tuple[str, ...] = ()
     """The commands that read such a file, without the word ``gpumem``."""
 
@@ -28,7 +28,7 @@ class FileKind(NamedTuple):
 
 SESSION = FileKind("the report of a session", frozenset({"terms", "results"}), ("why --report", "accept"))
 STORED = FileKind("a file of the store", frozenset(), ("show --store FOLDER",))
-"""A file with baselines in the store. It is TOML and therefore has no JSON keys."""
+"""A file with baselines in the store, which is TOML and therefore has no JSON keys."""
 KINDS = (
     SESSION,
     FileKind("the result of gpumem ab", frozenset({"not_compared", "packages"}), ("bisect --from",)),

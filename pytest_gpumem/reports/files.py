@@ -22,12 +22,12 @@ class ReportFiles:
 
     - Each file is replaced atomically, and its folder is created.
     - A killed session leaves no report, so an earlier report is never mistaken for its own.
-    - A session that measures nothing keeps earlier files, unless ``--gpumem-report`` is on its command line or it runs with
-      ``--gpumem-baseline``.
+    - A session that measures nothing keeps earlier files, unless it runs with ``--gpumem-baseline``, or ``--gpumem-report`` is
+      on its command line.
     - A report that cannot be written makes the session red. Later reports contain the error.
     - If pytest ends before any test runs, for example after a usage error, the reports say so.
-    - A report never says ``passed`` if pytest's tests did not pass. It also counts failures of tests that are not measured,
-      and failures that another plugin added to the session.
+    - A report never says ``passed`` if pytest's tests did not pass. A report also counts failures in tests that are not
+      measured, and failures that another plugin added to the session.
 
     `gpumem merge` combines the JSON reports of several shards.
     """

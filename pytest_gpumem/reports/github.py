@@ -1,11 +1,11 @@
-"""Output for GitHub Actions: annotations on tests, and the step's summary. It needs no token and no action.
+"""Output for GitHub Actions: annotations on tests, and the step's summary. The output needs no token and no action.
 
 A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
 
 - ``::error`` at a test's function: the test failed, with the complete text of the failure, or it did not finish.
-- ``::error`` at a line in the project: the line from the first row of the explanation. The file must be in the checkout, and
-  for a pull request in the diff. No line is annotated if one of several rows may have grown, or if the first row belongs
-  to a package.
+- ``::error`` at a line in the project: the line from the first row of the explanation. GitHub shows such an annotation only if
+  the file is in the checkout, and for a pull request in the diff. No line is annotated if one of several rows may have grown,
+  or if the first row belongs to a package.
 - ``::error`` at the line of a cause: it replaces the annotations on tests that fail only because of causes.
 - ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
 - ``::warning``: a test that is ``uncertain``, or a budget without an effect.
@@ -132,7 +132,7 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
 
 def _why_uncertain(row: ReportRow) -> str:
     return "\n".join(
-        f"{metric.metric} is uncertain: {metric.reason or 'its interval exceeds the allowed change'}"
+        f"{metric.metric} is uncertain: {metric.reason or 'the confidence interval exceeds the allowed change'}"
         for measured in row.measured
         for metric in measured.verdict.metrics
         if metric.outcome is Outcome.UNCERTAIN
@@ -273,7 +273,7 @@ def report_to_github(report: SessionReport, root: Path, environment: Mapping[str
         environment: The job's environment variables.
 
     Returns:
-        Lines to print at the end of pytest's output. Empty outside of GitHub Actions, or if the session measured nothing.
+        Lines to print at the end of pytest's output. There are none outside of GitHub Actions, or without measurements.
     """
     if not is_github(environment) or not (report.results or report.not_run or report.problems):
         return []

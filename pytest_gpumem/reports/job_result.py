@@ -1,6 +1,6 @@
 """Return a job's result in Markdown, from a session's report or the JSON from `gpumem ab` or `gpumem bisect`. Pure.
 
-The JSON may come from a stranger's pull request. So its texts are escaped, and unexpected content raises an error.
+The JSON may come from a stranger's pull request, so texts are escaped and unexpected content raises an error.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def to_json(report: SessionReport) -> str:
 
     The rows of a composition are texts, as `Row.text` returns them. With ``--gpumem-explain=always``, ``| callers | named
     caller`` follows if a row has callers. For example, ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two call paths to ``a.py:3``.
-    The operators behind counts are texts as in the [store](store-format.md#keys-of-a-measurement). Their callers, named caller
-    and reason follow if there are any.
+    The operators behind counts are texts as in the [store](store-format.md#keys-of-a-measurement), followed by callers, named
+    caller and reason if there are any.
 
     A report has every key in these tables and no other key, so a new key needs a new format number. The schema
     ``pytest_gpumem/reports/report.schema.json`` (JSON Schema 2020-12) allows any metric name, because a newer version
@@ -105,7 +105,7 @@ def _read(text: str, name: str) -> SessionReport:
     if plain["format"] != FORMAT or isinstance(plain["format"], bool):
         raise ReportError(
             f"{name}: its format is {json.dumps(plain['format'])[:40]}, this version of pytest-gpumem reads {FORMAT}; "
-            "read it with the version that wrote it"
+            "read the report with the version that wrote it"
         )
     right = _other_version(plain) or _RIGHT
     mistake = mistake_in(plain)

@@ -77,7 +77,7 @@ def cells(text: str) -> int:
 
 
 def _harmless(character: str) -> str:
-    # `isprintable` is also false for spaces other than the ASCII space. They are harmless.
+    # `isprintable` is also false for spaces other than the ASCII space, but spaces are harmless.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return _escaped(character)

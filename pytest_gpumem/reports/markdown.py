@@ -1,6 +1,7 @@
 """A session's report in GitHub's Markdown: for a file, a job's summary, or a comment in a pull request. Pure.
 
-The most important parts come first. If the report is too long, it omits complete parts, and its last line names these parts.
+The most important parts come first. If the report is too long, complete parts are omitted, and the last line names
+the omitted parts.
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
     the environment.
 
     GitHub allows 65,536 characters in a comment and 1 MiB in a step's summary. If a report is too long, complete parts are
-    omitted, first the table of all tests, and the last line names them. The verdict is never omitted. Texts from tests are
-    shown as they are, but invisible and reordering characters are escaped as in Python: ``\n``, ``\x1b``, ``\u202e``.
+    omitted, first the table of all tests, and the last line names the omitted parts. The verdict is never omitted. Texts from
+    tests are shown as they are, but invisible and reordering characters are escaped as in Python: ``\n``, ``\x1b``,
+    ``\u202e``.
 
     Args:
         report: The report.

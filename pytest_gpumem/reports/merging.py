@@ -46,7 +46,7 @@ def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None 
     return SessionReport(
         ended=max(report.ended for report in reports),
         version=reports[0].version,
-        # All hashes abbreviate the same commit. A clone with more commits may need a longer abbreviation.
+        # All reports name the same commit, but clones with more commits abbreviate its hash less. Use the longest hash.
         commit=max((report.commit for report in reports if report.commit), key=len, default=None),
         terms=reports[0].terms,
         results=results,

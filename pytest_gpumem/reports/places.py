@@ -52,8 +52,8 @@ class FirstRow:
 def grown_lines(row: ReportRow) -> Iterator[Place]:
     """Yield the project's lines of code in the explanation of a test's growth.
 
-    Lines with retained bytes come first. Then come lines with growth at the peak, the largest first, and finally lines with
-    more operators.
+    Lines with retained bytes come first. Lines with growth at the peak follow, the largest growth first, and lines with more
+    operators come last.
     """
     for measured in row.measured:
         verdict, explanation = measured.verdict, measured.verdict.measurement.explanation
@@ -79,7 +79,7 @@ def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
     The failure text begins with the same row. Later rows explain less growth, and may not be a cause.
     """
     outcomes = {metric.outcome for measured in row.measured for metric in measured.verdict.metrics}
-    # In strict mode uncertain metrics also fail a test. They explain a failure only if no other metric failed.
+    # In strict mode an uncertain metric also fails a test, but it explains the failure only if no other metric failed.
     failing = FAILING if outcomes & FAILING else {Outcome.UNCERTAIN}
     for measured in row.measured:
         verdict = measured.verdict

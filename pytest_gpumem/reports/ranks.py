@@ -30,7 +30,7 @@ class RankPeaks:
     peaks: tuple[tuple[int, int], ...]
     """Pairs of a rank and its peak in bytes, sorted by rank."""
     several: bool = False
-    """True if the test has several measurements. Then the title includes the measurement's name."""
+    """True if the test has several measurements, so the title includes the measurement's name."""
 
     @property
     def title(self) -> str:

@@ -258,8 +258,8 @@ def badness(result: TestResult) -> tuple[object, ...]:
 
     A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
     outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
-    it would fail against a baseline with the smaller peak. Otherwise equal results are sorted by their JSON, so the order
-    between reports never matters.
+    it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON decides, so the
+    order between reports never matters.
     """
     verdict = result.verdict
     outcome = verdict.outcome
@@ -288,7 +288,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
     - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
-      ``uncertain`` tests. They also include tests ``with no baseline of time yet``, whose memory and counts were compared.
+      ``uncertain`` tests, and also tests ``with no baseline of time yet``, whose memory and counts were compared.
     - Other tests were not compared with a baseline, and a word such as ``new`` says why. For example, ``"2 gated, 3 new (2 also
       gated)"`` counts three new tests, two of which were compared with a budget.
     - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the

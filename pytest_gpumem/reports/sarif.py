@@ -39,8 +39,8 @@ def sarif(report: SessionReport) -> str:
     - ``partialFingerprints``: the test and its verdict, so a result stays the same alert if lines move.
     - ``toolExecutionNotifications``: other reasons for a red session.
 
-    Paths are relative to pytest's root directory (``%SRCROOT%``). Lines in libraries are omitted, because no repository
-    contains them.
+    Paths are relative to pytest's root directory (``%SRCROOT%``). Lines in libraries are omitted, because libraries are
+    not in the repository.
     """
     rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
     problems = [{"level": "error", "message": _message(visible(problem))} for problem in report.problems]

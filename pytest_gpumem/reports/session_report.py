@@ -124,7 +124,7 @@ class SessionReport:
     the last run counts.
     """
     merged: bool = False
-    """True if ``gpumem merge`` made the report. Then no further shard can run the missing tests."""
+    """True if ``gpumem merge`` made the report, so no further shard can run missing tests."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
     """The tests in each shard without any measurement, each as ``[file, test]``, sorted."""
 
@@ -187,7 +187,7 @@ class SessionReport:
 
     @property
     def renamed_and_grown(self) -> list[str]:
-        """A sentence for each new test, if it is worse than the baseline of its likely former name."""
+        """A sentence for each new test with worse figures than the baseline of its likely former name."""
         return [_renamed_and_grown(result, self.terms.units) for result in self.results if result.has_grown_renamed]
 
     @property
@@ -214,7 +214,7 @@ class SessionReport:
     def idle_parts(self) -> list[str]:
         """A sentence for each device or shard that compared nothing in a merged report, although others did.
 
-        Each such device or shard makes the report red, because another device or shard does not replace its comparison. Tests
+        A device or shard without a comparison makes the report red, even if other devices or shards compared figures. Tests
         that skip themselves do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):

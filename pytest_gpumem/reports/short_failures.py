@@ -54,7 +54,7 @@ def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units:
 
 
 def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the tests that fail only because of known causes: their causes by node id."""
+    """Return each test that fails only because of known causes, by node id, with these causes."""
     causes_by_test: dict[str, list[Cause]] = {}
     unexplained_tests = {share.growth.test for share in causes.unexplained}
     for cause in causes.causes:

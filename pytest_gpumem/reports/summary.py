@@ -49,8 +49,8 @@ def to_be_shown(
 ) -> list[ShownMeasurement]:
     """Return the measurements for the table. Measurements with the outcome ``ok`` are omitted.
 
-    A gating session also omits ``recorded`` measurements. A session without a gate shows them, because people run it to
-    see the figures.
+    A gating session also omits ``recorded`` measurements. A session without a gate shows ``recorded`` measurements, because
+    people run such a session to see figures.
 
     Args:
         measured: All measurements in the session.
@@ -184,14 +184,14 @@ def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _not_compared(verdict: Verdict) -> str:
-    """Return the words for a measurement without a comparison. Such a measurement may still exceed its budget."""
+    """Return the words for a measurement without a comparison, even if the measurement exceeds its budget."""
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
     return "another workload" if grew else outcome.words if outcome in _WITHOUT_BASELINE else "not compared"
 
 
 def unstored_times(report: SessionReport) -> list[str]:
-    """Return a sentence on disturbed times, which an update stores only for display; empty without such times."""
+    """Return a sentence on disturbed times, which an update stores only for display; empty without disturbed times."""
     timed = [
         verdict
         for result in report.results

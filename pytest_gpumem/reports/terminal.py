@@ -190,7 +190,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
     warnings = [*report.warnings]
-    # With -q, the line about the store is not printed. So its note on disturbed times becomes a warning.
+    # Without -q, the line about the store has a note on disturbed times. With -q, a warning replaces this note.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
         *(_line(f"gpumem: {warning}", "doubtful") for warning in warnings),

@@ -108,8 +108,8 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
     """Return the change in the deciding metric of a measurement.
 
-    For example, ``"+14.7 %"`` is a change in the peak. Other metrics are named: ``"retained +4.00 MB"``, or ``"retained 4.00
-    MB"`` if the metric has a budget but no baseline.
+    For example, ``"+14.7 %"`` is a change in the peak. A metric other than the peak is named: ``"retained +4.00 MB"``, or
+    ``"retained 4.00 MB"`` if the metric has a budget but no baseline.
     """
     metric = verdict.deciding or verdict.of("peak_allocated")
     if metric is None or metric.metric == "peak_allocated":

@@ -70,7 +70,7 @@ class Status:
 
 
 _COMPARED = COMPARED | {Outcome.STALE}
-_NOT_JUDGED = "it failed for a reason other than its measurements"
+_NOT_JUDGED = "the test failed for a reason other than its measurements"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
     return (
         *(_row(result, several, report.terms.update) for result in report.results),
         *(
-            ReportRow(file, test, Status(NOT_RUN, fails=True), "It was selected, and did not finish")
+            ReportRow(file, test, Status(NOT_RUN, fails=True), "The test was selected, but did not finish")
             for file, test in report.not_run
         ),
     )
@@ -209,9 +209,9 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         if verdict.failure is None and update is not None:
             yield f"this did not fail the test: --gpumem-update={update} compares only to decide which baselines to write"
         else:
-            yield "this did not fail the test: it is expected to fail (xfail), or it passed when it ran again"
+            yield "this did not fail the test: the test is expected to fail (xfail), or passed when it ran again"
     if verdict.relations:
-        yield f"it asserted {counted(verdict.relations, 'relation')}, which held"
+        yield f"the test asserted {counted(verdict.relations, 'relation')}, which held"
 
 
 def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[ShownMeasurement]:

@@ -296,7 +296,7 @@ def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that(
         """
         Measurement missing: it has baselines on this device for measurements that it no longer takes: measure
 
-          mend:     measure it again, or remove its baseline from the store
+          mend:     take the measurement again, or remove its baseline from the store
         """
     )
 

@@ -95,7 +95,7 @@ def test_a_test_that_did_not_finish_and_one_that_failed_by_itself_are_errors():
     broke = result(measured(peak(Outcome.OK)), failed_by_itself=True)
     assert [(kind, data) for kind, _, data in commands(session(broke, not_run=(("a.py", "test_z"),)))] == [
         ("error", "The test itself failed"),
-        ("error", "It was selected, and did not finish"),
+        ("error", "The test was selected, but did not finish"),
     ]
 
 

@@ -40,7 +40,7 @@ OTHER = result(measured(peak(Outcome.OK)), test="test_z")
         (replace(TORN, failed_in="worker"), "The process that ran it crashed"),
         (replace(OVER, failed_in="call"), "GPU memory over budget: peak 9.31 GB"),
         (replace(OVER, failed_in="teardown"), "GPU memory over budget: peak 9.31 GB"),
-        (None, "It was selected, and did not finish"),
+        (None, "The test was selected, but did not finish"),
     ],
     ids=["set-up", "itself", "subtest", "tear-down", "worker", "budget", "budget and tear-down", "not run"],
 )

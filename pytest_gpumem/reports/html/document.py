@@ -13,7 +13,7 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""The page's Content-Security-Policy. It forbids all requests, and allows only scripts with known hashes. Plotly needs inline
+"""The page's Content-Security-Policy, which forbids all requests and allows only scripts with known hashes. Plotly needs inline
 styles."""
 
 

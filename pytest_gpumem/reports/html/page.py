@@ -116,12 +116,12 @@ class Page:
     """The reasons why the session failed, and the counts of failed and unfinished tests."""
     facts: tuple[tuple[str, str], ...]
     causes: tuple[CauseView, ...]
-    """Empty if only a single test grew, because its own panel explains the growth."""
+    """The causes of growth; none if only a single test grew, because the test's own panel explains its growth."""
     cause_notes: tuple[str, ...]
     statuses: tuple[tuple[Status, int], ...]
     tests: tuple[TestRow, ...]
     timed: bool
-    """True if any test has a step time. Otherwise the page omits the columns for step times."""
+    """True if any test has a step time. If no test has one, the page omits the columns for step times."""
     several_devices: bool
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
     """The titles and rows of the table with peaks by rank; no rows in a session without ranks."""

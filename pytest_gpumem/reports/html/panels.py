@@ -41,8 +41,9 @@ MOST_ROWS = 30
 class Bar:
     """A bar for a metric's value, with marks for the baseline and the limits.
 
-    All numbers are fractions of the bar's full length, which is twice the baseline, or twice the budget without a baseline. So
-    the baseline's mark has the same position in every row, and a change of 10 % has the same length. A larger value is cut.
+    All numbers are fractions of the bar's full length, which is twice the baseline, or twice the budget without a baseline. The
+    baseline's mark therefore has the same position in every row, and a change of 10 % has the same length. Larger values are
+    cut.
 
     Example: a peak of 6 MB, with a baseline of 4 MB and a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
     ``beyond="2.5 x"``.
@@ -205,7 +206,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield verdict.reason
     yield from measurement.notes
     if not measurement.settled:
-        yield "the step had not settled: its runs did not have the same peak"
+        yield "the step had not settled: the step's runs did not have the same peak"
     if measurement.recomputed:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
