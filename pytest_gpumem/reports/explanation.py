@@ -99,7 +99,7 @@ class PartTable:
     """The sum of all other parts, as a text."""
     note: str = ""
     sentences: tuple[str, ...] = ()
-    """Sentences before the table. For example, a changed autograd graph may explain every row."""
+    """Sentences before the table. For example, a sentence says that a changed autograd graph explains every row."""
     of_blocks: bool = True
     """True if the parts are memory blocks; False for operator calls."""
 
@@ -126,7 +126,7 @@ def composition_table(
     most: int = MOST_ROWS,
     rows: Sequence[Row] | None = None,
 ) -> PartTable:
-    """Return a table with a composition's largest rows. Together they never have more bytes than the composition's total.
+    """Return a table with a composition's largest rows. Together the rows never exceed the composition's total.
 
     Args:
         title: The table's title.
@@ -352,7 +352,7 @@ def _places_of(row: Row) -> tuple[str, ...]:
 
 
 def part_layout(table: PartTable, indent: int = 0) -> Table:
-    """Return the table's columns and rows for text. Tables of changes and counts omit empty columns."""
+    """Return the table in the form that `layout` prints as text. Tables of changes and counts omit empty columns."""
     rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
     lines = tuple(tuple(map(Span, row)) for row in rows)
     places = _PLACES if table.of_blocks else _PLACES[:2]

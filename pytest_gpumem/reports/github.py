@@ -2,7 +2,7 @@
 
 A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
 
-- ``::error`` at a test's function: the test failed, with the complete text of the failure, or it did not finish.
+- ``::error`` at a test's function: the complete failure text, or a sentence that says that the test did not finish.
 - ``::error`` at a line in the project: the line from the first row of the explanation. GitHub shows such an annotation only if
   the file is in the checkout, and for a pull request in the diff. No line is annotated if one of several rows may have grown,
   or if the first row belongs to a package.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_COLUMNS = 8
-"""Up to this number, each rank has a column. For more ranks, tables show the smallest, median and largest peak."""
+"""A table has a column for each rank up to this number of ranks, else for the smallest, median and largest peak."""
 
 
 @dataclass(frozen=True, slots=True)

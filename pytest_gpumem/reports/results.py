@@ -112,7 +112,7 @@ class _Run:
     """The outcome of each phase, if pytest's report on the phase contains a verdict."""
     failed_in: FailedIn | None = None
     failed_beside_the_gate: bool = False
-    """True if another phase than the call failed. The gate never fails another phase."""
+    """True if a phase other than the call failed. The gate can fail only a test's call."""
 
     @property
     def is_repeated(self) -> bool:
@@ -155,7 +155,7 @@ class _Run:
 
 @dataclass
 class Results:
-    """The results of the tests so far, from pytest's reports.
+    """The results of all tests that have run so far, collected from pytest's reports.
 
     If a plugin for reruns repeats a test, its last run counts. If a test runs several times otherwise
     (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails if any

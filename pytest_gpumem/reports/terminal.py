@@ -260,7 +260,7 @@ def _ending(report: SessionReport) -> list[Line]:
 
 
 def _style_of(report: SessionReport) -> Style | None:
-    """Return the accounting line's style, which is the worst outcome's style. ``good`` also needs a gated test."""
+    """Return the accounting line's style, which is the worst outcome's style. It is ``good`` only if a test was gated."""
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
     # Ignore failed tests that are not measured, because the line does not count them.

@@ -168,7 +168,7 @@ def state_of(report: SessionReport) -> Literal["passed", "failed", "idle"]:
 
 
 def origin_line(origin: Origin, *, reason: bool = False) -> str:
-    """Return a baseline's date, device, torch release and commit. With ``reason``, add the reason for accepting it."""
+    """Return a baseline's date, device, torch release and commit. With ``reason``, add why it was accepted."""
     parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
     parts += [f"commit {origin.commit}"] if origin.commit else []
     parts += [f"reason: {origin.reason}"] if reason and origin.reason else []
@@ -207,9 +207,9 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         yield _NOT_JUDGED
     elif not result.failed and verdict.outcome in FAILING and not result.is_accepted_by(update):
         if verdict.failure is None and update is not None:
-            yield f"this did not fail the test: --gpumem-update={update} compares only to decide which baselines to write"
+            yield f"the verdict did not fail the test: --gpumem-update={update} compares only to choose baselines to write"
         else:
-            yield "this did not fail the test: the test is expected to fail (xfail), or passed when it ran again"
+            yield "the verdict did not fail the test: the test is expected to fail (xfail), or passed when it ran again"
     if verdict.relations:
         yield f"the test asserted {counted(verdict.relations, 'relation')}, which held"
 

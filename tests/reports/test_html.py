@@ -123,7 +123,7 @@ def test_the_only_test_that_failed_is_open(results, opened):
     assert html(report).count('" data-opened data-outcome') == bool(opened)
 
 
-SPARED = "this did not fail the test: "
+SPARED = "the verdict did not fail the test: "
 NOT_THE_MEASUREMENT = "the test failed for a reason other than its measurements"
 
 
@@ -143,7 +143,7 @@ NOT_THE_MEASUREMENT = "the test failed for a reason other than its measurements"
             None,
             "new",
             "not failed",
-            f"{SPARED}--gpumem-update=new compares only to decide which baselines to write",
+            f"{SPARED}--gpumem-update=new compares only to choose baselines to write",
         ),
     ],
 )
