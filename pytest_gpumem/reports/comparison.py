@@ -184,7 +184,7 @@ class ComparisonReport:
     omitted_tests: tuple[OmittedTest, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
-    """How often `gpumem ab` ran both revisions; ``None`` if the figures come from reports or a store."""
+    """The number of runs of both revisions in `gpumem ab`; ``None`` if the figures come from reports or a store."""
     tolerance: float = 0.0
     """The tolerated slowdown in `gpumem ab`, as a share: 0.05 is 5 %."""
     packages: tuple[ChangedPackage, ...] = ()
