@@ -39,7 +39,7 @@ ACCEPTED = "accepted"
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """A new test's likely former name. The store has an unused baseline for it with the same step, batch and device."""
+    """A new test's likely former name. The unused baseline of this name has the same step, batch and device."""
 
     file: str
     """The former test's file, relative to the root directory."""
@@ -217,7 +217,7 @@ class Results:
     def tests_without_result(self) -> set[tuple[str, str]]:
         """Return the tests without a verdict, as (file, test). Skipped tests may be among them."""
         nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
-        # `--dist loadgroup` appends a group to ids.
+        # `--dist loadgroup` appends the name of a group to test ids.
         ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
@@ -229,7 +229,7 @@ class Results:
             if all(run.verdict is None for run in runs) and any(run.failed_in is not None for run in runs)
         ]
         measured_ids = {f"{file}::{test}" for file, test in measured}
-        # `--dist loadgroup` appends a group to ids.
+        # `--dist loadgroup` appends the name of a group to test ids.
         return sum(measured_ids.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
 
 
