@@ -339,7 +339,7 @@ def refused(project, why, *arguments, code=1, report="report.json"):
         (
             "",
             "(max_gb=0.001)",
-            "it is over its budget, which a baseline does not change (peak allocated 8.00 MB, budget 1.00 MB)",
+            "the test is over its budget, which a baseline does not change (peak allocated 8.00 MB, budget 1.00 MB)",
         ),
         ("    pytest.xfail('so')\n", "", None),
     ],
@@ -375,7 +375,7 @@ def test_a_test_whose_teardown_failed_behind_the_gates_failure_is_refused(projec
     project.run("--gpumem-update=new")
     project.write(TORN)
     gated(project)
-    refused(project, "the gate failed it, and its tear-down also failed or did not end")
+    refused(project, "the gate failed the test, and the tear-down also failed or did not end")
 
 
 def test_a_test_that_is_skipped_or_measured_no_more_is_refused_when_it_is_named(project):
@@ -408,7 +408,7 @@ def test_what_is_as_its_baseline_has_nothing_to_accept(grown):
 def test_an_unknown_test_is_told_with_those_that_are_spelled_like_it(grown):
     refused(
         grown,
-        "the report has no result of test_its.py::test_a; there is test_it.py::test_a",
+        "the report has no result for test_its.py::test_a; there is test_it.py::test_a",
         "test_its.py::test_a",
         code=2,
     )
@@ -419,7 +419,7 @@ def test_a_session_that_ended_early_says_what_has_no_result(project):
     project.run("--gpumem-update=new")
     project.write(one("a", 2_000_000) + one("b", 2_000_000))
     gated(project, "-x")
-    refused(project, "test_b was selected and did not finish", "test_b", code=2)
+    refused(project, "test_b did not finish", "test_b", code=2)
     output = accept("report.json")
     assert "the session ended early: " in output
     assert "the report has no result of 1 selected test, left as before: test_it.py::test_b" in output
@@ -445,7 +445,7 @@ def test_a_baseline_that_changed_since_is_not_written_over(grown):
         ({"ended": "yesterday"}, "report.json: ended is 'yesterday', expected a time like"),
         ({"commit": "--output=x"}, "report.json: commit is '--output=x', expected an abbreviated hash"),
         ({"format": 2}, "its format is 2, this version of pytest-gpumem reads 1"),
-        ({"version": "99.0", "more": 1}, "more is no key of it"),
+        ({"version": "99.0", "more": 1}, "more is not a known key"),
     ],
 )  # fmt: skip
 def test_a_report_that_does_not_fit_is_refused(grown, change, why):

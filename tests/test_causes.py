@@ -191,7 +191,7 @@ def test_two_changes_are_two_causes_and_a_test_of_both_is_accepted_with_both_onl
     assert set(kept["tests"]) >= {f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)}
     before = planted.project.stored()
     told = accept("--cause", "1", code=1)
-    assert "not accepted: test_it.py::test_infer: it also grew because of cause 2 (model.py:8)" in told
+    assert "not accepted: test_it.py::test_infer: the test also grew because of cause 2 (model.py:8)" in told
     assert "4 refused (other causes)" in told
     assert planted.project.stored() == before
     assert "gpumem accept: 4 accepted" in accept("--cause", "1", "--cause", "2")

@@ -122,7 +122,7 @@ def test_an_emulated_gpu_is_compared_with_a_real_one_by_what_it_can_be_held_to()
     within, beyond = against(100 * MB + MB // 2), against(100 * MB + MB // 2 + 1)
     assert (outcomes(within), outcomes(beyond)) == ({"test_a": Outcome.OK}, {"test_a": Outcome.REGRESSED})
     assert (within.rows[0].old_slug, within.rows[0].slug) == ("h100", "emulated-h100-80gb")
-    assert remarks(within)[0] == "devices: h100 and emulated-h100-80gb, of which one is emulated"
+    assert remarks(within)[0] == "devices: h100 and emulated-h100-80gb; one of the two devices is emulated"
     assert json.loads(comparison_json(within))["tests"][0]["old_slug"] == "h100"
     # What the new side has of the real one is nearer.
     both = against(100 * MB, ("h100", KEY, entry(100 * MB)))
@@ -171,7 +171,7 @@ def after(*results, **changes):
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        (after(not_run=(TEST,)), ("a.py", "test_a", "It was selected, and did not finish")),
+        (after(not_run=(TEST,)), ("a.py", "test_a", "The test was selected, but did not finish")),
         (after(replace(OVER_BUDGET, verdict=replace(OVER_BUDGET.verdict, failure="over\nx"))), (*TEST, "over")),
         (after(TORN), (*TEST, "Its tear-down failed")),
         (after(replace(TORN, failed_in="call")), (*TEST, "The test itself failed")),
@@ -207,7 +207,9 @@ def test_what_failed_on_another_device_before_has_failed_on_this_one_only_now():
 
 def test_a_test_whose_file_could_not_be_collected_is_gone_for_that_and_worse():
     found = after(not_collected=("a.py",))
-    assert {(one.word, one.reason) for one in found.omitted_tests} == {("failed", "its file could not be collected")}
+    assert {(one.word, one.reason) for one in found.omitted_tests} == {
+        ("failed", "the test's file could not be collected")
+    }
     assert found.exit_status == WORSE
 
 

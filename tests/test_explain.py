@@ -234,7 +234,7 @@ def test_a_peak_that_moved_to_another_phase_tells_what_grew_there_and_where_it_w
     project.run(*RECORD)
     ((file, text),) = project.stored().items()
     project.write(OWN_STEP.format(between=COPYING))
-    told = "note: the peak is in forward; it was in backward, where it is 10.00 MB now"
+    told = "note: the peak is in forward; in the baseline it was in backward, whose peak is now 10.00 MB"
     result = project.run(*COMPARE)
     lines = [line.strip() for line in result.outlines]
     (row,) = [line for line in grown(result) if "MB" in line and not line.startswith("note")]
@@ -801,7 +801,7 @@ def test_out_of_memory_is_told_with_what_was_asked_for_and_what_was_there(projec
         [
             "E *RuntimeError: *DefaultCPUAllocator: *tried to allocate 140737488355328 bytes*",
             "*gpumem out of memory*",
-            "memory ran out when 140.74 TB more were asked for; the step held 8.00 MB (run once more, recorded)",
+            "memory ran out when 140.74 TB more were asked for; the step held 8.00 MB (in another run, which was recorded)",
             "what was there *",
             "*4.00 MB *first *1 x float32?1000, 1000?",
             f"activation* 2.00 MB *first *{place(project, 'self.first(x)')} *addmm *1 x float32?500, 1000?",

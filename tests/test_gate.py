@@ -177,7 +177,7 @@ def test_strict_alone_fails_a_test_that_is_held_against_nothing(project):
     result = project.run("--gpumem-strict")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*(required by --gpumem-strict): recorded, it has no budget, and --gpumem-baseline was not given"]
+        ["*(required by --gpumem-strict): recorded, the test has no budget, and --gpumem-baseline was not given"]
     )
 
 

@@ -145,7 +145,7 @@ def test_another_metric_can_be_followed_and_what_left_it_alone_is_counted(reposi
     repository.commit("count", {"test_a": entry(metrics={"flops": 110})})
     result = history("test_a", "--metric", "flops")
     assert rows(result)[1][2] == "+10.0 %"
-    assert "1 other change left peak allocated as it was" in history("test_a").output
+    assert "1 other change did not affect peak allocated" in history("test_a").output
 
 
 def test_another_workload_is_told_as_the_reason(repository):

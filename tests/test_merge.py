@@ -101,7 +101,7 @@ def test_each_test_that_failed_or_did_not_run_is_named_with_why(folder):
         "FAILED a.py::test_alone - The test itself failed",
         "FAILED a.py::test_gated - GPU memory regressed: peak",
         "FAILED a.py::test_torn - Its tear-down failed",
-        "NOT RUN b.py::test_lost - It was selected, and did not finish",
+        "NOT RUN b.py::test_lost - The test was selected, but did not finish",
     ]
 
 
@@ -112,7 +112,7 @@ def test_whatever_a_test_that_failed_is_called_it_is_named_whole_on_its_line(fol
     lines = merge("a.json").output.split("\n")
     shows = Screen().legible
     assert lines.count(f"FAILED a.py::{shows(test)} - It failed in its set-up, its tear-down or a subtest") == 1
-    assert lines.count(f"NOT RUN a.py::{shows(lost)} - It was selected, and did not finish") == 1
+    assert lines.count(f"NOT RUN a.py::{shows(lost)} - The test was selected, but did not finish") == 1
     assert all(line.isprintable() for line in lines)
 
 

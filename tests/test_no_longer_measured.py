@@ -417,7 +417,7 @@ def test_a_marker_that_turns_to_a_device_that_is_not_here_leaves_a_gap(
     result.stdout.fnmatch_lines(
         [
             f"{ELSEWHERE}*",
-            "  baseline: * on cpu-*, which nothing was compared with",
+            "  baseline: * on cpu-*, but no figures were compared with it",
             "  accept:   gpumem prune test_it.py::test_it --gpumem-device=cpu*",
             "gpumem: 1 gated, 1 missing",
         ]

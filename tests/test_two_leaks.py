@@ -76,7 +76,7 @@ def test_the_leak_that_the_baseline_lacks_is_first_everywhere(project, before, t
     first = next(number for number, text in enumerate(lines) if text.startswith("kept by each step"))
     assert line in lines[first + 1]
     assert next(text for text in lines if text.startswith("kept in")).startswith(f"kept in: {holder}")
-    assert "note: 262.14 kB of this was kept in the baseline, too; new rows are first" in lines
+    assert "note: 262.14 kB of this was already kept in the baseline; new rows come first" in lines
     (cause,) = report["causes"]
     assert (cause["kept_in"], cause["lines"]) == (holder, [line])
     assert {share["metric"] for share in cause["shares"]} == {"growth", "peak_allocated"}
@@ -87,7 +87,7 @@ def test_the_leak_that_the_baseline_lacks_is_first_everywhere(project, before, t
 
 def test_two_leaks_that_cannot_be_told_apart_are_one_of_two(project):
     lines, report, pages = red(project, (IN_FIRST, "pass"), MARKED)
-    note = "262.14 kB of this was kept in the baseline, too; one of these 2 rows is new, and nothing proves which"
+    note = "262.14 kB of this was already kept in the baseline; one of these 2 rows is new, and nothing proves which"
     assert f"note: {note}" in lines
     assert report["causes"] == []
     assert all(note in page for page in pages)

@@ -103,7 +103,7 @@ def test_a_failing_test_is_told_as_the_run_told_it(gated):
     assert "optimizer" in details
     assert filled(told)[0] == "test_it.py::test_grown: regressed"
     assert "\ntest_it.py:9\n" in told
-    assert re.search(r"^of the session that ended 20\S+ \S+ UTC.*: --gpumem-baseline$", told, re.MULTILINE)
+    assert re.search(r"^from the session that ended 20\S+ \S+ UTC.*: --gpumem-baseline$", told, re.MULTILINE)
 
 
 SHARED = """
@@ -124,7 +124,7 @@ def test_a_failure_that_the_run_shortened_is_told_in_full(project):
     project.write(f"N = 3\n{SHARED}")
     output = project.run("--gpumem-baseline", *CACHE).stdout.str()
     short = re.search(r"^_+ test_it\[2000\] _+$\n(.*?)^[=_]", output, re.MULTILINE | re.DOTALL)[1]
-    assert "-vv shows all of it" in short
+    assert "-vv shows the full text" in short
     assert "what grew" not in short
     whole = project.run("--gpumem-baseline", "-vv").stdout.str()
     told = why(project, "*[2000]")
@@ -158,7 +158,7 @@ def test_a_test_that_is_not_measured_is_none_of_the_report(gated):
 
 def test_a_test_that_did_not_finish_is_told_as_such():
     report = session(ok("test_a"), not_run=(("a.py", "test_b"),))
-    assert texts(report, "test_b")[:3] == ["a.py::test_b: not run", "", "It was selected, and did not finish"]
+    assert texts(report, "test_b")[:3] == ["a.py::test_b: not run", "", "The test was selected, but did not finish"]
 
 
 def test_a_test_that_failed_by_itself_is_told_as_such():

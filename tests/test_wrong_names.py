@@ -52,7 +52,7 @@ def test_the_result_of_a_command_is_no_report_and_is_called_by_its_name(command)
     "command", [["merge"], ["accept"], ["export", "bencher"], ["why", "t", "--report"], ["compare"]]
 )
 def test_a_file_of_the_store_is_no_report(command):
-    assert f"{STORED_FILE}: it is {A_STORED_FILE}; a report is what" in refusal(*command, STORED_FILE)
+    assert f"{STORED_FILE}: it is {A_STORED_FILE}; write a report with" in refusal(*command, STORED_FILE)
 
 
 @pytest.mark.parametrize("command", ["show", "accept", "compare"])

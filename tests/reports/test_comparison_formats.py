@@ -80,8 +80,8 @@ def test_a_metric_that_one_side_lacks_is_told_in_every_format():
     changes, _ = changes_of(old, new, DEFAULT_TOLERANCES)
     compared = report(row("test_a", *changes), pairs=None)
     told = [
-        "new: test_it.py::test_a: FLOPs: not compared: the old side has none",
-        "note: test_it.py::test_a: kernel launches: not compared: the new side has none",
+        "new: test_it.py::test_a: FLOPs: not compared: the old side has no value",
+        "note: test_it.py::test_a: kernel launches: not compared: the new side has no value",
     ]
     assert [line for line in table(compared, "si") if "not compared" in line] == told
     marked = markdown(compared, "si").replace("\\", "").splitlines()
@@ -90,8 +90,8 @@ def test_a_metric_that_one_side_lacks_is_told_in_every_format():
     assert reasons == {
         "peak_allocated": None,
         "peak_forward": None,
-        "flops": "not compared: the old side has none",
-        "launches": "not compared: the new side has none",
+        "flops": "not compared: the old side has no value",
+        "launches": "not compared: the new side has no value",
     }
 
 
@@ -171,7 +171,7 @@ def test_markdown_has_as_much_as_there_is_room_for_and_says_so():
     whole, part = markdown(many, "si"), markdown(many, "si", most=3_000)
     assert len(part) <= 3_000 < len(whole)
     assert part.startswith(whole[:1_000])
-    assert part.endswith("\nThe text is shortened, because it would be too long.\n")
+    assert part.endswith("\nThe text is shortened, because the full text would be too long.\n")
     assert markdown(many, "si", most=len(whole)) == whole
 
 

@@ -155,7 +155,7 @@ def test_alternatives_are_told_first_each_with_its_line():
     assert growth_lines(difference(before, after), "si") == literal_lines(
         """
         what grew            baseline        now     change  module  line        operator  tensors
-        one of these 2 rows  60.00 MB  110.00 MB  +50.00 MB                                                    the baseline does not list them
+        one of these 2 rows  60.00 MB  110.00 MB  +50.00 MB                                                    the baseline does not list these rows
         - activations               -   50.00 MB          -  to_k.*  model.py:7  mm        4 x float32[8, 64]
         - activations               -   50.00 MB          -  to_v.*  model.py:8  mm        4 x float32[8, 64]
         """
@@ -265,7 +265,7 @@ def test_rows_are_not_more_than_the_total_if_a_row_is_negative():
         what is there    bytes  module  line  operator  tensors
         activations    7.00 MB  head          mul       1 x block
         activations    6.00 MB  net           mul       1 x block
-        note: without 4.00 MB, because memory of other owners was freed meanwhile
+        note: 4.00 MB are left out, because as much older memory was freed meanwhile
         """
     )
     alone = composition(row("activation", 10 * MB, "net"), freed)
@@ -370,14 +370,14 @@ def test_the_metrics_in_bytes_that_fail_are_the_guilty_ones():
 def test_where_memory_had_gone_when_it_ran_out():
     lines = out_of_memory_lines(Explanation(composition(ATTENTION, WEIGHTS), asked=20 * GB), "si")
     assert lines[0] == (
-        "memory ran out when 20.00 GB more were asked for; the step held 7.00 GB (run once more, recorded)"
+        "memory ran out when 20.00 GB more were asked for; the step held 7.00 GB (in another run, which was recorded)"
     )
     assert lines[1:] == composition_lines("what was there", composition(ATTENTION, WEIGHTS), "si")
 
 
 def test_where_nobody_knows_how_much_was_asked_for_it_is_not_told():
     (first, *_) = out_of_memory_lines(Explanation(composition(WEIGHTS)), "iec")
-    assert first == "memory ran out; the step held 1.86 GiB (run once more, recorded)"
+    assert first == "memory ran out; the step held 1.86 GiB (in another run, which was recorded)"
 
 
 def test_of_what_was_there_more_is_told_than_of_a_regression():

@@ -296,7 +296,7 @@ def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that(
         """
         Measurement missing: it has baselines on this device for measurements that it no longer takes: measure
 
-          mend:     measure it again, or take its baseline out of the store
+          mend:     take the measurement again, or remove its baseline from the store
         """
     )
 
@@ -307,8 +307,8 @@ def test_a_test_that_is_not_measured_any_more():
         """
         Not measured any more: another profiler was active
 
-          baseline: call, which nothing was compared with
-          mend:     let it be measured again; or remove its marker or fixture, and run `gpumem prune`
+          baseline: call, but no figures were compared with it
+          mend:     measure the test again, or remove its marker or fixture and run `gpumem prune`
         """
     )
 

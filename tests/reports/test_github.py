@@ -95,7 +95,7 @@ def test_a_test_that_did_not_finish_and_one_that_failed_by_itself_are_errors():
     broke = result(measured(peak(Outcome.OK)), failed_by_itself=True)
     assert [(kind, data) for kind, _, data in commands(session(broke, not_run=(("a.py", "test_z"),)))] == [
         ("error", "The test itself failed"),
-        ("error", "It was selected, and did not finish"),
+        ("error", "The test was selected, but did not finish"),
     ]
 
 
@@ -110,8 +110,8 @@ def test_of_many_the_most_serious_are_shown_and_the_last_says_how_many_more():
     assert [kind for kind, _, _ in found] == ["error"] * 10 + ["warning"] * 10
     titles = [properties["title"] for _, properties, _ in found]
     assert titles[:10] == ["gpumem", "gpumem: test_over", *["gpumem: test_b"] * 7, "gpumem"]
-    assert found[9][2] == "8 more, for which GitHub has no room here"
-    assert found[19][2] == "3 more, for which GitHub has no room here"
+    assert found[9][2] == "and 8 more, which GitHub would not show"
+    assert found[19][2] == "and 3 more, which GitHub would not show"
 
 
 def test_ten_of_a_kind_are_all_shown():

@@ -123,8 +123,8 @@ def test_the_only_test_that_failed_is_open(results, opened):
     assert html(report).count('" data-opened data-outcome') == bool(opened)
 
 
-SPARED = "it did not fail for this: "
-NOT_THE_MEASUREMENT = "it failed for a reason other than its measurements"
+SPARED = "the verdict did not fail the test: "
+NOT_THE_MEASUREMENT = "the test failed for a reason other than its measurements"
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,16 @@ NOT_THE_MEASUREMENT = "it failed for a reason other than its measurements"
             "over budget",
             None,
             "not failed",
-            f"{SPARED}it is expected to fail (xfail), or passed when it ran again",
+            f"{SPARED}the test is expected to fail (xfail), or passed when it ran again",
         ),
-        (True, None, None, "not failed", f"{SPARED}it is expected to fail (xfail), or passed when it ran again"),
-        (True, None, "new", "not failed", f"{SPARED}--gpumem-update=new compares only to know what to write"),
+        (True, None, None, "not failed", f"{SPARED}the test is expected to fail (xfail), or passed when it ran again"),
+        (
+            True,
+            None,
+            "new",
+            "not failed",
+            f"{SPARED}--gpumem-update=new compares only to choose baselines to write",
+        ),
     ],
 )
 def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, update, note, said):

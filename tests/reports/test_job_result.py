@@ -109,5 +109,5 @@ def test_of_too_much_whole_parts_are_left_out():
     assert len(whole) < 100_000
     least = shown(many, 300)
     assert least.startswith("### gpumem ab: 2 compared, 1 regressed\n")
-    assert least.endswith("The text is shortened, because it would be too long.\n")
+    assert least.endswith("The text is shortened, because the full text would be too long.\n")
     assert len(least) < 300

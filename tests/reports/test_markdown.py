@@ -95,7 +95,7 @@ def test_a_failed_test_has_its_figures_its_growth_and_the_accepting_command():
     assert ["3 other changes", "", "", "-4.00 GB", "", "", "", "", ""] in rows
     assert "\n- so\n" in text
     assert "Baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.10.0, commit abc123456" in text
-    assert 'To accept it:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text
+    assert 'To accept the new figures:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text
 
 
 def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept():
@@ -106,7 +106,7 @@ def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept(
     assert ["what is there at the peak", "bytes", "module", "line", "operator", "tensors"] in cells(text)
     assert ["activations", "5.00 GB", "x", "x (from x)", "x", "24 x x"] in cells(text)
     assert ["the rest", "1.00 GB", "", "", "", ""] in cells(text)
-    assert "To accept it" not in text
+    assert "To accept the new figures" not in text
     assert f"- {FILLED_ONCE}" in text
 
 
@@ -132,7 +132,7 @@ FEW = Explanation(Composition(GB, (ROW,)), Composition(GB, (ROW,)))
         ),
         (
             measured(replace(peak(Outcome.OVER_BUDGET, then=None), budget=GB), measurement={"explanation": FEW}),
-            "the most at the peak: 1.00 GB activations at peft 0.17: layer.py:3, by mul in net",
+            "largest at the peak: 1.00 GB activations at peft 0.17: layer.py:3, by mul in net",
         ),
         (
             measured(MetricVerdict("retained", Outcome.OVER_BUDGET, GB, budget=1), measurement={"explanation": FEW}),
@@ -294,7 +294,7 @@ def test_whole_parts_are_left_out_the_least_important_first_and_it_says_which():
         "Environment<": "the environment",
         "- new: ": "what was not compared",
         "#### Changed": "what changed without failing",
-        "To accept it": "details",
+        "To accept the new figures": "details",
         "❌ `": "test",
     }
     for most in range(size - 1, LEAST_BYTES, -50):

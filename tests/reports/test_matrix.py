@@ -81,7 +81,7 @@ def test_the_table_compares_with_its_first_row():
         "amp-bf16,checkpoint=blocks   40.00 MB  +60.0 %  750.00 ms  -25.0 %  free  *",
         "fp32,checkpoint=blocks       50.00 MB  +50.0 %     1.25 s  +25.0 %   2.0",
         "tf32                                -        -          -        -     -  not here",
-        "  saving and cost against fp32; ROI is saving over cost, above 1.5 is recommended; * is Pareto-efficient",
+        "  saving and cost are relative to fp32; ROI is saving / cost, above 1.5 is recommended; * marks a Pareto-efficient config",
     ]
 
 
@@ -89,12 +89,12 @@ def test_where_the_first_row_has_no_figures_the_next_one_is_compared_with():
     rows = [MatrixRow("tf32", why_not="not here"), MatrixRow("fp32", 100 * MB, 1.0), MatrixRow("bf16", 50 * MB, 1.0)]
     lines = matrix_table("m", rows, "si")
     assert "+50.0 %" in lines[3]
-    assert "against fp32" in lines[-1]
+    assert "relative to fp32" in lines[-1]
 
 
 @pytest.mark.parametrize("rows", [[], [MatrixRow("tf32", why_not="not here")]])
 def test_a_matrix_without_figures_compares_nothing(rows):
-    assert not any("against" in line for line in matrix_table("m", rows, "si"))
+    assert not any("relative to" in line for line in matrix_table("m", rows, "si"))
 
 
 def test_without_times_there_are_no_columns_for_them():

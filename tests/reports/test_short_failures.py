@@ -105,7 +105,7 @@ def test_a_budget_that_several_tests_exceed_is_told_once():
     assert told(*tests) == ["test_1", "test_2"]
     _, error = annotation_lines(session(*tests))
     assert "budget of peak allocated%3A 10.00 GB" in error
-    assert "2 more tests that failed by these causes only" in read(markdown(session(*tests))).text
+    assert "2 more tests that failed only because of these causes" in read(markdown(session(*tests))).text
     assert told(tests[0], over("test_b", "retained")) == []
     work = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
     assert told(tests[0], over("test_b", "peak_allocated", work)) == []
@@ -117,7 +117,7 @@ def test_packages_that_explain_several_tests_are_told_once():
     assert [cause.kind for cause in causes_in(session(*tests)).causes.causes] == ["packages"]
     assert told(*tests) == ["test_1", "test_2"]
     assert len(annotation_lines(session(*tests))) == 1
-    assert "2 more tests that failed by these causes only" in read(markdown(session(*tests))).text
+    assert "2 more tests that failed only because of these causes" in read(markdown(session(*tests))).text
     slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
     assert told(tests[0], by_packages("test_b", slower)) == []
 
@@ -132,7 +132,7 @@ def test_the_short_text_has_the_share_of_each_cause_and_at_most_six_lines():
         "  cause:    model.py:1: +1.00 GB, as in tests/test_gpt.py::test_a",
         "            and 1 other",
         "  accept:   pytest test_b",
-        "  -vv shows all of it",
+        "  -vv shows the full text",
     ]
 
 
@@ -189,7 +189,7 @@ def test_what_nothing_explains_is_told_also_where_there_is_no_cause():
 def test_markdown_folds_the_tests_that_others_tell():
     report = session(*(grown(f"test_{number}", SCORES) for number in range(14)), grown("test_x", LOSS))
     page = read(markdown(report))
-    assert "❌ 13 more tests that failed by these causes only" in page.text
+    assert "❌ 13 more tests that failed only because of these causes" in page.text
     assert markdown(report).count("What was measured") == 2
     for number in range(14):
         assert f"tests/test_gpt.py::test_{number}" in page.text

@@ -348,7 +348,7 @@ def test_every_composition_is_told_with_its_notes(verbosity):
     told = lines(report(one, terms=Terms()), verbosity, explain_all=not verbosity)
     notes = [line for line in told if line.startswith("  note: ")]
     assert notes == [
-        "  note: without 1.00 GB, because memory of other owners was freed meanwhile",
+        "  note: 1.00 GB are left out, because as much older memory was freed meanwhile",
         "  note: recorded by module",
     ]
 

@@ -40,7 +40,7 @@ OTHER = result(measured(peak(Outcome.OK)), test="test_z")
         (replace(TORN, failed_in="worker"), "The process that ran it crashed"),
         (replace(OVER, failed_in="call"), "GPU memory over budget: peak 9.31 GB"),
         (replace(OVER, failed_in="teardown"), "GPU memory over budget: peak 9.31 GB"),
-        (None, "It was selected, and did not finish"),
+        (None, "The test was selected, but did not finish"),
     ],
     ids=["set-up", "itself", "subtest", "tear-down", "worker", "budget", "budget and tear-down", "not run"],
 )
@@ -69,7 +69,7 @@ def test_the_command_that_accepts_is_the_same_everywhere_and_stands_in_the_failu
     assert [row.accept for row in (*rows_of(report), *(row.report_row for row in page_of(report).tests))] == [
         accept
     ] * 2
-    assert f"To accept it:\n\n```text\n{accept}\n```" in markdown(report)
+    assert f"To accept the new figures:\n\n```text\n{accept}\n```" in markdown(report)
 
 
 def test_a_baselines_origin_is_the_same_line_everywhere():

@@ -1,6 +1,7 @@
-"""Show the causes of a session's growth in every report format. Pure.
+"""Show the causes of growth in a session's tests, for every report format. Pure.
 
-For example, six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``: a report shows this cause once.
+For example, the peaks of six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``. A report shows this
+cause once, and not six times.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 MOST_CAUSES = 10
-"""The number of causes in a table, unless the user asks for all."""
+"""A table shows at most this many causes, unless the user asks for all of them."""
 
 
 class CauseCells(NamedTuple):
-    """A cause's cells in a table, as texts. The default values are the table's header."""
+    """The texts in a table's row for a cause. The default values are the column titles."""
 
     number: str = "#"
     """The number for `gpumem accept --cause`."""
@@ -50,21 +51,21 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The number of leading columns that a table has even if they are empty."""
+"""The number of first columns that the table shows even if all their cells are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCauses:
-    """The causes behind a session's growth, and the number of measured tests."""
+    """The causes of growth in a session, and how many tests the session measured."""
 
     causes: Causes
     measured: int
 
     @property
     def concern_several_tests(self) -> bool:
-        """True if the causes concern several tests. A single test's own report already explains its growth.
+        """True if several tests grew. If only a single test grew, its own failure text already explains the growth.
 
-        Unexplained times count only if there are causes, because no line ever explains a time.
+        A slower test without an explanation counts only if the session has causes, because no cause ever explains a time.
         """
         causes = self.causes
         unexplained = [
@@ -77,7 +78,7 @@ class SessionCauses:
 
 
 def causes_in(report: SessionReport) -> SessionCauses:
-    """Return the causes in a session, except for growth that an update accepted as the baseline."""
+    """Return the causes of growth in a session's tests. Growth is ignored if an update made it the new baseline."""
     grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
     return SessionCauses(
         causes_of(verdict for verdict in grown if not verdict.unmeasured),
@@ -86,12 +87,12 @@ def causes_in(report: SessionReport) -> SessionCauses:
 
 
 def _measured(tests: Iterable[TestVerdict]) -> int:
-    """Count the measured tests. A test on several devices counts once."""
+    """Count the measured tests. A test that ran on several devices counts once."""
     return len({test.nodeid for test in tests if not test.unmeasured})
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
-    """Return a short name for a cause: the holder, the line, the packages, the budget, or else the module or the category."""
+    """Return a cause's short name: its packages, budget, holder or line of code, or else the tensors' module or category."""
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
@@ -104,7 +105,7 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
 
 
 def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
-    """Return table cells for the first ``most`` causes."""
+    """Return the table's rows for the first ``most`` causes, or for all causes if ``most`` is ``None``."""
     return [
         CauseCells(
             str(number),
@@ -125,13 +126,15 @@ def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | No
 def cause_notes(
     session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
 ) -> list[str]:
-    """Return notes on the causes, on causes without a row, and on growth without an explanation.
+    """Return the notes below a table of causes.
+
+    The notes add details to causes, count the omitted causes, and name growth without a cause.
 
     Args:
         session_causes: The causes.
         units: The unit system for bytes.
         most: The number of causes to show; ``None`` for all.
-        hint: How the user can see the other causes, for example by an option; empty if there is no way.
+        hint: How the user can see the omitted causes, such as ``-v shows all``; empty if no option shows them.
     """
     lines = []
     causes = session_causes.causes.causes
@@ -170,7 +173,7 @@ def cause_notes(
 
 
 def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield a distributed job's ranks with the cause, unless all ranks have it."""
+    """Yield a clause such as ``only on rank 1 of 4`` if only some ranks in a distributed job have the cause."""
     ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
     for world in sorted({rank.world for rank in ranks}):
         numbers = sorted(rank.number for rank in ranks if rank.world == world)
@@ -188,7 +191,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
 
 def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
-    # A wide table prints its first column on a separate line, so this column includes the number.
+    # In a narrow terminal the first column gets a line of its own, so the first column includes the cause's number.
     columns = (
         Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
         Column(HEADER.tests),
@@ -205,7 +208,7 @@ def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | No
 
 
 def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
-    """Return the causes as a table in GitHub's Markdown, with notes as a list."""
+    """Return a table of the causes in GitHub's Markdown, and the notes on the causes as a list below the table."""
     rows = [
         [
             cells.number,
@@ -224,7 +227,7 @@ def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
 
 
 def plain_causes(session_causes: SessionCauses) -> dict[str, Any]:
-    """Return the causes for JSON. Amounts are in the metric's unit: bytes or counts."""
+    """Return the causes as plain values for JSON. Amounts are in the unit of their metric: bytes or counts."""
 
     def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
         return [

@@ -1,4 +1,8 @@
-"""Compare two sides (revisions, reports, or store states), test by test and metric by metric."""
+"""Compare an old side with a new side, test by test and metric by metric.
+
+A side is a git revision, a session's report, or the baselines in a store. For example, the old side is ``main`` and the new
+side is the branch of a pull request.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,18 @@ if TYPE_CHECKING:
 WORSE = 1
 NOTHING_COMPARED = 2
 StoredKey = tuple[Key, str]
-"""A measurement's key, and the slug of its device."""
+"""A measurement's key (file, test and name), and the slug of its device."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
-"""The word for the reason why a test or measurement is not compared."""
+"""The reason why a test or measurement is not compared, in one or two words."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedChange:
-    """A metric on both sides, in its unit; ``None`` if a side lacks the metric. ``allowed`` is the tolerated change."""
+    """A metric's old and new value, in its unit. A value is ``None`` if its side lacks the metric.
+
+    ``allowed`` is the tolerated change.
+    """
 
     metric: str
     old: float | None
@@ -44,11 +51,13 @@ class ComparedChange:
     allowed: float | None = None
     reason: str | None = None
     interval: Interval | None = None
-    """The ratio of new to old with its confidence interval, for a time measured in turns."""
+    """The new time divided by the old time, with its confidence interval. ``None`` unless `gpumem ab` measured the step time of
+    both revisions in turns.
+    """
 
     @property
     def word(self) -> str:
-        """The verdict in words; empty without a verdict."""
+        """The verdict on the change, such as ``regressed`` or ``slower``; empty if the change was not judged."""
         if self.interval is not None:
             return _SPEEDS[self.outcome]
         return "" if self.outcome is Outcome.RECORDED else self.outcome.words
@@ -62,7 +71,10 @@ class ComparedChange:
 
     @property
     def is_shown(self) -> bool:
-        """True if reports show the change, because bytes or counts differ, or a time changed by more than the tolerance."""
+        """True if reports show the metric.
+
+        Reports omit equal bytes and counts, and times within their tolerance. They show all times from `gpumem ab`.
+        """
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:
@@ -75,10 +87,11 @@ class ComparedChange:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """A measurement on both sides.
+    """A measurement with figures on both sides.
 
-    ``reason`` says in a sentence why the sides cannot be compared. ``notes`` are clauses. ``slug`` is the new side's device.
-    ``old_slug`` is the old side's device if only one of the two devices is emulated.
+    ``reason`` says why the two measurements cannot be compared, for example because of another workload. ``notes`` are clauses
+    about the measurement. ``slug`` names the device of the new measurement. ``old_slug`` names the device of the
+    old measurement if exactly one of the two devices is emulated; else it is ``None``.
     """
 
     key: Key
@@ -89,7 +102,7 @@ class ComparedRow:
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
     verdict: Verdict | None = None
-    """The gate's verdict, with the changes in the peak's composition if both sides have a composition."""
+    """The gate's verdict, with the changes in the peak's composition if both measurements have a composition."""
 
     @property
     def outcome(self) -> Outcome:
@@ -108,10 +121,9 @@ class ComparedRow:
 class OmittedTest:
     """A test or measurement without a comparison.
 
-    ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
-
-    The word ``new`` or ``gone`` means that the test exists on a single side. ``unmeasured`` means no figures on the new side.
-    ``failed`` and ``broken`` mean a failure only on the new side.
+    The ``word`` is ``new`` or ``gone`` if the test exists on only one side, ``unmeasured`` if the new side has no figures for
+    the test, ``failed`` or ``broken`` if the test failed only on the new side, and else ``not compared``. ``reason`` adds a
+    clause. If only one side has a measurement, ``stored_key`` and ``peak`` (in bytes) describe this measurement.
     """
 
     title: str
@@ -123,7 +135,10 @@ class OmittedTest:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed or unfinished test. ``why`` is a clause. ``slugs`` are the devices for which the test has figures."""
+    """A failed or unfinished test.
+
+    ``why`` is a clause. ``slugs`` names the devices on which the test was measured; it is empty if the test has no figures.
+    """
 
     file: str
     test: str
@@ -131,7 +146,7 @@ class Failure:
     slugs: frozenset[str] = frozenset()
 
     def is_that_of(self, other: Failure) -> bool:
-        """Return whether ``other`` is the same test. If both have devices, they must share a device."""
+        """Return whether ``other`` is a failure of the same test. If both failures name devices, they must share a device."""
         if (self.file, self.test) != (other.file, other.test):
             return False
         return not self.slugs or not other.slugs or not self.slugs.isdisjoint(other.slugs)
@@ -139,15 +154,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ChangedPackage:
-    """A package with different releases in two sets of requirements; ``None`` if a side does not contain the package."""
+    """A package whose release differs between the old and the new requirements.
+
+    A release is ``None`` if the requirements do not install the package.
+    """
 
     name: str
     old: str | None
     new: str | None
     requested: bool = False
-    """True if the new side's requirements name the package; False for a dependency."""
+    """True if the new requirements name the package; False if only another package depends on it."""
     url: str | None = None
-    """The new release's source address; ``None`` for a release from an index."""
+    """The address from which the new release was installed; ``None`` for a release from a package index."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
@@ -155,9 +173,9 @@ class ChangedPackage:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """A comparison between two sides, sorted by test.
+    """The result of comparing a new side with an old side, sorted by test.
 
-    ``failed`` contains all tests that failed only on the new side, even tests with a row.
+    ``failed`` contains all tests that failed only on the new side, even if ``rows`` contains their measurements.
     """
 
     old: str | Revision
@@ -166,24 +184,24 @@ class ComparisonReport:
     omitted_tests: tuple[OmittedTest, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
-    """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
+    """The number of runs of both revisions in `gpumem ab`; ``None`` if the figures come from reports or a store."""
     tolerance: float = 0.0
-    """The tolerated slowdown for revisions that ran in turns, as a share: 0.05 is 5 %."""
+    """The tolerated slowdown in `gpumem ab`, as a share: 0.05 is 5 %."""
     packages: tuple[ChangedPackage, ...] = ()
-    """The packages with different releases on the two sides."""
+    """The packages whose releases differ between the old and the new side."""
 
     @property
     def speeds(self) -> dict[Key, ComparedChange]:
-        """The step time changes, measured in turns."""
+        """The changes in step times from `gpumem ab`, by measurement."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
 
     @property
     def exit_status(self) -> int:
-        """The command's exit status: 0 if nothing is worse, else `WORSE`; `NOTHING_COMPARED` without a comparison."""
+        """The command's exit status: `WORSE` if anything is worse, `NOTHING_COMPARED` if nothing was compared, else 0."""
         is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
         is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
         is_anything_compared = any(row.compared for row in self.rows)
-        # A test counts as compared if it breaks while running in turns. A failed test in a report has no figures.
+        # In `gpumem ab`, a test is worse if it breaks only on the new revision. A failed test in a report has no figures.
         if not is_anything_compared and (self.pairs is None or not is_worse):
             return NOTHING_COMPARED
         return WORSE if is_worse else 0
@@ -191,10 +209,10 @@ class ComparisonReport:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side in a comparison.
+    """The figures and failures on the old or the new side of a comparison.
 
-    ``unmeasured`` gives the reason for each (file, test) without figures. ``failures`` include tests with figures.
-    ``not_collected`` are files that pytest could not collect.
+    ``unmeasured`` contains, by (file, test), the reason why a test has no figures. ``failures`` also contains failed tests
+    with figures. ``not_collected`` contains the files with collection errors.
     """
 
     name: str
@@ -208,20 +226,20 @@ class Side:
         return self.figures[stored_key].metrics.get("peak_allocated")
 
     def reason_missing(self, key: Key) -> tuple[Word, str | None]:
-        """Return the reason why the side lacks a measurement: a word, and a clause with details if they are known."""
+        """Return the reason why this side lacks a measurement: a word, and a clause with details or ``None``."""
         if key.file in self.not_collected:
-            return "failed", "its file could not be collected"
+            return "failed", "the test's file could not be collected"
         return self.unmeasured.get((key.file, key.test), ("gone", None))
 
 
 def compare_sides(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> ComparisonReport:
-    """Judge ``new`` as the gate judges a session, with ``old`` as the baselines.
+    """Judge the figures in ``new`` as the gate judges a session, with the figures in ``old`` as baselines.
 
-    A measurement on an emulated GPU can be paired with the same measurement on a real GPU.
+    A measurement on an emulated GPU may be compared with the same measurement on a real GPU.
 
     Args:
-        old: The side with the baselines.
-        new: The judged side.
+        old: The side whose figures are the baselines.
+        new: The side whose figures are judged.
         tolerances: The tolerances by metric.
     """
     pairs = _pairs(old.figures.keys(), new.figures.keys())
@@ -265,7 +283,11 @@ def compare_sides(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> 
 
 
 def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
-    """Return the sorted pairs to compare: equal keys and devices, or the only remaining pair if one device is emulated."""
+    """Return the pairs of an old and a new measurement to compare, sorted.
+
+    Measurements with equal keys and devices are pairs. If a key then has exactly one unpaired measurement on each side, these
+    two are also a pair if only one of their devices is emulated.
+    """
     pairs = [(stored_key, stored_key) for stored_key in old if stored_key in new]
     unpaired = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
     for key in {key for key, _ in unpaired[0]}:
@@ -280,7 +302,7 @@ def _is_emulated(stored_key: StoredKey) -> bool:
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
-    """Return a session's report as a side in a comparison."""
+    """Return the figures and failures in a session's report as a side of a comparison."""
     figures: dict[StoredKey, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
@@ -302,7 +324,7 @@ def side_of_report(name: str, report: SessionReport) -> Side:
 
 
 def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
-    """Return a store's baselines, given as (slug, key, entry), as a side of a comparison."""
+    """Return a store's baselines as a side of a comparison. Each baseline is given as (slug, key, entry)."""
     return Side(name, {(key, slug): entry for slug, key, entry in entries})
 
 
@@ -310,7 +332,7 @@ def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], Verdict]:
     """Judge each metric of ``new`` with ``old`` as the baseline, and return the changes and the verdict."""
-    # A baseline stores medians and no rounds, so its times are shown but not judged.
+    # A baseline stores no timed rounds, only their medians. So a baseline's times are shown but not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     if isinstance(old, Baseline):
         verdict = judge(measurement, Budget(), old, tolerances)
@@ -323,7 +345,7 @@ def changes_of(
             old_value, new_value = (side.metrics.get(name, metric.value_if_absent) for side in (old, new))
             metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, old_value, new_value)
-            # The gate's reason asks the user to record times, which is impossible for a report.
+            # The gate's own reason tells the user to record times, but an existing report cannot get further times.
             reason = (
                 "not compared: the old side has no times"
                 if metric_verdict.lacks_time
@@ -338,13 +360,13 @@ def changes_of(
 def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping[str, Tolerance]) -> Verdict:
     """Return the verdict on ``new`` with ``old`` as the baseline.
 
-    If ``old`` lacks a composition, a note in the explanation for ``new`` gives the reason. Example: ``base has no
-    composition to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
+    If ``old`` lacks a composition, the explanation of ``new`` gets a note with the reason. Example: ``base has no composition
+    to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
 
     Args:
-        old: The earlier measurement.
-        side: The name for ``old`` in the note: ``base``.
-        new: The judged measurement.
+        old: The measurement to compare with.
+        side: The name of the old side in the note, such as ``base``.
+        new: The measurement to judge.
         tolerances: The tolerances by metric.
     """
     baseline = baseline_of(old, "", None)
@@ -360,10 +382,11 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 
 
 def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
-    """Return a clause on the side that lacks a judged metric; ``None`` if both sides have the metric, or neither.
+    """Return a clause with the name of the side that lacks a metric in bytes or counts.
 
-    Times are skipped, because they have their own reasons.
+    The result is ``None`` if both sides have a value, if both lack it, or if the metric is never judged. Times are ignored,
+    because the caller gives the reason for a missing time.
     """
     if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
         return None
-    return f"not compared: the {'old' if old_value is None else 'new'} side has none"
+    return f"not compared: the {'old' if old_value is None else 'new'} side has no value"

@@ -1,4 +1,4 @@
-"""Return a comparison as a table for the terminal, as Markdown, or as JSON. Pure."""
+"""Format a comparison as a table for the terminal, as Markdown, or as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.layout import Line, Screen, Style
 
 FORMAT = 1
-"""The number of the JSON's format."""
+"""The version number of the JSON format."""
 _LEAST_NAME = 24
 _LEFT = (0, 1, 6)
 _STYLES: dict[str, Style] = {
@@ -63,7 +63,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A command's table header, and the ordered keys in its JSON."""
+    """The table header and the JSON keys, in their order, for `gpumem compare` or `gpumem ab`."""
 
     command: str
     header: Cells
@@ -94,7 +94,7 @@ def _form(report: ComparisonReport) -> _Form:
 
 
 def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[Line | str]:
-    """Return the comparison for a terminal: causes, the table, remarks on single tests, and a last line with the counts."""
+    """Return a comparison's lines for a terminal: causes, table, explanations, remarks, and a last line with the counts."""
     form = _form(report)
     text: list[Line | str] = []
     causes = causes_between(report)
@@ -115,7 +115,7 @@ def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[L
 
 
 def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield each regressed test's title with its explanation; ``None`` is an empty line."""
+    """Yield each regressed measurement's title, and the lines of its explanation. ``None`` is an empty line."""
     causes = causes_between(report)
     explained_tests = explained_before(causes.causes, _grown(report)) if causes.concern_several_tests else {}
     for row in report.rows:
@@ -133,13 +133,13 @@ def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[
 
 
 def causes_between(report: ComparisonReport) -> SessionCauses:
-    """Return the causes behind growth from the old side to the new."""
+    """Return the causes of growth from the old side to the new side."""
     tests = _grown(report)
     return SessionCauses(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
 
 
 def _grown(report: ComparisonReport) -> list[TestVerdict]:
-    """Return the tests with a regressed measurement, as verdicts from the gate."""
+    """Return the gate's verdicts on the tests with a regressed measurement."""
     verdicts_by_test: dict[tuple[str, str], list[Verdict]] = {}
     for row in report.rows:
         if row.verdict is not None and row.outcome is Outcome.REGRESSED:
@@ -148,10 +148,10 @@ def _grown(report: ComparisonReport) -> list[TestVerdict]:
 
 
 def remarks(report: ComparisonReport) -> list[str]:
-    """Return sentences on single tests."""
+    """Return the lines below the table, each on a single test or on a pair of devices."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
     return [
-        *(f"devices: {old} and {new}, of which one is emulated" for old, new in pairs),
+        *(f"devices: {old} and {new}; one of the two devices is emulated" for old, new in pairs),
         *(f"stale: {row.title}: {row.reason}" for row in report.rows if row.reason),
         *(
             f"{change.word or 'note'}: {row.title}: {METRICS[change.metric].title}: {change.reason}"
@@ -169,7 +169,7 @@ def remarks(report: ComparisonReport) -> list[str]:
 
 
 def accounting(report: ComparisonReport) -> str:
-    """Return the line with the counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
+    """Return the last line, with counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
     form = _form(report)
     counts = Counter(row.outcome.words for row in report.rows if row.outcome in _OUTCOMES)
     counts.update(omitted_test.word for omitted_test in report.omitted_tests)
@@ -190,14 +190,14 @@ def accounting(report: ComparisonReport) -> str:
 def markdown(report: ComparisonReport, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
     """Return a section in GitHub's Markdown, for a comment or a job's summary.
 
-    If the text is longer than ``most`` characters, explanations are removed, the last first. If this is not enough, the table's
-    rows are halved until the text fits.
+    If the text is longer than ``most`` characters, explanations are removed, the last first. If this is not enough, half of the
+    table's rows are removed, repeatedly, until the text fits.
 
     Args:
         report: The comparison.
         units: The unit system for bytes.
         finished: False if the command was interrupted.
-        most: The longest text in characters; ``None`` for no limit.
+        most: The maximum length in characters; ``None`` for no limit.
     """
     explained = list(explanations(report, units))
     cells = _cells(report, units)
@@ -209,7 +209,7 @@ def markdown(report: ComparisonReport, units: UnitSystem, *, finished: bool = Tr
         else:
             shown_rows //= 2
         text = _markdown(report, cells[:shown_rows], explained, units, finished=finished)
-        text += "\nThe text is shortened, because it would be too long.\n"
+        text += "\nThe text is shortened, because the full text would be too long.\n"
     return text if most is None else text[:most]
 
 
@@ -240,12 +240,12 @@ def _markdown(
 
 
 def _cells(report: ComparisonReport, units: UnitSystem) -> list[Cells]:
-    """Return the table's rows: changed metrics, and for runs in turns also the first metric of each unchanged test."""
+    """Return a table row for each changed metric, and for `gpumem ab` also for the first metric of each unchanged test."""
     shown_changes = [
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
     ]
     rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
-    # If a comparison in turns failed, the test has a remark instead of a row.
+    # A test that `gpumem ab` could not compare has a remark instead of a row.
     return rows + [
         _on_one_side(omitted_test, units)
         for omitted_test in report.omitted_tests
@@ -275,9 +275,9 @@ def _on_one_side(omitted_test: OmittedTest, units: UnitSystem) -> Cells:
 
 
 def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
-    """Return the comparison as JSON; values are in bytes, counts, seconds and items per second.
+    """Return the comparison as JSON, with values in bytes, counts, seconds and items per second.
 
-    A number that JSON does not have is written as the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
+    Infinite numbers and NaN become the texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``, because JSON has no such numbers.
     """
     form = _form(report)
     old, new = form.sides
@@ -334,13 +334,16 @@ def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
 
 
 def failure_as_json(why: str) -> str:
-    """Return the JSON for a comparison without any result. ``why`` is the reason."""
+    """Return the JSON if nothing could be compared. ``why`` is the reason."""
     plain = {"finished": False, "accounting": "", "passed": False, "exit_status": NOTHING_COMPARED}
     return json.dumps({"format": FORMAT, **plain, "why": why, "tests": [], "not_compared": []}, indent=2) + "\n"
 
 
 def failure_as_markdown(why: str) -> str:
-    """Return the Markdown for a comparison without any result. ``why`` is a sentence, followed by lines from a log."""
+    """Return the Markdown if nothing could be compared.
+
+    The first line of ``why`` is a sentence, and further lines come from a log.
+    """
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
     return "\n".join(["### gpumem ab: nothing was compared", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"

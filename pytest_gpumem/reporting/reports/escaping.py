@@ -15,18 +15,18 @@ _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 """Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
-A backslash does not help, because GitHub removes it before the replacement.
-A ``<span>`` separates such a text from the characters after it, as
-GitHub's documentation shows for the dollar sign.
+A backslash does not prevent the replacement, because GitHub removes the backslash first. A ``<span>`` around the
+characters prevents it, as GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
-"""The beginning of a list item (``- a``, ``1. a``), or a line that makes a rule or a title (``---``, ``===``)."""
+"""The beginning of a list item (``- a``, ``1. a``), or a line that Markdown shows as a rule or a title (``---``, ``===``)."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""Return ``text`` with invisible characters escaped as in Python: ``\n``, ``\x1b``, ``\ud800``. Characters in
-    ``keep`` stay.
+    r"""Return ``text`` with invisible characters escaped as in Python: ``\n``, ``\x1b``, ``\ud800``.
+
+    Characters in ``keep`` are not escaped.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -49,7 +49,7 @@ def code(text: str) -> str:
     if not text:
         return ""
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
-    # Markdown strips a space at both ends, unless the text consists of spaces.
+    # Markdown strips a space from both ends of a code span, unless the span consists only of spaces.
     padded = "`" in (text[0], text[-1]) or (text[0] == text[-1] == " " and not text.isspace())
     pad = " " if padded else ""
     return f"{fence}{pad}{text}{pad}{fence}"
@@ -70,7 +70,7 @@ def plain(text: str) -> str:
     escaped = _MARKUP.sub(r"\\\1", html.escape(visible(one_line(text)), quote=False))
     escaped = _AT_THE_START.sub(r"\1\\\2", escaped)
     escaped = _ADDRESS.sub(lambda match: f"\\{match.group()}", escaped)
-    # Entities from `html.escape` do not contain "#".
+    # The entities above contain no "#" (`html.escape` writes ``&lt;``), so this replacement does not break them.
     return _LIVE.sub(lambda match: f"<span>{match.group()}</span>", escaped)
 
 
@@ -89,5 +89,5 @@ def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)
 
 
 def details(summary: str, body: str) -> str:
-    """Return ``body`` folded under ``summary``, which is HTML."""
+    """Return ``body`` as a folded section with the title ``summary``, which is HTML."""
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"

@@ -1,6 +1,6 @@
 """Make tables that explain a figure: the growth, the peak, the leftover bytes, or the operators behind a count.
 
-Every report format lays out the same `PartTable`. This module also turns it into lines of text. Pure.
+Every report format shows the same `PartTable`. Functions in this module also turn the table into lines of text. Pure.
 
 Example: a test's peak grew by 1.00 GB::
 
@@ -40,10 +40,10 @@ MOST_HOLDERS = 3
 LEAST_HELD = 0.01
 """A holder is shown if it keeps at least this share of the retained bytes."""
 FILLED_ONCE = (
-    "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
+    "the test that runs first fills this holder, and later tests find it full; fill it in a session-scoped fixture, "
     "or accept the kept bytes"
 )
-"""The note on a holder filled by its first use, such as a cache."""
+"""The note on a holder, such as a cache, whose first use fills it."""
 
 PLURALS = {
     "parameter": "parameters",
@@ -54,13 +54,13 @@ PLURALS = {
     "temporary": "temporaries",
     "workspace": "workspaces",
 }
-"""The names of categories in reports. Other categories keep their name."""
+"""The plural names of categories, for reports. Other categories have no plural, and reports show them unchanged."""
 
 _NO_COMPOSITION = (
     "the baseline has no composition to compare with; accepting the figures stores a composition "
     "(not under --gpumem-explain=never)"
 )
-_NOT_LISTED = "the baseline does not list them"
+_NOT_LISTED = "the baseline does not list these rows"
 _PLACES = (
     Column("module", left=True, least=10),
     Column("line", left=True, least=10),
@@ -71,18 +71,18 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row of a `PartTable`, as texts: equal memory blocks, their change, or an operator's calls."""
+    """A row of a `PartTable`, as texts: equal memory blocks, a change in such blocks, or an operator's calls."""
 
     name: str
-    """The category, or the operator."""
+    """The blocks' category, or the operator's name."""
     figures: tuple[str, ...]
     places: tuple[str, ...]
-    """The module and the line; blocks also have the operator and the tensors."""
+    """The module and the line of code, and for blocks also the operator and the tensors."""
     reason: str = ""
     share: float = 0.0
-    """The part's size relative to the largest part."""
+    """The part's size divided by the size of the largest part."""
     bar: str = ""
-    """The CSS class of its bar in HTML: ``grew``, ``shrank``, or the class for the category's colour."""
+    """The CSS class of the part's bar in HTML: ``grew``, ``shrank``, or the class with the category's colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,18 @@ class PartTable:
     """The titles of the columns with figures."""
     parts: tuple[Part, ...]
     others_title: str = ""
-    """The name for the other parts; empty if every part has a row."""
+    """The title of the last row, with the sum of all other parts; empty if the table shows every part."""
     rest: str = ""
-    """The other parts' sum."""
+    """The sum of all other parts, as a text."""
     note: str = ""
     sentences: tuple[str, ...] = ()
-    """Sentences before the table, such as a changed graph that explains every row."""
+    """Sentences before the table. For example, a sentence says that a changed autograd graph explains every row."""
     of_blocks: bool = True
     """True if the parts are memory blocks; False for operator calls."""
 
     @property
     def changes(self) -> bool:
-        """True if the parts are changed blocks."""
+        """True if the parts are memory blocks that changed since the baseline."""
         return len(self.figures) > 1
 
     @property
@@ -126,20 +126,22 @@ def composition_table(
     most: int = MOST_ROWS,
     rows: Sequence[Row] | None = None,
 ) -> PartTable:
-    """Return a composition's largest rows as a table. The rows' bytes never exceed the composition's total.
+    """Return a table with a composition's largest rows. Together the rows never exceed the composition's total.
 
     Args:
         title: The table's title.
         composition: The bytes to explain.
         units: The unit system for bytes.
         most: The number of rows to show.
-        rows: The rows in another order; by default the largest come first.
+        rows: The composition's rows in the order of the table; by default the largest come first.
     """
     listed = [*(listed_rows(composition) if rows is None else rows)][:most]
     rest = composition.total - sum(row.nbytes for row in listed)
     rows = _without_bytes(listed, -rest) if rest < 0 else listed
     note = (
-        f"without {format_bytes(-rest, units)}, because memory of other owners was freed meanwhile" if rest < 0 else ""
+        f"{format_bytes(-rest, units)} are left out, because as much older memory was freed meanwhile"
+        if rest < 0
+        else ""
     )
     rest = max(0, rest)
     largest = max((row.nbytes for row in rows), default=0)
@@ -159,13 +161,16 @@ def composition_table(
 
 
 def listed_rows(composition: Composition) -> list[Row]:
-    """Return the rows for a table, the largest first, without sums of smaller rows."""
-    # A row is negative if blocks from before the step were freed meanwhile. Such a row does not help readers.
+    """Return a composition's rows for a table, the largest first. Rows that sum up smaller rows are left out."""
+    # If the step freed blocks from before the step, a row with negative bytes exists. A negative row does not help readers.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
 def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
-    """Return the rows, the largest first, after removing ``nbytes`` from the rows in their order."""
+    """Subtract ``nbytes`` from the first rows, and return the remaining rows, the largest first.
+
+    For example, subtracting 5 bytes from rows with 3 and 4 bytes leaves a single row with 2 bytes.
+    """
     smaller = []
     for row in rows:
         taken = min(row.nbytes, nbytes)
@@ -177,12 +182,12 @@ def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
 def change_table(
     difference: Difference, units: UnitSystem, most: int | None = None, title: str = "what grew"
 ) -> PartTable:
-    """Return the changes in a composition with their reasons.
+    """Return a table with a composition's changes since the baseline, and the reasons for the changes.
 
     Args:
-        difference: The change from the baseline's composition.
+        difference: The difference between the baseline's composition and the current composition.
         units: The unit system for bytes.
-        most: The number of changes to show, the largest first; ``None`` to explain most of the increase.
+        most: The number of changes to show, the largest first; with ``None``, as many as explain most of the increase.
         title: The table's title.
     """
     changes = difference.explaining() if most is None else difference.changes[:most]
@@ -205,7 +210,7 @@ def _sentences(difference: Difference) -> tuple[str, ...]:
 
 
 def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]:
-    """Yield the part for a change, then a part for each alternative."""
+    """Yield the table's row for a change. If several rows may have grown, yield a row for each of them as well."""
     alternatives = change.alternatives
     yield Part(
         alternatives_title(change) if alternatives else category_of(change.row),
@@ -226,7 +231,10 @@ def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]
 
 
 def alternatives_title(change: Change) -> str:
-    """Return a title, such as ``one of these 2 rows`` if each row alone may have grown."""
+    """Return a title for a change that several rows may explain.
+
+    For example, ``one of these 2 rows`` if each row is large enough for the whole change, else ``some of these 2 rows``.
+    """
     number = len(change.alternatives)
     if all(row.nbytes >= MAY_BE_ALL * change.nbytes for row in change.alternatives):
         return f"one of these {number} rows" if number > 1 else "this row or smaller ones"
@@ -236,9 +244,9 @@ def alternatives_title(change: Change) -> str:
 def count_tables(
     verdict: Verdict, metrics: Collection[str], units: UnitSystem, most: int = MOST_ROWS
 ) -> list[PartTable]:
-    """Return an operator table for each count among ``metrics``.
+    """Return a table of operators for each count in ``metrics``.
 
-    A table lists the operators that run more often than in the baseline, or all operators if the baseline does not list them.
+    A table lists the operators that run more often than in the baseline, or all operators if the baseline does not list any.
     For example, ``copy_`` ran 48 times more at ``model.py:88``.
     """
     tables = []
@@ -294,8 +302,9 @@ def _count_table(
 
 
 def ranked(tallies: Collection[Tally]) -> list[Tally]:
-    """Return a count's parts, the largest first. Parts at changed lines come first if they explain
-    enough of the change.
+    """Return a count's parts, the largest first.
+
+    Parts at changed lines come before all other parts if they explain enough of the increase.
     """
     increase = sum(max(0, tally.amount) for tally in tallies)
 
@@ -311,13 +320,16 @@ def _has_lines(tallies: Collection[Tally]) -> bool:
 
 
 def _place_of(place: OperatorSite, *, has_lines: bool) -> tuple[str, str]:
-    """Return the module and the line for an operator's calls. An unknown line becomes ``(other lines)`` beside known lines."""
+    """Return the module and the line for an operator's calls.
+
+    If the table has lines for other operators, an unknown line becomes ``(other lines)``.
+    """
     module = place.module or ("(no module)" if place.where else "")
     return module, place.where or ("(other lines)" if has_lines else "")
 
 
 def grown_counts(verdict: Verdict) -> list[str]:
-    """Return the counts beyond their allowed change. Some, such as uncertain counts, do not fail the test."""
+    """Return the names of counts with a failing or uncertain verdict. Only strict mode fails a test with an uncertain count."""
     beyond = FAILING | {Outcome.UNCERTAIN}
     return [
         metric.metric for metric in verdict.metrics if metric.metric in MADE_OF_OPERATORS and metric.outcome in beyond
@@ -325,7 +337,7 @@ def grown_counts(verdict: Verdict) -> list[str]:
 
 
 def category_of(row: Row) -> str:
-    """Return the name for a row's category, such as ``activations``."""
+    """Return the plural name of a row's category, such as ``activations``."""
     category = PLURALS.get(row.category, row.category)
     if row.operator != REST:
         return category
@@ -333,14 +345,14 @@ def category_of(row: Row) -> str:
 
 
 def _places_of(row: Row) -> tuple[str, ...]:
-    """Return the module, line, operator and tensors for equal blocks; all empty for a sum of smaller rows."""
+    """Return a row's module, line, operator and tensors. All four texts are empty for a row that sums up smaller rows."""
     if row.operator == REST:
         return "", "", "", ""
     return row.path or ("(no module)" if row.where else ""), row.where, row.operator, row.what
 
 
 def part_layout(table: PartTable, indent: int = 0) -> Table:
-    """Return the table's layout in text. Tables of changes and counts omit empty columns."""
+    """Return the table in the form that `layout` prints as text. Tables of changes and counts omit empty columns."""
     rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
     lines = tuple(tuple(map(Span, row)) for row in rows)
     places = _PLACES if table.of_blocks else _PLACES[:2]
@@ -350,13 +362,13 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 
 def part_lines(table: PartTable) -> list[str]:
-    """Return a table as lines of text, with its sentences."""
+    """Return a table as lines of text, including the sentences before and after the table."""
     return [*table.sentences, *plain_lines(part_layout(table)), *table.last]
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedTable:
-    """A table with its lines, such as ``"kept in: model.cache"``, and notes on how the explanation was recorded."""
+    """A table, the lines below it, such as ``"kept in: model.cache"``, and notes on the recording of the explanation."""
 
     table: PartTable
     lines: tuple[str, ...] = ()
@@ -364,7 +376,7 @@ class ExplainedTable:
 
 
 def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[ExplainedTable]:
-    """Return the explanations for ``metrics``; empty if nothing explains them.
+    """Return the tables that explain ``metrics``; empty if the measurement has no explanation for them.
 
     Leaked bytes come first, because a leak also raises the peaks.
 
@@ -392,10 +404,11 @@ def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSyst
 
 
 def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
-    """Return a line for each of the first holders: ``"kept in: Net.seen[...]"``. If there are several
-    holders, each line also shows the bytes.
+    """Return a line for each of the largest holders: ``"kept in: Net.seen[...]"``. If there are several
+    holders, each line also shows the kept bytes.
 
-    Holders with less than 1 % of the bytes are omitted. For example, a list of losses is tiny beside the autograd graphs.
+    Holders with less than 1 % of the bytes are omitted. For example, a list of losses keeps very little beside a list of
+    outputs.
     """
     total_kept = sum(holder.kept.total for holder in holders)
     large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * total_kept]
@@ -407,18 +420,18 @@ def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, .
 
 
 def kept_notes(retained_rows: KeptRows, units: UnitSystem) -> tuple[str, ...]:
-    """Return a note if the baseline already kept some of the bytes, and there are several rows."""
+    """Return a note if some of the retained bytes were also retained in the baseline, and the table has several rows."""
     if retained_rows.before < LEAST * retained_rows.growth or not retained_rows.before or len(retained_rows.rows) < 2:
         return ()
-    new_rows = "new rows are first"
+    new_rows = "new rows come first"
     if retained_rows.uncertain:
         verb = "is" if rows_of(retained_rows).startswith("one") else "are"
         new_rows = f"{rows_of(retained_rows)} {verb} new, and nothing proves which"
-    return (f"{format_bytes(int(retained_rows.before), units)} of this was kept in the baseline, too; {new_rows}",)
+    return (f"{format_bytes(int(retained_rows.before), units)} of this was already kept in the baseline; {new_rows}",)
 
 
 def rows_of(retained_rows: KeptRows) -> str:
-    """Return a text for rows that may have grown, such as ``"one of these 2 rows"``."""
+    """Return a text for rows that may be new, such as ``"one of these 2 rows"``."""
     number = len(retained_rows.uncertain)
     is_one = all(row.nbytes >= MAY_BE_ALL * retained_rows.growth for row in retained_rows.uncertain)
     return f"{'one' if is_one else 'some'} of these {number} rows"
@@ -452,7 +465,7 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[ExplainedTable]:
 
 
 def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
-    """Return a line for each holder of inputs that grew since the baseline: ``"kept in: Net.last_output"``."""
+    """Return a line for each holder of inputs, if these inputs grew since the baseline: ``"kept in: Net.last_output"``."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None or explanation is None:
         return ()
@@ -467,32 +480,32 @@ def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _moved_note(moved: PeakMove, units: UnitSystem) -> str:
-    current = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
+    current = "" if moved.peak_before is None else f", whose peak is now {format_bytes(moved.peak_before, units)}"
     compared = "" if moved.compared == moved.after else f"; the baseline does not list the tensors of {moved.after}"
-    return f"the peak is in {moved.after}; it was in {moved.before}{current}{compared}"
+    return f"the peak is in {moved.after}; in the baseline it was in {moved.before}{current}{compared}"
 
 
 def _not_in(other: Composition, composition: Composition) -> Composition:
-    """Return the rows of ``composition`` without counterparts in ``other``."""
+    """Return the rows in ``composition`` that ``other`` does not contain."""
     changes = difference_of(other, composition).changes
     rows = tuple(change.after for change in changes if change.before is None and change.after is not None)
     return Composition(sum(row.nbytes for row in rows), rows)
 
 
 def explained_on(verdict: Verdict) -> str:
-    """Return ``" on cuda:1"``, the explained GPU, if the step used several GPUs; else an empty text."""
+    """Return the GPU whose memory is explained, as ``" on cuda:1"``, if the step used several GPUs; else an empty text."""
     explanation = verdict.measurement.explanation
     several = len(verdict.measurement.by_device) > 1
     return f" on {explanation.gpu}" if several and explanation is not None and explanation.gpu is not None else ""
 
 
 def retained_title(verdict: Verdict) -> str:
-    """Return the title for a table with bytes left by a step or a call."""
+    """Return the title for a table with bytes that are still allocated after a step or a call."""
     return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
 
 
 def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[list[str]]:
-    """Return the explanations for ``metrics`` as line blocks."""
+    """Return the explanations for ``metrics``, each as a list of lines."""
     return [
         [*part_lines(explanation.table), *explanation.lines, *(f"note: {note}" for note in explanation.notes)]
         for explanation in explained_tables(verdict, metrics, units)
@@ -500,14 +513,14 @@ def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSy
 
 
 def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str]:
-    """Return lines with the live memory at the moment when memory ran out."""
+    """Return the text lines that list the live memory after a step ran out of memory."""
     asked = (
         f" when {format_bytes(explanation.asked, units)} more were asked for" if explanation.asked is not None else ""
     )
     total = format_bytes(explanation.peak.total, units)
     on = "" if explanation.gpu is None else f" on {explanation.gpu}"
     return [
-        f"memory ran out{on}{asked}; the step held {total} (run once more, recorded)",
+        f"memory ran out{on}{asked}; the step held {total} (in another run, which was recorded)",
         *part_lines(composition_table("what was there", explanation.peak, units, most=10)),
         *(f"note: {note}" for note in explanation.peak.notes),
     ]

@@ -1,4 +1,4 @@
-"""The failure text: what happened, with numbers and units, and how to fix or accept it. Pure."""
+"""Make a failure text, which names the failed figures and says how to fix or accept them. Pure."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.option_words import UpdateMode
 
 
-_MEASURE_AGAIN = f"let it be measured again; or remove its marker or fixture, and run `{command_name()} prune`"
+_MEASURE_AGAIN = f"measure the test again, or remove its marker or fixture and run `{command_name()} prune`"
 _REGION = (
     "a region of gpumem.track() runs once and is not recorded, so its lines and tensors are unknown; to see them, move its "
     "code into a function and call gpumem.measure(function)"
 )
 _DEVICE_AGAIN = (
-    "name the baseline's device in the test's marker or in the settings; or run on a machine with its own device"
+    "name the baseline's device in the test's marker or in the settings, or run the test on a machine with this device"
 )
-_MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
+_MARK_AGAIN = "add @pytest.mark.gpumem or the fixture to the test again, or name the test under mark in [tool.gpumem]"
 
 
 def failure_text(
@@ -49,7 +49,7 @@ def failure_text(
 
     Args:
         verdict: The verdict on the test.
-        failing: The failing outcomes.
+        failing: The failing outcomes in this session.
         units: The unit system for bytes.
         accept: The command from `accept_command`.
         memory: The name for the device's memory, such as ``"GPU memory"``.
@@ -68,12 +68,12 @@ def failure_text(
             names += f" on {', '.join(verdict.missing_on)}"
         return (
             f"Not measured any more: {unmeasured}\n\n"
-            f"  baseline: {legible(names)}, which nothing was compared with\n"
+            f"  baseline: {legible(names)}, but no figures were compared with it\n"
             f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
     if missing is not None and not verdict.verdicts:
         problem = legible(f"Measurement missing: {missing}")
-        return f"{problem}\n\n  mend:     measure it again, or take its baseline out of the store"
+        return f"{problem}\n\n  mend:     take the measurement again, or remove its baseline from the store"
     failed = [part for part in verdict.verdicts if any(metric.outcome in failing for metric in part.metrics)]
     blocks = [] if missing is None else [legible(f"Measurement missing: {missing}")]
     if failed or missing is None:
@@ -101,10 +101,10 @@ def accept_command(
 
     Args:
         verdict: The verdict on the test.
-        failing: The failing outcomes.
+        failing: The failing outcomes in this session.
         words: The command without options, such as ``pytest`` and the node id.
-        options: Options from this session, repeated in the command.
-        rest: The words after the options.
+        options: The session's options, which the command repeats.
+        rest: The words of the command after the options.
     """
     metrics = [metric for part in verdict.verdicts for metric in part.metrics if metric.outcome in failing]
     outcomes = {metric.outcome for metric in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
@@ -118,7 +118,7 @@ def accept_command(
 
 
 def update_command(mode: UpdateMode, words: Sequence[str], options: Sequence[str], rest: Sequence[str]) -> str:
-    """Return the command to run a test again and write its baselines. Arguments as for `accept_command`."""
+    """Return the command to run a test again and write its baselines. The arguments are the same as in `accept_command`."""
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
@@ -136,15 +136,15 @@ def bisect_command(
 
 
 def prune_command(*names: str, options: Sequence[str]) -> str:
-    """Return the command that removes baselines if their tests no longer exist or are no longer measured.
+    """Return the command to remove baselines whose tests no longer exist or are no longer measured.
 
-    ``names`` are test ids or files; without names the command checks all baselines in the store.
+    ``names`` are test ids or files. Without names, the command checks all baselines in the store.
     """
     return " ".join(map(_quoted, ["gpumem", "prune", *names, *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
-    """Return a table with the figures that a test measured before it failed by itself."""
+    """Return a table with the figures that a test measured before its own code failed."""
     rows = [
         (METRICS[name].title, measurement.name, shown(name, value, units))
         for measurement in measurements
@@ -154,7 +154,7 @@ def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> 
 
 
 def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
-    # Do not begin the line with a name, because a CI log could read a name at the start of a line as a command.
+    # The line does not begin with the measurement's name, because a CI runner may take such a name for a command.
     name = f"In {verdict.measurement.name}: " if several else ""
     lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
     explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
@@ -177,7 +177,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
 
 
 def _reasons(verdict: Verdict, failed_by: Collection[Kind], headline: str) -> list[str]:
-    """Return the metrics' reasons that belong to a failure, except for reasons in the headline.
+    """Return the metrics' reasons for a failure text, except for reasons that the headline contains.
 
     A reason that several metrics share appears once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
     """
@@ -203,7 +203,7 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         if first.baseline is not None and first.value < first.baseline and METRICS[first.metric].unit == "bytes":
             problem = "is not comparable"  # a metric that shrank has not regressed
         against = _against(first, first.baseline, "baseline", units)
-        # A changed workload explains the growth better than any other reason.
+        # If the workload changed, this explains the growth better than any other reason.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
         allowed = tolerated(first.metric, first.allowed, first.baseline, units)
         packages = "".join(f"; {clause}" for clause in verdict.changed_packages)
@@ -212,19 +212,19 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"
     why = f"{METRICS[first.metric].title}: {first.reason}" if first is not None and first.reason else None
-    reason = verdict.reason or why or "it has no budget, and --gpumem-baseline was not given"
+    reason = verdict.reason or why or "the test has no budget, and --gpumem-baseline was not given"
     return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 
 
 def _subject(verdict: MetricVerdict, memory: str, problem: str) -> str:
-    """Return ``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
+    """Return the beginning of a headline: ``"GPU memory regressed: peak"``, or ``"Work regressed: syncs"``."""
     metric = METRICS[verdict.metric]
     kind = memory if metric.kind == "memory" else metric.kind.capitalize()
     return f"{kind} {problem}: {'peak' if metric.name == 'peak_allocated' else metric.title}{on_device(verdict)}"
 
 
 def _against(verdict: MetricVerdict, other: float | None, limit_name: str, units: UnitSystem) -> str:
-    assert other is not None, "only compared metrics are against something"
+    assert other is not None, "the metric has a baseline or a budget"
     ratio = format_ratio(verdict.value / other - 1) if other else ""
     if METRICS[verdict.metric].unit in ("bytes", "count"):
         more = difference(verdict.metric, verdict.value - other, units)
@@ -244,22 +244,25 @@ def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSyst
 
 
 def _failed_by(verdict: Verdict, failing: frozenset[Outcome]) -> set[Kind]:
-    """Return the metric kinds by which a measurement fails."""
+    """Return the kinds of the failing metrics, such as ``memory`` or ``time``."""
     return {METRICS[metric.metric].kind for metric in verdict.metrics if metric.outcome in failing}
 
 
 def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
-    """Return whether a failure by these kinds shows a metric. A failure shows judged metrics, and all metrics of its kinds."""
+    """Return whether the failure text shows a metric. ``failed_by`` contains the kinds of the failed metrics.
+
+    The text shows all judged metrics, and all other metrics of the failed kinds. If a time failed, the text also shows counts.
+    """
     kind = METRICS[metric.metric].kind
     if metric.outcome is Outcome.RECORDED or (kind == "work" and metric.outcome is Outcome.OK):
-        # Counts and phases explain a slower step, but would distract from growing memory.
+        # Counts and phase times explain a slower step, but would distract from growing memory.
         return kind in failed_by or (kind != "memory" and not {"time", "throughput"}.isdisjoint(failed_by))
     return True
 
 
 def _quoted(word: str) -> str:
-    # Put a test id in double quotes, as people do. If this is not enough, use shlex, or bash's escapes for invisible
-    # characters.
+    # Put a test id in double quotes, as people do. If double quotes are not enough, use shlex's quotes. For invisible
+    # characters, use bash's escapes.
     if shlex.quote(word) == word:
         return word
     if Screen().legible(word) != word:

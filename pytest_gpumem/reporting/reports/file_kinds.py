@@ -1,4 +1,4 @@
-"""The kinds of files that this package writes, and the commands that read them. Errors about a wrong file use this list."""
+"""The kinds of files from this package, and the commands that read them. Errors about a wrong file use this list."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class FileKind(NamedTuple):
-    """A kind of file. The keys in a file show its kind."""
+    """A kind of file. The keys in a JSON file show the file's kind."""
 
     title: str
     keys: frozenset[str]
-    """The keys at the top of its JSON. No other kind has all these keys."""
+    """The keys at the top level of the JSON that distinguish this kind from all other kinds."""
     takers: tuple[str, ...] = ()
-    """Its commands, without the word ``gpumem``."""
+    """The commands that read such a file, without the word ``gpumem``."""
 
     def __str__(self) -> str:
         """Return the kind with its commands: ``"the result of gpumem ab (for `gpumem bisect --from`)"``."""
@@ -28,7 +28,7 @@ class FileKind(NamedTuple):
 
 SESSION = FileKind("the report of a session", frozenset({"terms", "results"}), ("why --report", "accept"))
 STORED = FileKind("a file of the store", frozenset(), ("show --store FOLDER",))
-"""A baselines file, in TOML."""
+"""A file with baselines in the store, which is TOML and therefore has no JSON keys."""
 KINDS = (
     SESSION,
     FileKind("the result of gpumem ab", frozenset({"not_compared", "packages"}), ("bisect --from",)),
@@ -40,11 +40,11 @@ KINDS = (
     FileKind("the result of gpumem show", frozenset({"store", "baselines"})),
     FileKind("a report in SARIF", frozenset({"$schema", "runs"})),
 )
-"""The kinds with JSON files."""
+"""All kinds of JSON files."""
 
 
 def kind_of_file(path: Path) -> FileKind | None:
-    """Return the file kind at ``path``; ``None`` if it cannot be read, or another program wrote it."""
+    """Return the kind of the file at ``path``; ``None`` if the file cannot be read, or another program wrote it."""
     try:
         return kind_of(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError):
@@ -52,7 +52,7 @@ def kind_of_file(path: Path) -> FileKind | None:
 
 
 def kind_of(text: str) -> FileKind | None:
-    """Return the file kind for this text; ``None`` if another program wrote it."""
+    """Return the kind of a file with this text; ``None`` if another program wrote the text."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):
@@ -61,13 +61,13 @@ def kind_of(text: str) -> FileKind | None:
 
 
 def kind_of_json(plain: object) -> FileKind | None:
-    """Return the kind of a file with this parsed JSON; ``None`` if no kind has such keys."""
+    """Return the kind of a file with this parsed JSON; ``None`` if the keys match no kind."""
     keys = plain.keys() if isinstance(plain, dict) else frozenset()
     return next((kind for kind in KINDS if kind.keys <= keys), None)
 
 
 def _is_stored(text: str) -> bool:
-    # The names of the tables suffice to recognize the file, so it is not parsed.
+    # The names of the TOML tables are enough to recognize the file, so the file is not parsed.
     lines = text.splitlines()
     heads = ("format = ", "[environments.", "[tests.")
     return all(any(line.startswith(head) for line in lines) for head in heads)

@@ -22,11 +22,12 @@ class ReportFiles:
 
     - Each file is replaced atomically, and its folder is created.
     - A killed session leaves no report, so an earlier report is never mistaken for its own.
-    - A session that measures nothing leaves the files alone, unless its command line asked for them.
-    - A report that cannot be written makes the session red. Reports that are written later contain the error.
-    - If pytest ends before any test runs (a usage error), the reports say so.
-    - A report never says ``passed`` if pytest's tests did not pass. It counts failures of tests that are not measured, and a
-      session that another plugin made red is red in the report.
+    - A session that measures nothing keeps earlier files, unless it runs with ``--gpumem-baseline``, or ``--gpumem-report`` is
+      on its command line.
+    - A report that cannot be written makes the session red. Later reports contain the error.
+    - If pytest ends before any test runs, for example after a usage error, the reports say so.
+    - A report never says ``passed`` if pytest's tests did not pass. A report also counts failures in tests that are not
+      measured, and failures that another plugin added to the session.
 
     `gpumem merge` combines the JSON reports of several shards.
     """
@@ -36,7 +37,7 @@ class ReportFiles:
         self._begun = False
 
     def begin(self) -> None:
-        """Remove earlier files, because the session will write new ones. A second call does nothing."""
+        """Remove earlier files, because the session will write new files. A second call does nothing."""
         if self._begun:
             return
         self._begun = True
@@ -51,7 +52,7 @@ class ReportFiles:
         return self._begun and bool(self._paths)
 
     def write(self, report: SessionReport) -> list[str]:
-        """Write all files, and return errors as sentences. Later files contain the earlier errors."""
+        """Write all files, and return the errors as sentences. Each file contains the errors from earlier files."""
         errors: list[str] = []
         for path in self._paths if self._begun else ():
             try:
@@ -62,12 +63,12 @@ class ReportFiles:
 
 
 def write_report(path: Path, report: SessionReport) -> None:
-    """Write ``report`` in the format for the file's suffix, and create its folder. Raises ``OSError``."""
+    """Write ``report`` in the format for the file's suffix, and create the file's folder. Raises ``OSError``."""
     form = format_of(path)
     assert form is not None, "options are checked"
     text = form.render(report)
     try:
         write_atomically(path, text)
     except ValueError as error:
-        # A file name can contain a NUL, because TOML allows it.
+        # A file name from `pyproject.toml` can contain a NUL character, which Python refuses with `ValueError`.
         raise OSError(str(error)) from error

@@ -1,4 +1,7 @@
-"""The formats for ``--gpumem-report``. Every pytest run imports this table, so it imports a renderer only when needed."""
+"""The formats for ``--gpumem-report``.
+
+Every pytest run imports this module, so a format's renderer is imported only when the format is written.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ class Format(NamedTuple):
 
     suffix: str
     title: str
-    """Its purpose, for the option's help."""
+    """The format's purpose, for the help text of ``--gpumem-report``."""
     renderer: str
-    """``"module:function"``, which turns a `SessionReport` into the file's text."""
+    """The function that turns a `SessionReport` into the file's text, as ``"module:function"``."""
     needs: tuple[str, ...] = ()
-    """Packages that may be missing, because only the extra ``report`` installs them."""
+    """Required packages that may be missing, because only the extra ``report`` installs them."""
 
     def render(self, report: SessionReport) -> str:
         module, _, function = self.renderer.partition(":")
@@ -48,7 +51,7 @@ FORMATS = (
 
 
 def format_of(file: str | PurePath) -> Format | None:
-    """Return the format for the suffix of ``file``."""
+    """Return the format with the suffix of ``file``; ``None`` for an unknown suffix."""
     return next((format_ for format_ in FORMATS if format_.suffix == PurePath(file).suffix), None)
 
 
@@ -59,4 +62,4 @@ def suffixes(formats: Sequence[Format]) -> str:
 
 
 ENDINGS = suffixes(FORMATS[::-1])
-"""The suffixes as a text for errors."""
+"""The suffixes as a text for error messages."""

@@ -1,20 +1,21 @@
-"""Output for GitHub Actions: annotations on tests, and the step's summary. It needs no token and no action.
+"""Output for GitHub Actions: annotations on tests, and the step's summary. The output needs no token and no action.
 
 A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
 
-- ``::error`` at a test's function: the test failed, with the complete text of the failure, or it did not finish.
-- ``::error`` at a line in the project: the line from the first row of the explanation. The file must be in the checkout, and
-  for a pull request in the diff. No line is annotated if one of several rows may have grown, or if the first row belongs
-  to a package.
-- ``::error`` at the line of a cause: it replaces the annotations on tests that fail only by causes.
+- ``::error`` at a test's function: the complete failure text, or a sentence that says that the test did not finish.
+- ``::error`` at a line in the project: the line from the first row of the explanation. GitHub shows such an annotation only if
+  the file is in the checkout, and for a pull request in the diff. No line is annotated if one of several rows may have grown,
+  or if the first row belongs to a package.
+- ``::error`` at the line of a cause: it replaces the annotations on tests that fail only because of causes.
 - ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
 - ``::warning``: a test that is ``uncertain``, or a budget without an effect.
 - The step's summary: the report in Markdown, appended to the file in ``GITHUB_STEP_SUMMARY`` and cut to GitHub's limit. If the
   file cannot be written, a message says so and nothing fails.
 
 Paths are relative to the repository's root (``GITHUB_WORKSPACE``). The diff starts at ``origin/$GITHUB_BASE_REF`` or the
-merge's first parent. A clone of depth 1 has neither, so any file in the checkout may be annotated; ``fetch-depth: 2`` is
-enough. GitHub shows ten annotations of a kind for a step: the most serious come first, and the tenth counts the others.
+merge commit's first parent. A clone with ``fetch-depth: 1`` has no such commit, so any file in the checkout may be annotated. A
+clone with ``fetch-depth: 2`` is enough. GitHub shows at most ten errors and ten warnings for a step. The most serious come
+first, and the tenth counts the others.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.view import ReportRow
 
 MOST_ANNOTATIONS = 10
-"""GitHub's limit for annotations of a kind in a step:
+"""GitHub's limit for the errors in a step, and also for the warnings:
 https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
 MESSAGE_LIMIT = 4_096
-"""The longest message in characters; the runner cuts longer ones (``_maxIssueMessageLength``)."""
+"""The maximum length of a message in characters. The runner cuts longer messages (``_maxIssueMessageLength``)."""
 TITLE_LIMIT = 255
-"""The longest title in characters: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
+"""The maximum length of a title in characters: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
 
 
 def is_github(environment: Mapping[str, str]) -> bool:
@@ -65,14 +66,14 @@ def annotation_lines(
 ) -> list[str]:
     """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
-    Errors are the reasons for a red session. Warnings are uncertain tests and budgets without an effect. Tests that fail by the
-    same causes have an annotation for each cause, at its line. Any other failed test has an annotation at its function. A pull
-    request rarely changes that file, so the test has a second annotation at the line in the first row of its explanation.
+    Errors are the reasons for a red session. Warnings are uncertain tests and budgets without an effect. If several tests fail
+    by the same causes, each cause has an annotation at its line. Any other failed test has an annotation at its function. A
+    pull request rarely changes the test's own file, so the test has a second annotation at the first line in its explanation.
 
     Args:
         report: The session.
-        folder: The root directory as seen from the repository's root: ``"libs/model/"``.
-        can_show: Returns whether GitHub can show an annotation on a file, given relative to the root directory.
+        folder: The path from the repository's root to pytest's root directory: ``"libs/model/"``.
+        can_show: Returns whether GitHub can show an annotation on a file. The path is relative to the root directory.
 
     Returns:
         At most `MOST_ANNOTATIONS` lines of each kind. If there are more, the last line counts the others.
@@ -113,7 +114,7 @@ def annotation_lines(
 
 
 def notice_line(message: str) -> str:
-    """Return a notice about the run, without a file."""
+    """Return an annotation of the kind ``notice``, without a file."""
     return _line("notice", "gpumem", message)
 
 
@@ -126,12 +127,12 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
     if len(lines) <= MOST_ANNOTATIONS:
         return lines
     more = len(lines) - MOST_ANNOTATIONS + 1
-    return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"{more} more, for which GitHub has no room here")]
+    return [*lines[: MOST_ANNOTATIONS - 1], _line(kind, "gpumem", f"and {more} more, which GitHub would not show")]
 
 
 def _why_uncertain(row: ReportRow) -> str:
     return "\n".join(
-        f"{metric.metric} is uncertain: {metric.reason or 'its interval exceeds the allowed change'}"
+        f"{metric.metric} is uncertain: {metric.reason or 'the confidence interval exceeds the allowed change'}"
         for measured in row.measured
         for metric in measured.verdict.metrics
         if metric.outcome is Outcome.UNCERTAIN
@@ -145,7 +146,10 @@ def _of_a_cause(
     folder: str,
     at_first_line: Callable[[ReportRow], Iterable[str]],
 ) -> Iterator[str]:
-    """Yield a cause's annotation at its line. If the cause has no line in the project, yield the first test's annotations."""
+    """Yield an annotation for a cause, at its line of code.
+
+    If the cause has no line in the project, yield the annotations of the cause's first test.
+    """
     units = report.terms.units
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {session_causes.measured} tests"
@@ -185,7 +189,7 @@ def _position(row: ReportRow, folder: str) -> dict[str, str]:
 
 
 def _line(kind: str, title: str, message: str, position: Mapping[str, str] | None = None) -> str:
-    """Return a command for the runner, escaped for its ``ActionCommand`` parser."""
+    """Return an annotation as a command to GitHub's runner, escaped for the runner's ``ActionCommand`` parser."""
     properties = {**(position or {}), "title": _cut(visible(title), TITLE_LIMIT)}
     written = ",".join(f"{name}={_property(visible(value))}" for name, value in properties.items())
     lines = [visible(line) for line in message.split("\n")]
@@ -205,9 +209,9 @@ def _property(text: str) -> str:
 
 
 def folder_within(root: Path, workspace: str | None) -> str:
-    """Return the root directory relative to the repository, with a slash; empty if they are equal or apart.
+    """Return the path from the repository's root to pytest's root directory, such as ``"libs/model/"``.
 
-    For example, ``"libs/model/"``.
+    The path is empty if both are the same directory, or if the root directory is outside of the repository.
     """
     if not workspace:
         return ""
@@ -221,7 +225,7 @@ def folder_within(root: Path, workspace: str | None) -> str:
 
 
 def shown_files(root: Path, environment: Mapping[str, str]) -> Callable[[str], bool]:
-    """Return a function that says whether GitHub can show an annotation on a file, given relative to ``root``.
+    """Return a function that says whether GitHub can show an annotation on a file. File paths are relative to ``root``.
 
     A pull request shows annotations on files in its diff. If git cannot compute the diff, for example in a clone of depth 1,
     every file in the checkout is accepted.
@@ -242,24 +246,26 @@ def shown_files(root: Path, environment: Mapping[str, str]) -> Callable[[str], b
 
 
 def add_to_summary(file: str, report: SessionReport) -> None:
-    """Append the report to the step's summary, cut to the remaining room. Several runs in a step share the file.
+    """Append the report to the file with the step's summary, shortened to GitHub's size limit.
+
+    All pytest runs in a step share the file, so earlier reports count towards the limit.
 
     Raises:
-        OSError: The file cannot be written, or is full.
+        OSError: The file cannot be written, or has reached the size limit.
     """
     path = Path(file)
     taken = path.stat().st_size if path.exists() else 0
     room = SUMMARY_LIMIT - taken - 1
     if room < LEAST_BYTES:
         raise OSError(f"the summary has {taken:,} bytes already, and GitHub shows at most {SUMMARY_LIMIT:,}")
-        # Another program may have written the last line without its end.
+    # The last line in the file may lack a line end, because another program wrote the line.
     text = ("\n" if taken else "") + markdown(report, most=room)
     with path.open("a", encoding="utf-8", newline="\n") as summary:
         summary.write(text)
 
 
 def report_to_github(report: SessionReport, root: Path, environment: Mapping[str, str]) -> Sequence[str]:
-    """Add the report to the step's summary, and return the annotations.
+    """Add the report to the step's summary, and return the lines with the annotations.
 
     Args:
         report: The session.
@@ -267,7 +273,7 @@ def report_to_github(report: SessionReport, root: Path, environment: Mapping[str
         environment: The job's environment variables.
 
     Returns:
-        Lines to print last, each at the start of a line. Empty outside GitHub Actions, or if the session measured nothing.
+        Lines to print at the end of pytest's output. There are none outside of GitHub Actions, or without measurements.
     """
     if not is_github(environment) or not (report.results or report.not_run or report.problems):
         return []

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 _MARKS = "▁─▔"
-"""Marks at the bottom, in the middle and at the top of a cell."""
+"""The plot's marks for a value in the lower, middle or upper third of a terminal cell."""
 _WIDEST = 8
-"""The largest width of a value, in cells."""
+"""The maximum width of a plotted value, in terminal cells."""
 
 
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:
-    """Return a plot of ``values`` as lines; empty if fewer than two different values exist.
+    """Return a plot of ``values`` as lines of text; empty if all values are equal.
 
-    The axis begins at the smallest value. If this value is not 0, the last line says so. The area below a mark stays
-    empty, because its height has no meaning. A narrow screen shows only the latest values.
+    The axis begins at the smallest value. If this value is not 0, the last line of the plot says so. Each value is a mark and
+    not a bar, because a bar that does not begin at 0 misleads. A narrow screen shows only the latest values.
 
     Args:
-        values: The values, the latest last; ``None`` is a gap.
-        label: Returns a value's text, for the ends of the axis.
-        screen: The target screen.
-        height: The number of rows, each with three levels.
+        values: The values in the order of time; ``None`` leaves a gap.
+        label: Returns a value's text, for both ends of the axis.
+        screen: The terminal's width and encoding.
+        height: The number of lines. Each line shows three levels.
     """
     numbers = [value for value in values if value is not None]
     if len(set(numbers)) < 2:
@@ -47,7 +47,7 @@ def plot(values: Sequence[float | None], label: Callable[[float], str], screen: 
     room = max(8, (screen.width or 80) - margin - 1)
     drawn = values[-room:]
     width = min(_WIDEST, room // len(drawn))
-    # A blank separates wide marks.
+    # A blank follows each mark, unless marks are only one cell wide.
     mark_width, gap = (width, "") if width == 1 else (width - 1, " ")
     marks = _MARKS if screen.legible(_MARKS) == _MARKS else '_-"'
     levels = [
@@ -88,7 +88,7 @@ def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
 
 
 def _packages(event: Event) -> tuple[str, ...]:
-    """Return a clause for torch and each other package whose version changed with the baseline."""
+    """Return a clause for each package, including torch, whose release changed together with the baseline."""
     before, after = event.before, event.after
     if not isinstance(before, Baseline) or not isinstance(after, Baseline):
         return ()
@@ -96,7 +96,7 @@ def _packages(event: Event) -> tuple[str, ...]:
 
 
 def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, screen: Screen) -> list[Line]:
-    """Return the table with the latest change last, a plot if values differ, and the number of events without a row."""
+    """Return a table of changes (the latest last), a plot if values differ, and a line that counts all other changes."""
     relevant = _relevant(events, metric)
     first = next((event for event in events if event.after is not None), None)
     rows = tuple(_row(event, metric, units, is_first=event is first) for event in relevant)
@@ -117,7 +117,7 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
     lines += [(Span(text),) for text in (*([""] if plotted else []), *plotted)]
     other_count = len(events) - len(relevant)
     if other_count:
-        note = f"{counted(other_count, 'other change')} left {METRICS[metric].title} as it was"
+        note = f"{counted(other_count, 'other change')} did not affect {METRICS[metric].title}"
         lines += [(Span(""),), (Span(note, "aside"),)]
     return lines
 

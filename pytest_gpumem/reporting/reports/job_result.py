@@ -1,6 +1,6 @@
 """Return a job's result in Markdown, from a session's report or the JSON from `gpumem ab` or `gpumem bisect`. Pure.
 
-The JSON may come from a stranger's pull request. Its texts are escaped, and unexpected content is an error.
+The JSON may come from a stranger's pull request, so texts are escaped and unexpected content raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 MOST_BYTES = 32 * 2**20
-"""The largest accepted report, in bytes, because parsing needs memory in proportion to the size."""
+"""The maximum size of a JSON file in bytes. Larger files are refused, because parsing needs several times their size."""
 _MOST_ROWS = 50
 _MOST_OF_A_TEXT = 1_000
 _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.value, Outcome.STALE.value}
@@ -34,19 +34,19 @@ _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.val
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The result in a JSON file."""
+    """A job's result, read from a JSON file."""
 
     passed: bool
     markdown: Callable[[int], str] = field(repr=False)
-    """Returns the Markdown, cut to a number of bytes."""
+    """Returns the Markdown in at most the given number of bytes."""
     title: str | None = None
-    """A sentence on the change that a bisection blames."""
+    """A sentence on the change found by `gpumem bisect`; ``None`` for other files."""
     session: SessionReport | None = None
-    """The session's report, if the file has one."""
+    """The session's report; ``None`` for a file from `gpumem ab` or `gpumem bisect`."""
 
 
 def job_result(text: str, name: str) -> JobResult:
-    """Return the result in a file.
+    """Return the job's result from the text of a JSON file.
 
     Args:
         text: The file's content.
@@ -82,7 +82,7 @@ def _array(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    """Return a schema for each command's JSON, limited to the keys in this module's texts."""
+    """Return a schema for each command's JSON. A schema checks only the keys read by this module."""
     release = {"type": ["string", "null"]}
     metric = _object(
         {
@@ -183,18 +183,21 @@ def _finite(plain: float | str | None) -> float | None:
 
 
 def _refused(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"JSON has no number {text}")
 
 
 def _fitting(parts: list[str]) -> Callable[[int], str]:
-    """Return a function that joins parts up to a size in bytes. It begins with the heading, and cuts no part."""
+    """Return a function that joins ``parts`` up to a maximum number of bytes.
+
+    The parts at the end are omitted first, and no part is cut.
+    """
 
     def joined(most: int) -> str:
         text = ""
         for part in parts:
             longer = f"{text}\n\n{part}" if text else part
             if len(longer.encode()) > most:
-                return f"{text}\n\nThe text is shortened, because it would be too long.\n"
+                return f"{text}\n\nThe text is shortened, because the full text would be too long.\n"
             text = longer
         return f"{text}\n"
 

@@ -1,4 +1,7 @@
-"""A session's report as JSON, and back. Errors name the position of a mistake and the expected value. Pure."""
+"""Write a session's report as JSON, and read it back. Pure.
+
+An error names the key with the mistake and the expected value.
+"""
 
 from __future__ import annotations
 
@@ -29,32 +32,32 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.ranks import RankPeaks
 
 FORMAT = 1
-"""The number of the JSON's format; ``report.schema.json`` is its schema."""
+"""The version number of the JSON format, whose schema is ``report.schema.json``."""
 _OURS = ("accounting", "terms")
-_RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
+_RIGHT = "write a report with `pytest --gpumem-report=FILE.json`"
 
 
 _FEW = 10
-"""The number of items that the schema checks in an array whose items all have the same form."""
+"""In an array of numbers, the schema checks only this many items."""
 _LONGEST = 200
 
 
 def to_json(report: SessionReport) -> str:
-    r"""Return a session's report as JSON in format 1. Equal reports give the same bytes.
+    r"""Return a session's report as JSON in format 1. Equal reports become equal texts.
 
-    The text is ASCII, with a line for each key and each test. Bytes and counts are whole numbers, times are seconds. A number
-    that JSON does not have is written as ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
-    can contain, is written as ``\udcff``.
+    The text is ASCII, with a line for each key and each test. Bytes and counts are whole numbers, and times are in
+    seconds. Infinite numbers and NaN, which JSON lacks, are written as ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``. A lone
+    surrogate, which only a file name can contain, is written as ``\udcff``.
 
     The rows of a composition are texts, as `Row.text` returns them. With ``--gpumem-explain=always``, ``| callers | named
-    caller`` follows if there are callers: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two ways to ``a.py:3``. The parts of counts
-    are texts as in the [store](store-format.md#keys-of-a-measurement). Their callers, named caller and reason follow if there
-    are any.
+    caller`` follows if a row has callers. For example, ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two call paths to ``a.py:3``.
+    The operators behind counts are texts as in the [store](store-format.md#keys-of-a-measurement), followed by callers, named
+    caller and reason if there are any.
 
-    No key is missing, and every key has a row in these tables: a new key gets a new format number. The schema
+    A report has every key in these tables and no other key, so a new key needs a new format number. The schema
     ``pytest_gpumem/reporting/reports/report.schema.json`` (JSON Schema 2020-12) allows any metric name, because a newer version
-    may have more metrics. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the
-    other keys.
+    may have more metrics. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` are computed
+    from the other keys.
     """
     plain = {
         "format": FORMAT,
@@ -84,7 +87,7 @@ def from_json(text: str, name: str) -> SessionReport:
     try:
         return _read(text, name)
     except RecursionError:
-        raise ReportError(f"{name}: it is nested too deeply for a report; {_RIGHT}") from None
+        raise ReportError(f"{name}: its JSON is nested too deeply for a report; {_RIGHT}") from None
 
 
 def _read(text: str, name: str) -> SessionReport:
@@ -102,7 +105,7 @@ def _read(text: str, name: str) -> SessionReport:
     if plain["format"] != FORMAT or isinstance(plain["format"], bool):
         raise ReportError(
             f"{name}: its format is {json.dumps(plain['format'])[:40]}, this version of pytest-gpumem reads {FORMAT}; "
-            "read it with the version that wrote it"
+            "read the report with the version that wrote it"
         )
     right = _other_version(plain) or _RIGHT
     mistake = mistake_in(plain)
@@ -111,12 +114,12 @@ def _read(text: str, name: str) -> SessionReport:
     try:
         return from_plain(SessionReport, _with_ints(plain))
     except (ArithmeticError, TypeError, ValueError) as error:
-        # The schema cannot check a composition's rows, or compare the numbers of rounds and paces.
+        # The schema cannot check the texts of composition rows, or compare the lengths of two arrays.
         raise ReportError(f"{name}: {error}; {right}") from None
 
 
 def _with_ints(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return a valid report with bytes and counts as ints, because other programs write 12.0."""
+    """Return a valid report with bytes and counts as ints, because other programs may write 12.0 instead of 12."""
     for verdict in (verdict for result in plain["results"] for verdict in result["verdict"]["verdicts"]):
         by_device = verdict["measurement"].get("by_device", {})
         for values in (verdict["measurement"]["metrics"], *by_device.values()):
@@ -177,7 +180,10 @@ def _draft_7(schema: Any) -> Any:
 
 
 def _outlined(plain: Any) -> Any:
-    """Return a plain value that is as valid as ``plain``, but shorter: long lists of numbers keep their first items."""
+    """Return ``plain`` with only the first items of long number lists, which makes the check against the schema fast.
+
+    The result is valid if and only if ``plain`` is valid.
+    """
     if isinstance(plain, dict):
         return {key: _outlined(value) for key, value in plain.items()}
     if not isinstance(plain, list):
@@ -194,7 +200,7 @@ def _mistake(error: JsonSchemaValueException) -> str:
     if error.rule in ("additionalProperties", "propertyNames"):
         valid = error.definition["properties"] if error.rule_definition is False else error.rule_definition["enum"]
         unknown = next(name for name in error.value if name not in valid)
-        return f"{_shown(f'{path}.{unknown}')} is no key of it; {nearest(unknown[:_LONGEST], sorted(valid))}"
+        return f"{_shown(f'{path}.{unknown}')} is not a known key; {nearest(unknown[:_LONGEST], sorted(valid))}"
     if error.rule == "required":
         return (
             f"{_shown(f'{path}.' + next(name for name in error.rule_definition if name not in error.value))} is missing"
@@ -218,8 +224,8 @@ def _value(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "an array"
     if isinstance(value, int) and abs(value) >= 10**_LONGEST:
-        # Python refuses to print the longest integers.
-        return "a number of very many digits"
+        # Python refuses to convert integers with thousands of digits to text.
+        return "a number with very many digits"
     return _cut(json.dumps(value))
 
 
@@ -256,7 +262,7 @@ def _dumped(value: Any) -> str:
 
 
 def without_infinity(value: Any) -> Any:
-    """Return a plain value with infinite numbers and NaN as texts, because JSON does not have them."""
+    """Return a plain value with infinite numbers and NaN as texts, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: without_infinity(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -267,7 +273,7 @@ def without_infinity(value: Any) -> Any:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"JSON has no number {text}")
 
 
 def _finite(text: str) -> float:

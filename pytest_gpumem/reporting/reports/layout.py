@@ -1,7 +1,7 @@
-"""Tables with styled cells, fitted to a stream's width and encoding. Pure.
+"""Lay out tables with styled cells for a terminal's width and encoding. Pure.
 
-For example, a table that is too wide for 60 cells first shortens long names, then omits columns, and at last prints each row's
-name on a line above its figures.
+For example, if a table is too wide for a terminal with 60 cells, long names are shortened first, then columns are omitted, and
+finally each row's name is printed on a line above its figures.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
 """Commands to GitHub's runner: ``::`` at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
-"""The beginning's share in a shortened text. The end is longer, because a test's id is more specific at its end."""
+"""The beginning is a third of a shortened text. The end is longer, because a test's id is more specific at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """A text stream: the maximum width of its lines in cells (``None`` for no limit), and its encoding."""
+    """A text stream's properties: the maximum width of a line in cells (``None`` for no limit), and the encoding."""
 
     width: int | None = None
     encoding: str = "utf-8"
 
     def legible(self, text: str) -> str:
-        """Return ``text`` on a single line, as this stream can show it.
+        """Return ``text`` on a single line that is safe and visible in this stream.
 
         Some characters are escaped as in Python: characters that move the cursor, recolour or reorder the text (control
         characters, newlines, right-to-left marks), invisible characters, and commands to a CI log. Characters that the stream
@@ -51,7 +51,7 @@ class Screen:
         )
 
     def shortened(self, text: str, width: int) -> str:
-        """Return ``text`` in at most ``width`` cells, with an ellipsis for characters in the middle."""
+        """Return ``text`` in at most ``width`` cells. An ellipsis replaces characters in the middle of a longer text."""
         if cells(text) <= width:
             return text
         left_out = self.legible("…")
@@ -80,7 +80,7 @@ def _character_cells(character: str) -> int:
 
 
 def _harmless(character: str) -> str:
-    # Python also counts blanks as unprintable.
+    # `isprintable` is also false for spaces other than the ASCII space, but spaces are harmless.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return _escaped(character)
@@ -91,7 +91,7 @@ def _escaped(character: str) -> str:
 
 
 def _first(text: str, width: int) -> str:
-    """Return the longest fitting beginning."""
+    """Return the longest beginning of ``text`` in at most ``width`` cells."""
     beginning = text[:width]
     while cells(beginning) > width:
         beginning = beginning[:-1]
@@ -99,7 +99,7 @@ def _first(text: str, width: int) -> str:
 
 
 def _last(text: str, width: int) -> str:
-    """Return the longest fitting end, without a combining mark at its start."""
+    """Return the longest end of ``text`` in at most ``width`` cells, without a combining mark at its start."""
     end = text[len(text) - width :] if width else ""
     while end and (cells(end) > width or not cells(end[0])):
         end = end[1:]
@@ -107,11 +107,11 @@ def _last(text: str, width: int) -> str:
 
 
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
-"""The meaning of a text, shown by a colour. The words have the same meaning, so a terminal without colours loses nothing."""
+"""The meaning of a text, shown by a colour. The words say the same, so a terminal without colours loses nothing."""
 
 _GAP = 2
 _HANGING = 4
-"""The indentation for figures below their row's name."""
+"""The indentation of figures below their row's name, in cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ Line = tuple[Span, ...]
 class Column:
     """A column, and how it shrinks if the table is too wide.
 
-    If ``least`` is set, texts may be shortened to this many cells on the screen. If ``weight`` is set, the column may be
-    omitted, the smallest weight first. A column with neither keeps its width. ``left`` aligns the cells left.
+    With ``least``, the column's texts may be shortened to this many cells. With ``weight``, the column may be omitted, and
+    columns with smaller weights are omitted first. Without both, the column keeps its width. ``left`` aligns the texts left.
     """
 
     title: str
@@ -148,7 +148,7 @@ class Table:
     indent: int = 0
 
     def without_empty(self, keep: Collection[int]) -> Table:
-        """Return the table without its empty columns. The column numbers in ``keep`` always stay."""
+        """Return the table without its empty columns. Columns whose numbers are in ``keep`` always stay."""
         column_numbers = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
         rows = tuple(tuple(row[n] for n in column_numbers) for row in self.rows)
         return replace(self, columns=tuple(self.columns[n] for n in column_numbers), rows=rows)
@@ -156,7 +156,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The shown columns' numbers and widths. ``hanging`` prints the first column on a line above the others."""
+    """The numbers and widths of the columns to show.
+
+    If ``hanging`` is true, each row's first cell is printed on a line above the other cells.
+    """
 
     shown: tuple[int, ...]
     widths: tuple[int, ...]
@@ -164,7 +167,7 @@ class _Plan:
 
 
 def laid_out(table: Table, screen: Screen) -> list[Line]:
-    """Return a table's lines with its header. A last line names the columns that did not fit.
+    """Return a table's lines, beginning with the header. If columns did not fit, a last line names them.
 
     If a row's name and its figures do not fit side by side, the name is printed above the figures.
     """
@@ -211,7 +214,10 @@ def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
 def _fitted(
     columns: Sequence[Column], natural: Sequence[int], shown: Sequence[int], room: int
 ) -> tuple[int, ...] | None:
-    """Return the widths for the columns in ``shown``; ``None`` if they do not fit. Shortened columns share the spare cells."""
+    """Return the widths for the columns in ``shown``; ``None`` if they do not fit into ``room`` cells.
+
+    Shortened columns share the remaining cells.
+    """
     widths = {number: min(natural[number], columns[number].least or natural[number]) for number in shown}
     spare = room - sum(widths.values()) - _GAP * (len(shown) - 1)
     if spare < 0:
@@ -225,7 +231,7 @@ def _fitted(
 
 
 def _differ(rows: Sequence[Line], width: int, screen: Screen) -> bool:
-    """Return whether different names still differ after they are shortened."""
+    """Return whether different row names still differ after they are shortened to ``width`` cells."""
     names = {row[0].text for row in rows}
     return len({screen.shortened(name, width) for name in names}) == len(names)
 
@@ -244,7 +250,7 @@ def _lines_of(row: Line, table: Table, plan: _Plan, screen: Screen) -> Iterable[
 
 
 def _aligned(cell: Span, column: Column, width: int, screen: Screen) -> tuple[str, Span, str]:
-    """Return the cell with the blanks before and after it."""
+    """Return the blanks before a cell, the cell with its shortened text, and the blanks after the cell."""
     text = cell.text if column.least is None else screen.shortened(cell.text, width)
     blank = " " * (width - cells(text))
     return ("", Span(text, cell.style), blank) if column.left else (blank, Span(text, cell.style), "")
@@ -268,7 +274,7 @@ def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
 def without_empty(
     header: Sequence[str], rows: Sequence[Sequence[str]], keep: Collection[int] = (0,)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return a table without its empty columns. The column numbers in ``keep`` always stay."""
+    """Return the header and the rows without empty columns. Columns whose numbers are in ``keep`` always stay."""
     column_numbers = [number for number in range(len(header)) if number in keep or any(row[number] for row in rows)]
     return [header[number] for number in column_numbers], [[row[number] for number in column_numbers] for row in rows]
 

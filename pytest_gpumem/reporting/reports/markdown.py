@@ -1,6 +1,7 @@
 """A session's report in GitHub's Markdown: for a file, a job's summary, or a comment in a pull request. Pure.
 
-The most important parts come first. If they do not all fit, the report omits complete parts, and its last line names them.
+The most important parts come first. If the report is too long, complete parts are omitted, and the last line names
+the omitted parts.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.view import ReportRow, ShownMeasurement
 
 SUMMARY_LIMIT = 2**20
-"""The largest step summary in bytes. GitHub shows nothing of a larger one, and reports an error:
+"""GitHub's size limit for a step summary, in bytes. Instead of a larger summary, GitHub shows an error:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits."""
 COMMENT_LIMIT = 65_536
-"""The longest comment in characters; GitHub refuses a longer one: ``Body is too long (maximum is 65536 characters)``."""
+"""GitHub's limit for a comment, in characters. A longer comment is refused: ``Body is too long (maximum is 65536 ...)``."""
 MOST_FOLDED = 50
-"""The longest folded list of failed tests with the same causes."""
+"""A folded list names at most this many failed tests with the same causes."""
 LEAST_BYTES = 300
-"""The number of bytes that are always enough for the verdict."""
+"""The smallest size limit for a report, in bytes. The verdict always fits into it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An optional part of the report. The part with the highest ``rank`` is omitted first, and within a rank the
-    last part.
+    """A part of a report, which may be omitted if the report is too long.
+
+    The part with the highest ``rank`` is omitted first. Among parts with the same rank, the last part is omitted first.
     """
 
     rank: int
@@ -82,28 +84,37 @@ _MANY = {
 }
 _METRICS = ("metric", "baseline", "now", "change", "allowed", "budget", "verdict")
 _LINE_END = "  \n"
-"""A line break within a paragraph."""
+"""Markdown's line break within a paragraph."""
 _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
 def markdown(report: SessionReport, *, most: int | None = None) -> str:
     r"""Return the report in GitHub's Markdown.
 
-    Its parts are, in this order: the verdict and the accounting line; other reasons for a red session; the causes; each failed
-    test with the first row of its explanation; changes that fail no test; reasons why something was not compared; and the
-    store. Folded parts contain a failed test's metrics, growth and accepting command, the table of all tests, the matrices and
+    The report shows, in this order:
+
+    - the verdict and the accounting line
+    - other reasons for a red session
+    - the causes of growth
+    - each failed test with the first row of its explanation
+    - changes in tests that did not fail
+    - reasons why figures were not compared
+    - changes to the store
+
+    Folded sections contain each failed test's metrics, growth and accepting command, the table of all tests, the matrices and
     the environment.
 
-    A comment holds 65,536 characters and a step's summary 1 MiB. If the report is longer, it omits complete parts, first the
-    table of all tests, and the last line names them. It never omits the verdict. Texts from tests appear character by
-    character: invisible and reordering characters are written as in Python: ``\n``, ``\x1b``, ``\u202e``.
+    GitHub allows 65,536 characters in a comment and 1 MiB in a step's summary. If a report is too long, complete parts are
+    omitted, first the table of all tests, and the last line names the omitted parts. The verdict is never omitted. Texts from
+    tests are shown as they are, but invisible and reordering characters are escaped as in Python: ``\n``, ``\x1b``,
+    ``\u202e``.
 
     Args:
         report: The report.
-        most: The largest size in bytes of UTF-8; no limit by default.
+        most: The maximum size in bytes of UTF-8; no limit by default.
 
     Raises:
-        ValueError: ``most`` is too little for the verdict.
+        ValueError: ``most`` is too small for the verdict.
     """
     if most is not None and most < LEAST_BYTES:
         raise ValueError(f"most is {most}, and a verdict needs {LEAST_BYTES} bytes")
@@ -172,7 +183,7 @@ def _ranks(report: SessionReport) -> Iterator[_Part]:
 
 
 def _figures(row: ReportRow, units: UnitSystem) -> str:
-    """Return a test's metrics, their explanation, and the accepting command."""
+    """Return a test's metrics, their explanations, and the commands to bisect or accept the changes."""
     blocks = []
     for measured in row.measured:
         verdict = measured.verdict
@@ -188,20 +199,22 @@ def _figures(row: ReportRow, units: UnitSystem) -> str:
         if verdict.origin is not None:
             blocks.append(f"Baseline: {plain(origin_line(verdict.origin, reason=True))}")
     if row.bisect:
-        blocks.append(f"To find the package that did it:\n\n{block(row.bisect)}")
+        blocks.append(f"To find the package that caused it:\n\n{block(row.bisect)}")
     if row.accept:
-        blocks.append(f"To accept it:\n\n{block(row.accept)}")
+        blocks.append(f"To accept the new figures:\n\n{block(row.accept)}")
     return "\n\n".join(blocks)
 
 
 def _omitted(left_out: list[_Part]) -> str:
     if not left_out:
-        return "*The rest has no room here; the JSON and HTML reports have it.*"
+        return "*The report is too long to be shown here. The JSON and HTML reports are complete.*"
     words = []
     for rank, parts in groupby(sorted(left_out, key=lambda part: part.rank), key=lambda part: part.rank):
         same = list(parts)
         words.append(same[0].title if len(same) == 1 else f"{len(same)} {_MANY[rank]}")
-    return f"*Left out, because the text would be too long: {', '.join(words)}. The JSON and HTML reports have it all.*"
+    return (
+        f"*Left out, because the text would be too long: {', '.join(words)}. The JSON and HTML reports are complete.*"
+    )
 
 
 def _joined(parts: list[_Part], left_out: list[_Part]) -> str:
@@ -232,7 +245,7 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """Return tables for the leftover bytes, the growth (or else the peak), and the operators in grown counts."""
+    """Return tables that explain retained bytes, the peak's growth or else the peak itself, and grown operator counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     blocks: list[str] = []
     for explanation in explained_tables(verdict, metrics, units):
@@ -275,7 +288,7 @@ def _part_table(part_table: PartTable) -> str:
 
 
 def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
-    """Yield the causes if several tests grew, and each failed test. Tests with only these causes are folded."""
+    """Yield the causes if several tests grew, and then each failed test. Tests that these causes fully explain are folded."""
     session_causes, units = causes_in(report), report.terms.units
     verdicts = [row.result.verdict for row in rows if row.result is not None]
     explained_tests: Collection[str] = ()
@@ -295,7 +308,7 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
     if folded:
         lines = [f"- {code(row.title)}: {plain(row.headline)}" for row in folded[:MOST_FOLDED]]
         lines += [f"- and {counted(len(folded) - MOST_FOLDED, 'other')}"] if len(folded) > MOST_FOLDED else []
-        title = f"❌ {counted(len(folded), 'more test')} that failed by these causes only"
+        title = f"❌ {counted(len(folded), 'more test')} that failed only because of these causes"
         yield _Part(_FAILED, "the tests that failed by the same causes", details(title, "\n".join(lines)))
 
 
@@ -315,7 +328,7 @@ def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> s
 
 
 def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
-    """Return a table with a row for each measurement, and for each test without one; empty without tests."""
+    """Return a table with a row for each measurement, and for each test without measurements; empty without tests."""
     verdicts = [measured.verdict for row in tests for measured in row.measured]
     metrics = {name: [metric for verdict in verdicts if (metric := verdict.of(name)) is not None] for name in METRICS}
     used = [
@@ -333,7 +346,7 @@ def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
             lines.append([code_in_table(measured.title), *cells, _loud(measured, measured.outcome)])
         if row.result is not None and not row.measured:
             test = row.result.verdict
-            why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
+            why = "checked by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
             lines.append([code_in_table(row.title), *[""] * (2 * len(used)), why])
     header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
     # If nothing was compared, omit the columns with changes.
@@ -361,7 +374,7 @@ def _matrix_table(rows: Sequence[MatrixRow], units: UnitSystem) -> str:
 
 
 def _environment(report: SessionReport) -> str:
-    """Return a table with the versions, the devices and the end of the session."""
+    """Return a table with the versions, the devices, and the time when the session ended."""
     rows = [["ended", code_in_table(report.ended)], ["pytest-gpumem", code_in_table(report.version)]]
     if report.commit:
         rows.append(["commit", code_in_table(report.commit)])

@@ -1,6 +1,7 @@
-"""Make the table for a matrix of step configs, with each config's saving and cost against the first config. Pure.
+"""Make the table for a matrix of step configs. Pure.
 
-For example, ``checkpoint=blocks`` saves 40 % memory and costs 25 % time, so its ROI is 1.6.
+For each config, the table shows the saved memory and the cost in time, relative to the first config. For example,
+``checkpoint=blocks`` saves 40 % memory and costs 25 % time, so its return on investment (ROI) is 1.6.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.results import TestResult
 
 EFFICIENT = "*"
-"""Marks a row if no other row is better in both memory and time."""
+"""The mark for a Pareto-efficient row: every other row needs more memory or more time, or exactly as much memory and time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixRow:
-    """A config with its peak in bytes and its step time in seconds, or a clause that says why these are missing."""
+    """A config with its peak in bytes and its step time in seconds. If both are missing, ``why_not`` gives the reason."""
 
     config: str
     peak: int | None = None
@@ -34,9 +35,10 @@ class MatrixRow:
 
 
 def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
-    """Return each matrix's rows, by the tests' common id, in the marker's order.
+    """Return each matrix's rows, by the test's id without the config. The configs have the same order as in the marker.
 
-    If a test measures several steps, each step's name has a table. If shards used several devices, each device has a table.
+    If a test measures several steps, each step has its own table. If shards used several devices, each device has its own
+    table.
     """
     cells = [(result.verdict, cell) for result in results if (cell := result.verdict.cell) is not None]
     devices = {
@@ -57,7 +59,7 @@ def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
 
 
 def efficient(rows: Sequence[MatrixRow]) -> set[int]:
-    """Return the Pareto-efficient rows' numbers; without times, the numbers of the rows with the smallest peak."""
+    """Return the numbers of the Pareto-efficient rows. Without times, these are the rows with the smallest peak."""
     measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
     return {
         number
@@ -67,7 +69,7 @@ def efficient(rows: Sequence[MatrixRow]) -> set[int]:
 
 
 def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[str]:
-    """Return the table as lines, with each config's peak and step time against the first measured row."""
+    """Return the table as lines of text. Savings and costs are relative to the first measured config."""
     header, cells = matrix_cells(rows, units)
     lines = columns([title, *header], cells, left=(0, len(header)))
     legend = legend_of(rows)
@@ -75,7 +77,7 @@ def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> li
 
 
 def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
-    """Return the column titles after the config, and each row's cells, which begin with the config."""
+    """Return the titles of all columns but the first, and each row's cells. The first column contains the configs."""
     first = next((row for row in rows if row.peak is not None), None)
     best = efficient(rows)
     timed = any(row.time is not None for row in rows)
@@ -86,13 +88,13 @@ def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str
 
 
 def legend_of(rows: Sequence[MatrixRow]) -> str | None:
-    """Return the line below a table that explains its columns; ``None`` if nothing is compared."""
+    """Return the line below a table that explains the columns; ``None`` if the table compares nothing."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or len(rows) < 2:
         return None
     return (
-        f"saving and cost against {first.config}; ROI is saving over cost, above {WORTH_IT} is recommended; "
-        f"{EFFICIENT} is Pareto-efficient"
+        f"saving and cost are relative to {first.config}; ROI is saving / cost, above {WORTH_IT} is recommended; "
+        f"{EFFICIENT} marks a Pareto-efficient config"
     )
 
 

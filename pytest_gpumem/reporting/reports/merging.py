@@ -25,9 +25,9 @@ _AND = "; "
 def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
     """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
-    A test that ran in a single shard is not missing because other shards did not run it. If several shards ran a test on the
-    same device, the worst result counts: a failure, or else a result with a measurement, or else the more serious outcome. A
-    test that ran on several devices keeps a result for each device.
+    A test does not count as missing if at least one shard ran it. If several shards ran a test on the same device, the worst
+    result counts: a failure, or else a result with a measurement, or else the more serious outcome. A test that ran on several
+    devices keeps a result for each device.
 
     Args:
         reports: The shards.
@@ -46,7 +46,7 @@ def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None 
     return SessionReport(
         ended=max(report.ended for report in reports),
         version=reports[0].version,
-        # Hashes are abbreviated. A clone with more commits may need a longer abbreviation.
+        # All reports name the same commit, but clones with more commits abbreviate its hash less. Use the longest hash.
         commit=max((report.commit for report in reports if report.commit), key=len, default=None),
         terms=reports[0].terms,
         results=results,
@@ -86,11 +86,11 @@ def unselected_tests(merged_report: SessionReport) -> list[tuple[str, str]]:
 
 
 def unaccounted_baselines(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
-    """Return the stored baselines, as (slug, key), for which no report accounts, sorted.
+    """Return the sorted baselines, as (slug, key), for which no report accounts. Probably a shard's report is missing.
 
-    A report accounts for a baseline on its devices if it collected the test, or shows that the test no longer exists. A report
-    without measurements accounts for baselines on all devices, because its tests may have skipped themselves. Baselines of
-    scripts (``train.py::run``) are ignored, because scripts do not run in shards.
+    A report accounts for a baseline on its devices if its session collected the baseline's test, or if the test no longer
+    exists. A report without measurements accounts for baselines on all devices, because its tests may have skipped themselves.
+    Baselines of scripts (``train.py::run``) are ignored, because scripts do not run in shards.
     """
     unaccounted = {
         entry
@@ -200,6 +200,9 @@ def _stored(stores: Sequence[StoreState]) -> StoreState:
 
 
 def _clauses(texts: Iterable[str | None]) -> str | None:
-    """Return the different ``texts`` as a single text, or ``None`` without texts. Merged texts are split first."""
+    """Join the distinct clauses in ``texts``, or return ``None`` without texts.
+
+    Texts are split first, because the text in a merged report may already contain several clauses.
+    """
     clauses = {clause for text in texts if text is not None for clause in text.split(_AND)}
     return _AND.join(sorted(clauses)) if clauses else None

@@ -1,4 +1,4 @@
-"""Find the places in a test's explanation: its first row, and lines in the project's code. Pure."""
+"""Find the first row and the project's lines of code in a test's explanation. Pure."""
 
 from __future__ import annotations
 
@@ -46,11 +46,15 @@ class FirstRow:
     text: str
     """The row as a clause: ``"+1.00 GB activations at model.py:88, by _softmax in blocks.*.attn: was bfloat16"``."""
     place: Place | None = None
-    """The project's line with the growth; ``None`` if another line or a package may be responsible."""
+    """The line in the project's code that grew; ``None`` if another line or a package may be responsible."""
 
 
 def grown_lines(row: ReportRow) -> Iterator[Place]:
-    """Yield the project's lines in a test's explanation: for kept bytes, then the peak, then counts, the largest first."""
+    """Yield the project's lines of code in the explanation of a test's growth.
+
+    Lines with retained bytes come first. Lines with growth at the peak follow, the largest growth first, and lines with more
+    operators come last.
+    """
     for measured in row.measured:
         verdict, explanation = measured.verdict, measured.verdict.measurement.explanation
         if explanation is not None and not KEPT_METRICS.isdisjoint(
@@ -72,10 +76,10 @@ def grown_lines(row: ReportRow) -> Iterator[Place]:
 def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
     """Return the first row in a failed test's explanation; ``None`` if the test has no explanation.
 
-    Rows have the same order as in the failure's text. Later rows explain less growth, and may not be a cause.
+    The failure text begins with the same row. Later rows explain less growth, and may not be a cause.
     """
     outcomes = {metric.outcome for measured in row.measured for metric in measured.verdict.metrics}
-    # Strict mode also fails uncertain metrics. They explain a failure only if no other metric failed.
+    # In strict mode an uncertain metric also fails a test, but it explains the failure only if no other metric failed.
     failing = FAILING if outcomes & FAILING else {Outcome.UNCERTAIN}
     for measured in row.measured:
         verdict = measured.verdict
@@ -96,7 +100,7 @@ def _kept_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
         place: Place | None = _place_of(row)
         text = f"{format_bytes(row.nbytes, units)}{_category(row)}{_place_text(row, row.path)}"
         if row in retained_rows.uncertain:
-            # Do not blame a single line if nothing proves that it is new.
+            # Do not blame a single line if nothing proves that its bytes are new.
             place = None
             size = format_bytes(int(retained_rows.growth), units)
             text = f"{size} in {rows_of(retained_rows)}, the first{_place_text(row, row.path)}"
@@ -113,7 +117,7 @@ def _peak_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation
     for row in [] if explanation is None else listed_rows(explanation.peak):
         size = f"{format_bytes(row.nbytes, units)}{_category(row)}"
-        return FirstRow(f"the most at the peak: {size}{_place_text(row, row.path)}")
+        return FirstRow(f"largest at the peak: {size}{_place_text(row, row.path)}")
     return None
 
 
@@ -137,12 +141,12 @@ def _first_change(change: Change, units: UnitSystem) -> FirstRow:
 
 
 def _category(row: Row) -> str:
-    """Return `` activations``; empty for the category ``other``."""
+    """Return a row's category after a blank: `` activations``. The text is empty for the category ``other``."""
     return "" if row.category == "other" else f" {category_of(row)}"
 
 
 def _place_text(place: Row | OperatorSite, module: str = "", operator: str = "") -> str:
-    """Return `` at model.py:88, by _softmax in blocks.*.attn``, without unknown parts."""
+    """Return `` at model.py:88, by _softmax in blocks.*.attn``. An unknown line, operator or module is omitted."""
     operator = operator or getattr(place, "operator", "")
     return "".join(
         f"{word}{text}" for word, text in ((" at ", place.where), (", by ", operator), (" in ", module)) if text
@@ -154,7 +158,7 @@ def _place_of(row: Row | OperatorSite) -> Place | None:
 
 
 def _file_and_line(site: str) -> Place | None:
-    """Return file and line; ``None`` for a file outside the root directory."""
+    """Return the file and the line number in ``site``; ``None`` for a file outside of the root directory."""
     match = _SITE.fullmatch(site)
     if match is None or match["file"].startswith(("/", "..")) or re.match(r"[A-Za-z]:", site):
         return None

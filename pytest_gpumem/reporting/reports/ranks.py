@@ -1,4 +1,4 @@
-"""Peaks on the ranks of a distributed job, side by side, and their imbalance, for every report format. Pure."""
+"""Compare the peaks on a distributed job's ranks, for every report format. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.results import TestResult
 
 MOST_COLUMNS = 8
-"""The largest number of ranks with a column each. For more ranks, tables show the smallest, median and largest peak."""
+"""A table has a column for each rank up to this number of ranks, else for the smallest, median and largest peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RankPeaks:
     peaks: tuple[tuple[int, int], ...]
     """Pairs of a rank and its peak in bytes, sorted by rank."""
     several: bool = False
-    """True if the test has other measurements."""
+    """True if the test has several measurements, so the title includes the measurement's name."""
 
     @property
     def title(self) -> str:
@@ -54,7 +54,7 @@ class RankPeaks:
 
 
 def peaks_by_rank(results: Iterable[TestResult]) -> list[RankPeaks]:
-    """Return each measurement's peaks on several ranks, in the results' order."""
+    """Return the peaks on all ranks for each measurement in a distributed job, in the order of ``results``."""
     rows: list[RankPeaks] = []
     for result in results:
         test = result.verdict
@@ -87,7 +87,7 @@ def rank_cells(rows: Sequence[RankPeaks], units: UnitSystem) -> tuple[list[str],
 
 
 def imbalance_text(row: RankPeaks) -> str:
-    """Return ``"1.20 (rank 3 over rank 0)"``, the largest peak over the smallest, or ``"1.00"`` for nearly equal peaks."""
+    """Return the largest peak divided by the smallest: ``"1.20 (rank 3 over rank 0)"``, or ``"1.00"`` for equal peaks."""
     text = f"{row.imbalance:.2f}"
     return text if text == "1.00" else f"{text} (rank {row.largest[0]} over rank {row.smallest[0]})"
 

@@ -1,6 +1,6 @@
-"""Renamed tests: each new test is paired with the unused baseline from its probable former name. Pure.
+"""Find renamed tests: pair each new test with the unused baseline from its probable former name. Pure.
 
-For example, ``test_step[fp32]`` is new, and ``test_train[fp32]`` left an unused baseline with the same peak.
+For example, ``test_step[fp32]`` is new, ``test_train[fp32]`` no longer exists, and its baseline has the same peak.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 _Candidates = Mapping[int, Mapping[Test, FormerTest]]
-"""The possible former names of each new test, by the new test's number."""
+"""The possible former tests of each new test, by the new test's number in the results."""
 
 
 def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
     """Return ``results`` with the likely former name of each new test.
 
-    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests were both renamed
-    and changed, so they are paired by names. A file is ignored if some of its tests did not run, because an apparently new
-    name could belong to one of them.
+    Tests with matching figures are paired first, so an unchanged test never looks worse under its new name. The remaining tests
+    were both renamed and changed, so they are paired by similar names. A file is ignored if some of its tests did not run,
+    because one of them may be the renamed test.
 
     Args:
         results: The results, on any devices.
@@ -52,13 +52,13 @@ def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -
 
 
 def _slug(result: TestResult) -> str | None:
-    """Return a new test's device; ``None`` if the test was not measured, or has no possible former name."""
+    """Return the slug of a new test's device; ``None`` if the test was not measured or has no possible former name."""
     verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
     return verdicts[0].measurement.environment.slug if any(verdict.candidates for verdict in verdicts) else None
 
 
 def _candidates(result: TestResult) -> dict[Test, FormerTest]:
-    """Return a test's possible former names, each with all metrics whose figures do not match."""
+    """Return a test's possible former tests, each with its differing metrics, the most serious first."""
     candidates: dict[Test, FormerTest] = {}
     for candidate in (former for verdict in result.verdict.verdicts for former in verdict.candidates):
         key = (candidate.file, candidate.test)
@@ -69,9 +69,10 @@ def _candidates(result: TestResult) -> dict[Test, FormerTest]:
 
 
 def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test]:
-    """Return an old test for each new test.
+    """Pair new tests with old tests.
 
-    First as many pairs with matching figures as possible are formed. The other new tests are paired by similar names.
+    First, as many new tests as possible are paired with an old test whose figures match. Then the other new tests are paired by
+    similar names.
     """
     pairs: dict[int, Test] = {}
     for new in candidates:
@@ -90,9 +91,10 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
 
 
 def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
-    """Pair ``new`` with an old test with matching figures.
+    """Pair ``new`` with an old test whose figures match.
 
-    If this old test is taken, its pair may move to another old test (an augmenting path in a bipartite matching).
+    If another new test already has this old test, the other new test may move to a different old test (an augmenting path in a
+    bipartite matching).
     """
     owners = {old: owner for owner, old in pairs.items()}
     reached: dict[Test, int] = {}

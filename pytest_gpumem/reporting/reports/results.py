@@ -1,4 +1,4 @@
-"""Collect the results of a session's measured tests from pytest's reports, and count them in a line. Pure."""
+"""Collect the results of measured tests from pytest's reports, and count them in the accounting line. Pure."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _COUNTED = (
 )
 """The outcomes in the accounting line, in its order."""
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
-"""Outcomes without a baseline for this device."""
+"""The outcomes of tests without a baseline for this device."""
 _WITHOUT_BASELINE = _FIRST | {Outcome.STALE}
-"""Outcomes without a comparable baseline. A budget or a relation may still gate them."""
+"""The outcomes of tests without a comparable baseline. A budget or a relation may still gate such a test."""
 ACCEPTED = "accepted"
 """The word for a test whose change became the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """A new test's likely former name. Its unused baseline has the same step, batch and device."""
+    """A new test's likely former name. The unused baseline of this name has the same step, batch and device."""
 
     file: str
     """The former test's file, relative to the root directory."""
     test: str
     """The former test's id without its file."""
     grown: MetricVerdict | None = None
-    """The metric beyond its tolerance; ``None`` if all metrics are within their tolerances."""
+    """The first metric that grew beyond its tolerance; ``None`` if no metric did."""
     accept: str = ""
     """The command to accept the new test's figures."""
     prune: str = ""
@@ -66,7 +66,7 @@ class TestResult:
     verdict: TestVerdict
     """The verdict on the test."""
     passed: bool
-    """True if all its phases passed. A skipped test, or an expected failure, is neither ``passed`` nor ``failed``."""
+    """True if all its phases passed. A test that was skipped, or failed as expected, is neither ``passed`` nor ``failed``."""
     failed: bool = False
     """True if any of its phases failed."""
     failed_in: FailedIn | None = None
@@ -76,10 +76,10 @@ class TestResult:
     failed_by_gate: bool = False
     """True if only the gate failed the test."""
     unwritten: bool = False
-    """True if the store could not be written, for example on a full disk, and lacks the accepted figures of this test."""
+    """True if the test's accepted figures could not be written to the store, for example on a full disk."""
 
     renamed: Renaming | None = None
-    """The test's likely former name; ``None`` if the test has a baseline, or no unused baseline resembles it."""
+    """The test's likely former name; ``None`` if the test has a baseline, or if no unused baseline is similar enough."""
 
     @property
     def has_grown_renamed(self) -> bool:
@@ -87,11 +87,11 @@ class TestResult:
         return self.renamed is not None and self.renamed.grown is not None
 
     def is_held_back_by(self, update: UpdateMode | None) -> bool:
-        """Return whether this update skips a test that has grown since its renaming."""
+        """Return whether this update writes no baseline for the test, because the test has grown since it was renamed."""
         return update == "new" and self.has_grown_renamed
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
-        """Return whether a session with this update stores the figures as the test's first baselines."""
+        """Return whether a session with this update stores the test's figures as first baselines for the device."""
         is_written = self.passed and not self.unwritten and not self.is_held_back_by(update)
         return is_written and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
@@ -104,15 +104,15 @@ class TestResult:
 
 @dataclass
 class _Run:
-    """A test run, collected from its reports."""
+    """A single run of a test, collected from pytest's reports on the test's phases."""
 
     verdict: TestVerdict | None = None
     """The verdict; ``None`` until a report contains one. A test that is not measured never has a verdict."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """The outcome of each phase whose report has a verdict."""
+    """The outcome of each phase, if pytest's report on the phase contains a verdict."""
     failed_in: FailedIn | None = None
     failed_beside_the_gate: bool = False
-    """True if the test failed outside its call. The gate only fails calls."""
+    """True if a phase other than the call failed. The gate can fail only a test's call."""
 
     @property
     def is_repeated(self) -> bool:
@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def is_rewritten(self) -> bool:
-        """True if the test failed and pytest's reports hide the failure."""
+        """True if the test failed, but a plugin rewrote pytest's reports so they hide the failure."""
         return (
             self.verdict is not None
             and self.failed_in is None
@@ -131,7 +131,7 @@ class _Run:
         )
 
     def result(self) -> TestResult | None:
-        """Return the test's result in this run, or ``None`` without a verdict."""
+        """Return the test's result in this run; ``None`` if no report had a verdict."""
         verdict, outcomes = self.verdict, self.outcomes
         if verdict is None or not outcomes:
             return None
@@ -155,10 +155,11 @@ class _Run:
 
 @dataclass
 class Results:
-    """The results so far, by test.
+    """The results of all tests that have run so far, collected from pytest's reports.
 
     If a plugin for reruns repeats a test, its last run counts. If a test runs several times otherwise
-    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails for any of them.
+    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails if any
+    run fails.
     """
 
     _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
@@ -167,7 +168,7 @@ class Results:
     def add(self, report: pytest.TestReport) -> bool:
         """Add pytest's report on a test phase.
 
-        For a test that is not measured, only a failure is stored.
+        If the test is not measured, only a failure is stored.
 
         Returns:
             True if the report has a verdict, so the test is measured.
@@ -186,7 +187,7 @@ class Results:
         if payload is None:
             return False
         if report.when != "teardown":
-            # The report on a successful set-up has no outcome yet. The call decides.
+            # A report on the call replaces the outcome from the set-up.
             run.outcomes.clear()
             verdict = from_plain(TestVerdict, json.loads(str(payload)))
             if verdict.failed_by_itself and (hasattr(report, "wasxfail") or report.outcome == "skipped"):
@@ -201,7 +202,7 @@ class Results:
             yield nodeid, [run for runs in workers.values() for run in runs]
 
     def rewritten(self) -> list[TestResult]:
-        """Return the results of failed tests that a plugin hid by rewriting pytest's reports."""
+        """Return the results of failed tests whose failure a plugin hid by rewriting pytest's reports."""
         runs = (run for _, test_runs in self._runs_by_test() for run in test_runs if run.is_rewritten)
         return [result for run in runs if (result := run.result()) is not None]
 
@@ -214,21 +215,21 @@ class Results:
         )
 
     def tests_without_result(self) -> set[tuple[str, str]]:
-        """Return the tests, as (file, test), without a result, whether they ran or were skipped."""
+        """Return the tests without a verdict, as (file, test). Skipped tests may be among them."""
         nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
-        # `--dist loadgroup` appends a group to ids.
+        # `--dist loadgroup` appends the name of a group to test ids.
         ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def unmeasured_failures(self, measured: Collection[tuple[str, str]]) -> int:
-        """Count the failed tests without a result, except those in ``measured``, the selected (file, test)."""
+        """Count the failed tests without a verdict. Tests in ``measured``, as (file, test), are not counted."""
         failed = [
             nodeid
             for nodeid, runs in self._runs_by_test()
             if all(run.verdict is None for run in runs) and any(run.failed_in is not None for run in runs)
         ]
         measured_ids = {f"{file}::{test}" for file, test in measured}
-        # `--dist loadgroup` appends a group to ids.
+        # `--dist loadgroup` appends the name of a group to test ids.
         return sum(measured_ids.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
 
 
@@ -239,7 +240,7 @@ def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
     if not results:
         return None
     worst = max(results, key=badness)
-    # After a worker's crash in a tear-down, the report has no verdict.
+    # If a worker crashes during a tear-down, the report on the crash has no verdict.
     failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
     return replace(
         worst,
@@ -257,8 +258,8 @@ def badness(result: TestResult) -> tuple[object, ...]:
 
     A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
     outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
-    it would fail against a baseline with the smaller peak. The text decides between otherwise equal results, so the result
-    never depends on their order.
+    it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON decides, so the
+    order between reports never matters.
     """
     verdict = result.verdict
     outcome = verdict.outcome
@@ -287,9 +288,9 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
     - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
-      ``uncertain`` tests, and tests ``with no baseline of time yet``, which compared memory and counts.
-    - Other tests were not compared with a baseline, and a word says why. For example, ``"2 gated, 3 new (2 also gated)"`` means
-      three new tests, of which a budget gated two.
+      ``uncertain`` tests, and also tests ``with no baseline of time yet``, whose memory and counts were compared.
+    - Other tests were not compared with a baseline, and a word such as ``new`` says why. For example, ``"2 gated, 3 new (2 also
+      gated)"`` counts three new tests, two of which were compared with a budget.
     - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
       baselines of ``accepted`` tests are replaced.
 
@@ -334,7 +335,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
 def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = frozenset()) -> str | None:
     """Return a sentence if a session should have compared baselines but compared none; ``None`` otherwise.
 
-    Budgets do not count: a session without its store must fail even if budgets hold.
+    Budgets do not count, because a session without its store must fail even if all budgets are met.
 
     Args:
         results: The results of the session's measured tests.
@@ -352,7 +353,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 def nothing_recorded(results: Iterable[TestResult]) -> str | None:
     """Return a sentence if a session should have recorded baselines but measured nothing; ``None`` otherwise.
 
-    Tests with their own skip do not count, because they would skip on every machine.
+    Tests that skip themselves do not count, because they would skip on every machine.
     """
     remaining = [result for result in results if not result.verdict.failed_by_itself]
     if any(not result.verdict.unmeasured for result in remaining):
@@ -368,7 +369,7 @@ def _reasons_of(results: Iterable[TestResult]) -> str:
         if result.verdict.unmeasured:
             counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
         else:
-            default = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
+            default = "nothing to compare with" if result.verdict.verdicts else "checked by relations only"
             reason = next((part.reason for part in result.verdict.verdicts if part.reason), default)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
     return "; ".join(f"{counted(count, 'test')} {reason}" for reason, count in counts.most_common())
@@ -378,9 +379,9 @@ _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return each note on recordings once, with its first test.
+    """Return each note on the recording of an explanation once, with its first test.
 
-    Notes in their test's failure text are omitted.
+    A note is omitted if its test's failure text already contains it.
     """
     notes: dict[str, str] = {}
     for result in results:

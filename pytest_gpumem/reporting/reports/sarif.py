@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 MOST_RELATED = 20
-"""The largest number of related lines for a result, because code scanning shows them below each other."""
+"""A result has at most this many related lines, because code scanning lists them one below the other."""
 ROOT = "%SRCROOT%"
 """The root directory, to which all paths are relative. GitHub's ``checkout_path`` places it in the repository."""
 _ACTIVE = re.compile(r"[\\\[\]]")
-"""Characters of embedded links, ``[text](target)``, in a message (section 3.11.6)."""
+"""The characters that make a link in a message, ``[text](target)`` (section 3.11.6 of the SARIF standard)."""
 
 
 def sarif(report: SessionReport) -> str:
@@ -32,14 +32,15 @@ def sarif(report: SessionReport) -> str:
 
     Each test that failed (level ``error``) or is ``uncertain`` (``warning``) has a result with the text of the failure.
 
-    - ``locations``: the project's line with the largest growth in bytes, or the first line with more operators, or the test.
+    - ``locations``: the project's line with the largest growth in bytes, else the first line with more operators, else the
+      line of the test.
     - ``relatedLocations``: up to 20 other lines that grew, and the test.
     - ``ruleId``: the verdict, such as ``gpumem/regressed`` or ``gpumem/over-budget``.
     - ``partialFingerprints``: the test and its verdict, so a result stays the same alert if lines move.
     - ``toolExecutionNotifications``: other reasons for a red session.
 
-    Paths are relative to pytest's root directory (``%SRCROOT%``). Lines in libraries are omitted, because no repository
-    contains them.
+    Paths are relative to pytest's root directory (``%SRCROOT%``). Lines in libraries are omitted, because libraries are
+    not in the repository.
     """
     rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
     problems = [{"level": "error", "message": _message(visible(problem))} for problem in report.problems]
@@ -70,8 +71,8 @@ def _rule(words: str) -> dict[str, Any]:
 
 
 def _message(text: str) -> dict[str, str]:
-    r"""Return a message without links and placeholders: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
-    # Section 3.11.5 doubles braces.
+    r"""Return a message in which links and placeholders are escaped: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
+    # Section 3.11.5 of the SARIF standard escapes braces by doubling them.
     return {"text": _ACTIVE.sub(r"\\\g<0>", text).replace("{", "{{").replace("}", "}}")}
 
 
@@ -80,7 +81,7 @@ def _rule_id(words: str) -> str:
 
 
 def _result(row: ReportRow) -> dict[str, Any]:
-    lines = _with_test_if_none(row, dict.fromkeys(grown_lines(row)))
+    lines = _with_line_of_test(row, dict.fromkeys(grown_lines(row)))
     first, *related = lines
     text = row.why or "; ".join(row.notes) or row.status.words
     result: dict[str, Any] = {
@@ -98,7 +99,7 @@ def _result(row: ReportRow) -> dict[str, Any]:
     return result
 
 
-def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+def _with_line_of_test(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return the lines that grew, the most bytes first, followed by the test's own line."""
     place = row.result.verdict.location if row.result is not None else None
     return [*grown, (place.file, place.line) if place is not None else (row.file, 1)]

@@ -1,4 +1,4 @@
-"""The data in a report on a session, or on all of a session's shards. Frozen values."""
+"""The data in a session's report, or in the merged report from all shards. Frozen values."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class Terms:
     """The session's options."""
 
     baseline: bool = False
-    """``--gpumem-baseline``."""
+    """True with ``--gpumem-baseline``."""
     strict: bool = False
-    """``--gpumem-strict``."""
+    """True with ``--gpumem-strict``."""
     update: UpdateMode | None = None
-    """``--gpumem-update``."""
+    """The mode from ``--gpumem-update``, such as ``new`` or ``all``; ``None`` without the option."""
     units: UnitSystem = "si"
-    """The units of the texts for people: ``si`` or ``iec``."""
+    """The unit system of texts for people: ``si`` or ``iec``."""
     against: str | None = None
-    """The slug of the real GPU whose baselines were compared with an emulated GPU (``--gpumem-against``); otherwise ``None``.
+    """The slug of the real GPU whose baselines an emulated GPU was compared with (``--gpumem-against``); otherwise ``None``.
     """
 
     @property
     def asked_for(self) -> str:
-        """The options that gate or record, or ``measuring only`` without such options."""
+        """The session's options that gate or record, or ``measuring only`` without such options."""
         options = [
             *(["--gpumem-baseline"] if self.baseline else []),
             *(["--gpumem-strict"] if self.strict else []),
@@ -79,14 +79,14 @@ _StoredKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """The store after the session, for the session's devices."""
+    """The store's baselines on the session's devices, as they are after the session."""
 
     baselines: tuple[_StoredKey, ...] = ()
     """The baselines, each as ``[device's slug, file, test, measurement]``."""
     gone: frozenset[str] = frozenset()
-    """The baselines' test files that no longer exist."""
+    """Test files that have baselines but no longer exist."""
     functions: tuple[str, ...] = ("test",)
-    """pytest's ``python_functions``. A loop with another name belongs to a script."""
+    """pytest's setting ``python_functions``. A baseline whose function has another name belongs to a script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +104,29 @@ class SessionReport:
     results: tuple[TestResult, ...] = ()
     """The measured tests with a result, sorted by file and test."""
     not_run: tuple[tuple[str, str], ...] = ()
-    """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
+    """The selected tests without a result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
-    """The collected tests and the selected tests. ``gpumem merge`` needs them to find unused baselines."""
+    """The collected and the selected tests, which ``gpumem merge`` needs to find unused baselines."""
     stored: StoreState = StoreState()
-    """The store after the session."""
+    """The store's state after the session."""
     closing_lines: tuple[str, ...] = field(default=(), metadata={KEY: "said"})
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
-    """Problems beside those in the following keys and in the results. That nothing was gated is not repeated here."""
+    """Problems other than those in the results and in the following keys. If nothing was gated, only ``problems`` says so."""
     ended_early: str | None = None
-    """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
+    """The reason why not all selected tests were run, as a clause, for example Ctrl-C or ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
     """The files with collection errors, sorted."""
     shards: int = 1
     """The number of merged reports."""
     unmeasured_failures: int = field(default=0, metadata={KEY: "others_failed"})
-    """The number of tests that failed and are not measured, also in set-up or tear-down. If a plugin reruns a test, its last
-    run counts.
+    """The number of failed tests that are not measured, including failures in set-up or tear-down. If a plugin reruns a test,
+    the last run counts.
     """
     merged: bool = False
-    """True if ``gpumem merge`` made the report. Then no other shard can still run the missing tests."""
+    """True if ``gpumem merge`` made the report, so no further shard can run missing tests."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """For each shard without any measurement, its tests, each as ``[file, test]``, sorted."""
+    """The tests in each shard without any measurement, each as ``[file, test]``, sorted."""
 
     @property
     def accounting(self) -> str:
@@ -151,10 +151,10 @@ class SessionReport:
 
         - measured tests ran, and none was compared with a baseline: ``nothing was gated: ...``. If budgets or relations were
           checked, the sentence is ``no baseline was compared: ...``. A skipped test counts as an ``unmeasured`` test, even if
-          it lost its marker and only its baselines are left
-        - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
-          markers are gone and so is the GPU
-        - the store is gone, and git has it. The sentence names the command that restores it
+          it lost its marker and only its baselines still exist
+        - no measured test was selected, and a test in the session has baselines, but only for other devices. For example,
+          the markers were removed, and the machine has no GPU
+        - the store does not exist, but git has it. The sentence names the command that restores the store
         - a test that may be [renamed](../concepts/verdicts.md#renamed-tests) has grown
 
         With ``--gpumem-strict``:
@@ -187,12 +187,12 @@ class SessionReport:
 
     @property
     def renamed_and_grown(self) -> list[str]:
-        """A sentence for each new test, if it is worse than the baseline of its likely former name."""
+        """A sentence for each new test with worse figures than the baseline of its likely former name."""
         return [_renamed_and_grown(result, self.terms.units) for result in self.results if result.has_grown_renamed]
 
     @property
     def renamed_alike(self) -> str | None:
-        """A sentence on new tests as good as the baselines of their likely former names; ``None`` without such tests."""
+        """A sentence on new tests whose figures are no worse than their former name's baseline; ``None`` without such tests."""
         alike = [
             f"{result.verdict.nodeid} (was {result.renamed.nodeid})"
             for result in self.results
@@ -206,15 +206,15 @@ class SessionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences that do not change the exit status: on idle settings, on tests that settings leave out, and on renames."""
+        """Sentences on settings without an effect, left-out tests and renamed tests, which do not change the exit status."""
         grown = [sentence for sentence in self.renamed_and_grown if sentence not in self.problems]
         return [*self.selection.warnings, *grown, *([self.renamed_alike] if self.renamed_alike is not None else [])]
 
     @property
     def idle_parts(self) -> list[str]:
-        """A sentence for each device or shard that compared nothing, although the rest of a merged report did.
+        """A sentence for each device or shard that compared nothing in a merged report, although others did.
 
-        Each such device or shard makes the report red, because other devices or shards do not replace its comparison. Tests
+        A device or shard without a comparison makes the report red, even if other devices or shards compared figures. Tests
         that skip themselves do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):
@@ -268,7 +268,7 @@ class SessionReport:
 
     @property
     def why_red(self) -> str | None:
-        """The reasons why the session did not pass, as clauses in a line; ``None`` if it passed."""
+        """The reasons why the session did not pass, as clauses on a single line; ``None`` if it passed."""
         failed = sum(result.failed for result in self.results)
         clauses = list(self.problems)
         if failed:
@@ -279,7 +279,7 @@ class SessionReport:
 
     @property
     def unused(self) -> list[tuple[str, Key]]:
-        """The baselines without a test, as (slug, key)."""
+        """The baselines whose tests no longer exist or are no longer measured, as (slug, key)."""
         return unused_baselines(
             self.stored.baselines,
             measured=self.selection.collected | self.selection.uncollected,

@@ -1,6 +1,7 @@
 """Short failures for tests whose causes another test has already explained in full. Pure.
 
-For example, six tests fail because of ``blocks.*.attention``: the first has the full text, the others name its node id.
+For example, six tests fail because of ``blocks.*.attention``. The first failure has the full text, and the other five name the
+first test's node id.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import TestVerdict
 
 MOST_NAMED = 2
-"""The number of causes in a short failure."""
+"""A short failure names at most this many causes."""
 
 
 def short_failure(test: TestVerdict, explained_causes: Sequence[tuple[Cause, str]], units: UnitSystem) -> str:
-    """Return the failure of a test whose causes other tests have already explained, in at most six lines.
+    """Return a failure text in at most six lines, for a test whose causes another failure text explains in full.
 
     Args:
         test: The failed test's verdict.
-        explained_causes: The test's causes, each with the id of the test with the full explanation.
+        explained_causes: The test's causes, each with the id of the test whose failure text explains it.
         units: The unit system for bytes.
     """
     accept = [f"  accept:   {test.accept}"] if test.accept else []
     causes = [f"  {line}" for line in cause_lines(test.nodeid, explained_causes, units)]
-    return "\n".join([headline(test.failure or ""), *causes, *accept, "  -vv shows all of it"])
+    return "\n".join([headline(test.failure or ""), *causes, *accept, "  -vv shows the full text"])
 
 
 def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
-    """Return a line for each of a test's first causes, with the id of the test with the full explanation."""
+    """Return a line for each of a test's first causes, with the id of the test that explains the cause."""
     lines = []
     for cause, explained_in in explained_causes[:MOST_NAMED]:
         shares = (share for share in cause.shares if share.growth.test == test)
@@ -53,14 +54,14 @@ def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units:
 
 
 def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of each test without other reasons to fail, by node id."""
+    """Return each test that fails only because of known causes, by node id, with these causes."""
     causes_by_test: dict[str, list[Cause]] = {}
     unexplained_tests = {share.growth.test for share in causes.unexplained}
     for cause in causes.causes:
         for test in cause.tests:
             causes_by_test.setdefault(test, []).append(cause)
     candidates = [test for test in tests if test.nodeid in causes_by_test]
-    # A test has a verdict for each device of the shards.
+    # If shards ran a test on several devices, the test has several verdicts. Each must have no other reason to fail.
     unexplained_tests |= {
         test.nodeid
         for test in candidates
@@ -70,11 +71,14 @@ def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[st
 
 
 def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
-    """Return whether a test also fails for other reasons than ``causes``: time, a budget that is no cause, or other work."""
+    """Return whether a test also fails for reasons that ``causes`` do not explain.
+
+    Examples are a slower step, a budget without a cause, or more operators at an unrelated line.
+    """
     failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
     if any(METRICS[name].kind in ("time", "throughput") for name in failing):
         return True
-    # A budget explains only its own metric. A line or a package makes other metrics grow as well.
+    # A budget explains only its own metric. A line or a package may make other metrics grow as well.
     by_causes = {share.growth.metric for cause in causes for share in cause.shares if share.growth.test == test.nodeid}
     if any(cause.kind == "budget" for cause in causes) and not failing <= by_causes:
         return True
@@ -92,7 +96,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
 
 
 def explained_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
-    """Return the tests for which a short failure suffices, with their causes and the explaining tests' ids."""
+    """Return the tests that need only a short failure, with each cause and the id of the test that explains the cause."""
     explained = explained_by_causes(session_causes, tests)
     explained_in: dict[Cause, str] = {}
     short_tests = {}
@@ -109,7 +113,7 @@ def explained_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> di
 
 
 def short_failures(causes: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
-    """Return the short failures of the tests whose causes an earlier test in ``failed`` explains, by node id."""
+    """Return, by node id, a short failure for each test whose causes an earlier test in ``failed`` explains."""
     explained_tests = explained_before(causes, failed)
     return {
         test.nodeid: short_failure(test, explained_tests[test.nodeid], units)

@@ -1,4 +1,4 @@
-"""Return baselines as a table, or as JSON for programs. Pure."""
+"""Show stored baselines as a table, or as JSON for programs. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Baseline, Key
 
 FORMAT = 1
-"""The number of the JSON's format."""
+"""The version number of the JSON format."""
 _LEAST_NAME, _LEAST_REASON = 24, 12
 
 
 class StoredBaseline(NamedTuple):
-    """An entry in the store. ``slug`` is the folder of its device."""
+    """An entry in the store. ``slug`` names the folder for the entry's device."""
 
     slug: str
     key: Key
@@ -36,12 +36,12 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
     Args:
         baselines: The baselines.
         units: The unit system for bytes.
-        everything: True to add phases and counts.
+        everything: True to add columns for phases and counts.
     """
     if not baselines:
         return None
     metrics = [name for name in METRICS if _has_column(name, baselines, everything=everything)]
-    # A narrow screen omits columns. The metrics with the first precedence are omitted last.
+    # If a narrow screen omits columns, it omits the most important metrics last.
     weights = {
         name: None if METRICS[name].weight is None else len(metrics) - number for number, name in enumerate(metrics)
     }
@@ -65,11 +65,11 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
 
 
 def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:
-    """Return the line with the counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
+    """Return a line that counts the shown baselines: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
 
     Args:
         baselines: The shown baselines.
-        of: The total number.
+        of: The number of all baselines in the store.
         where: The store's path or address, without credentials.
     """
     tests = len({(baseline.key.file, baseline.key.test) for baseline in baselines})

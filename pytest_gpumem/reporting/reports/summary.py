@@ -1,4 +1,4 @@
-"""The table of measurements at the end of a session, with the reasons and notes below it. Pure."""
+"""Make the table at the end of a session, and the reasons and notes below the table. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.view import ShownMeasurement
 
 MOST_FIGURES = 60
-"""The largest number of rows with only figures, unless the user asks for all."""
+"""The table shows at most this many measurements without a comparison, unless the user asks for all."""
 MOST_EXPLAINED = 30
-"""The largest number of rows for tests whose growth causes explain, unless the user asks for all."""
+"""The table shows at most this many measurements whose growth has a known cause, unless the user asks for all."""
 MOST_REMARKS = 20
-"""The largest number of reasons and notes, unless the user asks for all."""
+"""At most this many reasons and notes follow the table, unless the user asks for all."""
 LEAST_NAME = 30
-"""The smallest width to which a test's id is shortened, in cells."""
+"""A test's id may be shortened to this width, in terminal cells."""
 STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.RECORDED, Outcome.NEW)),
     **dict.fromkeys((Outcome.OK, Outcome.IMPROVED), "good"),
@@ -37,26 +37,26 @@ STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET), "bad"),
 }
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
-"""Metric outcomes without a comparable baseline."""
+"""The outcomes of metrics without a comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
-"""Outcomes without a comparison."""
+"""The outcomes without a comparison. The table shows only the figures of such measurements."""
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
-"""The weight of the change column, which a narrow terminal omits after the metrics' columns."""
+"""The weight of the column with changes. A narrow terminal omits this column after the metrics' columns."""
 
 
 def to_be_shown(
     measured: Iterable[ShownMeasurement], explained: Collection[str] = (), *, gating: bool
 ) -> list[ShownMeasurement]:
-    """Return the measurements for the table, without ``ok`` ones.
+    """Return the measurements for the table. Measurements with the outcome ``ok`` are omitted.
 
-    A gating session also omits ``recorded`` measurements. A session without a gate shows them, because people run it for its
-    figures.
+    A gating session also omits ``recorded`` measurements. A session without a gate shows ``recorded`` measurements, because
+    people run such a session to see figures.
 
     Args:
-        measured: The measurements.
-        explained: The ids of tests that causes explain. The table has the first `MOST_EXPLAINED` of these tests, and the first
-            `MOST_FIGURES` measurements with only figures.
-        gating: True if the session compares with baselines.
+        measured: All measurements in the session.
+        explained: The ids of tests whose growth has known causes. Only the first `MOST_EXPLAINED` of their measurements are
+            returned, and only the first `MOST_FIGURES` measurements without a comparison.
+        gating: True if the session compares figures with baselines.
     """
     chosen: list[ShownMeasurement] = []
     figure_count = explained_count = 0
@@ -74,7 +74,7 @@ def to_be_shown(
 
 
 def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
-    """Return a line with the number of measurements that the table omits; empty if it omits none."""
+    """Return a line with the number of omitted measurements; empty if the table shows all."""
     left_out = Counter(measurement.outcome for measurement in measured)
     left_out.subtract(measurement.outcome for measurement in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
@@ -84,7 +84,7 @@ def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasur
 def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, everything: bool) -> Table:
     """Return a table with a row for each measurement and a column for each metric.
 
-    Counts have a column if they changed.
+    A count has a column only if it changed.
 
     Args:
         measured: The measurements.
@@ -106,7 +106,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
         has_changed = any(verdict.outcome in CHANGED for verdict in available)
         changed = has_changed or (everything and bool(available))
         if metric.has_column([verdict.value for verdict in available], changed=changed):
-            # Deciding metrics are omitted last.
+            # A narrow terminal omits the columns of changed metrics last.
             weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if has_changed else 0)
             texts = ("-" if verdict is None else shown(name, verdict.value, units, verdict.of) for verdict in verdicts)
             add(Column(metric.short or name.replace("_", " "), weight=weight), texts)
@@ -119,7 +119,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
 
 
 def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[str]:
-    """Return a line with each GPU's peak for each measurement on several GPUs."""
+    """Return a line for each measurement on several GPUs, with the peak on each GPU."""
     return [
         f"{measurement.title}: {peaks}"
         for measurement in measured
@@ -132,8 +132,9 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
 
     For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 
-    A reason in its test's failure text is omitted. If a single measurement has a reason, both of its peaks follow, because the
-    table has no column for baselines. A missing time baseline is a note, unless the session's ``update`` adds the time.
+    A reason is omitted if its test's failure text already contains it. If only one measurement has a reason, the peak and the
+    baseline's peak follow, because the table has no column for baselines. If a time has no baseline yet, the reason is a note,
+    unless the session's ``update`` adds the time to the baseline.
 
     Args:
         tests: The verdicts on the measured tests.
@@ -170,12 +171,12 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
 
 
 def _is_in_failure(test: TestVerdict, text: str) -> bool:
-    """Return whether the failure of a test already contains a reason or a note."""
+    """Return whether a test's failure text already contains ``text``, a reason or a note."""
     return test.failure is not None and text in test.failure
 
 
 def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
-    """Return ``"; peak 4.00 MB, baseline 22.00 MB"`` if another workload prevented the comparison; else an empty text."""
+    """Return ``"; peak 4.00 MB, baseline 22.00 MB"`` if the baseline has another workload; else an empty text."""
     peak = verdict.of("peak_allocated")
     if peak is None or peak.outcome is not Outcome.STALE or peak.baseline in (None, peak.value):
         return ""
@@ -183,14 +184,14 @@ def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _not_compared(verdict: Verdict) -> str:
-    """Return the word for a measurement that was not compared. Such a measurement may still exceed its budget."""
+    """Return the words for a measurement without a comparison, even if the measurement exceeds its budget."""
     outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
     return "another workload" if grew else outcome.words if outcome in _WITHOUT_BASELINE else "not compared"
 
 
 def unstored_times(report: SessionReport) -> list[str]:
-    """Return a sentence on timed steps whose disturbed times an update stores only for display."""
+    """Return a sentence on disturbed times, which an update stores only for display; empty without disturbed times."""
     timed = [
         verdict
         for result in report.results
@@ -212,9 +213,9 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
-    """Return each note on measurements once, with the first measurement that has the note and the number of others.
+    """Return each note once, with its first measurement and the number of its other measurements.
 
-    Notes in their test's failure text are omitted.
+    A note is omitted if its test's failure text already contains it.
     """
     titles_by_note: dict[str, list[str]] = {}
     for measurement in measured:
@@ -226,7 +227,7 @@ def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
 
 
 def first_remarks(remarks: Sequence[str]) -> list[str]:
-    """Return the first `MOST_REMARKS` reasons and notes, and a line with the number of others."""
+    """Return the first `MOST_REMARKS` reasons and notes, and a line with the number of all others."""
     more = len(remarks) - MOST_REMARKS
     return (
         [*remarks[:MOST_REMARKS], f"... and {counted(more, 'other note')} (-v shows all)"] if more > 0 else [*remarks]

@@ -1,4 +1,4 @@
-"""The end of a session's output in the terminal, and details on measurements. Pure."""
+"""Make the end of a session's terminal output: tables, details on measurements, and the accounting line. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _UNEXPLAINED = "compositions of other peaks were not recorded; --gpumem-explain=
 
 
 def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, everything: bool) -> list[Piece]:
-    """Return the peaks' compositions: the first `MOST_COMPOSITIONS`, or all with ``everything``."""
+    """Return the compositions at the peak for the first `MOST_COMPOSITIONS` measurements, or for all with ``everything``."""
     explained = [
         (shown_measurement, explanation)
         for shown_measurement in measured
@@ -72,7 +72,7 @@ def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, eve
 
 
 def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Piece]:
-    """Return each measurement's phases, and its peak's composition if it was recorded."""
+    """Return each measurement's phases, and the composition at the peak if it was recorded."""
     pieces: list[Piece] = []
     unexplained = False
     for shown_measurement in measured:
@@ -94,7 +94,7 @@ def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Pie
 
 
 def phase_table(shown_measurement: ShownMeasurement, units: UnitSystem) -> Table | None:
-    """Return the peak and time of each phase, with their changes; ``None`` if the step has no phases."""
+    """Return a table with each phase's peak and time and their changes; ``None`` if the step has no phases."""
     phases = {
         phase: (shown_measurement.verdict.of(f"peak_{phase}"), shown_measurement.verdict.of(f"{phase}_time"))
         for phase in PHASES
@@ -132,28 +132,28 @@ MARKUP: dict[Style | None, dict[str, bool]] = {
     "heading": {"bold": True},
     "aside": {"light": True},
 }
-"""Styles as arguments for pytest's terminal writer."""
+"""The arguments to pytest's terminal writer for each style."""
 _WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
-"""The weights of matrix columns. A narrow terminal omits the smallest weight first."""
+"""The weights of the columns in a matrix. A narrow terminal omits columns with smaller weights first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The end of a session's output: ``tables`` under their own heading, and ``lines`` after them."""
+    """The end of a session's output: ``tables`` under a heading, and ``lines`` below the tables."""
 
     tables: tuple[Line, ...]
     lines: tuple[Line, ...]
 
 
 def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, explain_all: bool = False) -> Summary:
-    """Return the terminal's text for a report.
+    """Return the end of a session's output in the terminal.
 
     Args:
-        report: The session.
-        screen: The target screen.
-        verbosity: pytest's verbosity. Below 0: the accounting line, and the reasons for a red session. At 0: measurements that
-            need attention. At 1: all measurements. At 2: phases, and compositions of peaks.
-        explain_all: True to show compositions of peaks also at verbosity 0 (``--gpumem-explain=always``).
+        report: The session's report.
+        screen: The terminal's width and encoding.
+        verbosity: pytest's verbosity. Below 0, only the accounting line and the reasons for a red session are shown. 0 adds
+            measurements with a problem or a change, 1 adds all others, and 2 adds phases and compositions at peaks.
+        explain_all: True to show compositions at peaks also at verbosity 0 (``--gpumem-explain=always``).
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = shown_measurements(report.results, report.terms.update)
@@ -182,7 +182,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []
         if everything or not report.terms.baseline:
             for title, rows in matrices(report.results).items():
-                # If nothing in the matrix was measured, the accounting line contains the reason.
+                # If no config in the matrix was measured, the accounting line gives the reason.
                 if everything or any(row.peak is not None for row in rows):
                     pieces += [*matrix_pieces(title, rows, units), NOTHING]
         if verbosity > 1:
@@ -190,7 +190,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
     warnings = [*report.warnings]
-    # The store's line says what an update writes. A quiet session does not print it.
+    # Without -q, the line about the store has a note on disturbed times. With -q, a warning replaces this note.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
         *(_line(f"gpumem: {warning}", "doubtful") for warning in warnings),
@@ -210,7 +210,7 @@ def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
 
 
 def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
-    """Return the table for a matrix of step configs, with a legend."""
+    """Return the table for a matrix of step configs, followed by a legend."""
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),
@@ -225,7 +225,7 @@ def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> l
 
 
 def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
-    """Return the peaks on all ranks. A narrow terminal omits the ranks in between."""
+    """Return a table with the peaks on all ranks. A narrow terminal omits the columns with peaks."""
     header, lines = rank_cells(rows, units)
     columns = (
         Column("peaks of ranks", left=True, least=LEAST_NAME),
@@ -241,7 +241,7 @@ WITHOUT_GPU = (
     "  --gpumem-device=cpu             the CPU, with baselines of its own",
     "  --gpumem-device=auto            the GPU if there is one, else the CPU",
 )
-"""The advice for a session without a GPU."""
+"""The advice if tests were not measured because the machine has no GPU."""
 
 
 def _ending(report: SessionReport) -> list[Line]:
@@ -260,10 +260,10 @@ def _ending(report: SessionReport) -> list[Line]:
 
 
 def _style_of(report: SessionReport) -> Style | None:
-    """Return the accounting line's style: the worst outcome's style. It is only ``good`` if something was gated."""
+    """Return the accounting line's style, which is the worst outcome's style. It is ``good`` only if a test was gated."""
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
-    # The line counts only measured tests.
+    # Ignore failed tests that are not measured, because the line does not count them.
     if "bad" in styles or not replace(report, unmeasured_failures=0).passed:
         return "bad"
     if "doubtful" in styles:
@@ -276,7 +276,7 @@ def _line(text: str, style: Style | None = None) -> Line:
 
 
 def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
-    """Return the pieces as lines for the screen."""
+    """Lay out tables and lines for a screen."""
     lines: list[Line] = []
     for piece in pieces:
         if isinstance(piece, Table):

@@ -1,4 +1,4 @@
-"""Metric values as texts with units. Pure."""
+"""Format metric values as texts with units. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MetricTexts:
-    """A metric, its baseline and its budget as texts; an absent value is an empty text."""
+    """A metric's value, baseline and budget as texts. A missing value is an empty text."""
 
     title: str
     baseline: str
@@ -39,7 +39,7 @@ class MetricTexts:
 
 
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
-    """Return a metric's row for a table."""
+    """Return the texts for a metric's row in a table."""
     return MetricTexts(
         METRICS[verdict.metric].title + on_device(verdict),
         shown(verdict.metric, verdict.baseline, units, verdict.of),
@@ -52,12 +52,12 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
 
 
 def on_device(verdict: MetricVerdict) -> str:
-    """Return ``" on cuda:1"`` for a metric from one of several GPUs, else an empty text."""
+    """Return the metric's GPU as ``" on cuda:1"`` if the step used several GPUs; else an empty text."""
     return "" if verdict.gpu is None else f" on {verdict.gpu}"
 
 
 def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
-    """Return ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``, the largest first; ``None`` if the step used a single GPU."""
+    """Return the peaks on all GPUs: ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``; ``None`` if the step used a single GPU."""
     peaks = {device: metrics["peak_allocated"] for device, metrics in measurement.by_device.items()}
     if len(peaks) < 2:
         return None
@@ -87,7 +87,7 @@ def difference(metric: str, change: float, units: UnitSystem) -> str:
 
 
 def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
-    """Return the change from ``old`` to ``new`` in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+14.7 %"``."""
+    """Return the change from ``old`` to ``new`` as ``"+14.7 %"``, or in the metric's unit if ``old`` is 0 or tiny."""
     return _relative(metric, new - old, old, units)
 
 
@@ -97,7 +97,7 @@ def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
 
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the change against the baseline: ``"+14.7 %"``, or ``"+4.00 MB"`` if the baseline is 0; else empty."""
+    """Return the change since the baseline: ``"+14.7 %"``, or ``"+4.00 MB"`` if the baseline is 0; empty without a baseline."""
     if verdict.baseline is None:
         return ""
     if not verdict.baseline and not verdict.value:
@@ -106,9 +106,10 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
-    """Return the change in the deciding metric for a measurement's row, with the metric's name unless it is the peak.
+    """Return the change in the deciding metric of a measurement.
 
-    Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` if the metric has a budget and no baseline.
+    For example, ``"+14.7 %"`` is a change in the peak. A metric other than the peak is named: ``"retained +4.00 MB"``, or
+    ``"retained 4.00 MB"`` if the metric has a budget but no baseline.
     """
     metric = verdict.deciding or verdict.of("peak_allocated")
     if metric is None or metric.metric == "peak_allocated":
@@ -117,13 +118,13 @@ def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def change_or_value(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the change against the baseline, or the value if there is no baseline."""
+    """Return the change since the baseline, or the metric's value if it has no baseline."""
     return change(verdict, units) or shown(verdict.metric, verdict.value, units, verdict.of)
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
-    """Return the tolerated change in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+0.5 %"``.
+    """Return the tolerated change as ``"+0.5 %"``, or in the metric's unit if ``old`` is 0 or tiny.
 
-    The text is empty without an old value or a tolerance.
+    The text is empty if there is no old value or no tolerance.
     """
     return "" if allowed is None or old is None else _relative(metric, allowed, old, units)

@@ -1,4 +1,4 @@
-"""Make the rows for all report formats: how each test ended, why it failed, and which command accepts it. Pure."""
+"""Make the rows for all report formats: how each test ended, why it failed, and how to accept its figures. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The end of a test: in ``words``, as a short ``mark``, and whether the test ``fails`` the gate."""
+    """A test's status at its end, in ``words`` and as a one-character ``mark``. ``fails`` is true if the test failed."""
 
     words: str
     fails: bool
@@ -54,7 +54,7 @@ class Status:
 
     @property
     def note(self) -> str:
-        """``failed`` or ``not failed``, if the status alone suggests the opposite; otherwise empty."""
+        """``failed`` or ``not failed`` if the words suggest the opposite; otherwise empty."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"
@@ -70,17 +70,17 @@ class Status:
 
 
 _COMPARED = COMPARED | {Outcome.STALE}
-_NOT_JUDGED = "it failed for a reason other than its measurements"
+_NOT_JUDGED = "the test failed for a reason other than its measurements"
 
 
 @dataclass(frozen=True, slots=True)
 class ShownMeasurement:
-    """A measurement with its test."""
+    """A measurement and its test, as reports show them."""
 
     test: TestVerdict
     verdict: Verdict
     device: str | None = None
-    """The device, if shards measured the test on several devices."""
+    """The device's name if shards measured the test on several devices; otherwise ``None``."""
     accepted: frozenset[Outcome] = frozenset()
     """The outcomes whose figures became the baseline."""
 
@@ -89,34 +89,34 @@ class ShownMeasurement:
         return self.test.outcome_of(self.verdict)
 
     def words_of(self, outcome: Outcome) -> str:
-        """Return a measurement's or metric's outcome as text."""
+        """Return the words for the outcome of the measurement or a metric."""
         return ACCEPTED if outcome in self.accepted else outcome.words
 
     @property
     def title(self) -> str:
-        """The test's id, with the measurement's name if the test has several, and the device if it used several."""
+        """The test's id. The measurement's name and the device follow if the test has several of them."""
         name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
         return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A test in a session: its end and its measurements."""
+    """A test's row in a report: how the test ended, and its measurements."""
 
     file: str
     test: str
     status: Status
     why: str = ""
-    """The reason why it failed: the gate's complete text, or a sentence. Empty if it did not fail."""
+    """The reason why the test failed: the gate's complete failure text, or a sentence. Empty if the test did not fail."""
     accept: str = ""
-    """The command to accept the failed figures."""
+    """The command to accept the test's new figures as baselines; empty if a baseline would not fix the failure."""
     bisect: str = ""
-    """The command to find the responsible package."""
+    """The command to find the package that caused a regression; empty if no package changed."""
     notes: tuple[str, ...] = ()
     """Notes on the test as clauses, for example why it was not measured, or why it did not fail."""
     measured: tuple[ShownMeasurement, ...] = ()
     result: TestResult | None = None
-    """The test's result; ``None`` if it did not finish."""
+    """The test's result; ``None`` if the test did not finish."""
 
     @property
     def title(self) -> str:
@@ -124,30 +124,30 @@ class ReportRow:
 
     @property
     def headline(self) -> str:
-        """The reason why it failed, on a single line."""
+        """The reason why the test failed, on a single line."""
         return headline(self.why)
 
 
 def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
-    """Return the tests in a session. Tests without a result come last."""
+    """Return a row for each test in a session. Tests that did not finish come last."""
     several = _on_several_devices(report.results)
     return (
         *(_row(result, several, report.terms.update) for result in report.results),
         *(
-            ReportRow(file, test, Status(NOT_RUN, fails=True), "It was selected, and did not finish")
+            ReportRow(file, test, Status(NOT_RUN, fails=True), "The test was selected, but did not finish")
             for file, test in report.not_run
         ),
     )
 
 
 def shown_measurements(results: Sequence[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
-    """Return the measurements from all tests in a session with this update."""
+    """Return the measurements from all tests. ``update`` is the session's ``--gpumem-update``."""
     several = _on_several_devices(results)
     return [measured for result in results for measured in _measured(result, several, update)]
 
 
 def why_failed(result: TestResult) -> str:
-    """Return why a test failed: the gate's complete text, or else a sentence with the phase."""
+    """Return the reason why a test failed: the gate's complete failure text, or else a sentence with the phase."""
     verdict = result.verdict
     if verdict.failure:
         return verdict.failure
@@ -156,19 +156,19 @@ def why_failed(result: TestResult) -> str:
 
 
 def headline(why: str) -> str:
-    """Return a failure's first line."""
+    """Return the first line of a failure text."""
     return next((line for line in why.split("\n") if line.strip()), "The gate failed it" if why else "")
 
 
 def state_of(report: SessionReport) -> Literal["passed", "failed", "idle"]:
-    """Return how a session ended; ``idle`` if nothing failed because nothing was compared."""
+    """Return how a session ended: ``passed``, ``failed``, or ``idle`` if nothing was compared and nothing failed."""
     if not report.passed:
         return "failed"
     return "passed" if any(result.verdict.gated for result in report.results) else "idle"
 
 
 def origin_line(origin: Origin, *, reason: bool = False) -> str:
-    """Return when, where and with which torch a baseline was recorded, and with ``reason`` why it was accepted."""
+    """Return a baseline's date, device, torch release and commit. With ``reason``, add why it was accepted."""
     parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
     parts += [f"commit {origin.commit}"] if origin.commit else []
     parts += [f"reason: {origin.reason}"] if reason and origin.reason else []
@@ -207,11 +207,11 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
         yield _NOT_JUDGED
     elif not result.failed and verdict.outcome in FAILING and not result.is_accepted_by(update):
         if verdict.failure is None and update is not None:
-            yield f"it did not fail for this: --gpumem-update={update} compares only to know what to write"
+            yield f"the verdict did not fail the test: --gpumem-update={update} compares only to choose baselines to write"
         else:
-            yield "it did not fail for this: it is expected to fail (xfail), or passed when it ran again"
+            yield "the verdict did not fail the test: the test is expected to fail (xfail), or passed when it ran again"
     if verdict.relations:
-        yield f"it asserted {counted(verdict.relations, 'relation')}, which held"
+        yield f"the test asserted {counted(verdict.relations, 'relation')}, which held"
 
 
 def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[ShownMeasurement]:
@@ -222,7 +222,7 @@ def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | 
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
-    """Return the ids of tests with several devices."""
+    """Return the ids of tests with measurements on several devices."""
     tests = [result.verdict for result in results if not result.verdict.unmeasured]
     pairs = {(test.nodeid, verdict.measurement.environment.device) for test in tests for verdict in test.verdicts}
     devices = Counter(nodeid for nodeid, _ in pairs)

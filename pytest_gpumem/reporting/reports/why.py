@@ -1,4 +1,4 @@
-"""A report's contents for a single test, as ``pytest -vv`` prints them. Pure."""
+"""Make a report on a single test from a session's report, as ``pytest -vv`` prints it. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def tests_of(report: SessionReport) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return the measured tests in a report as (file, test), each with the names of its measurements."""
+    """Return the names of each test's measurements, by (file, test). Tests that did not finish have none."""
     names_by_test: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(report.not_run, ())
     for result in report.results:
         verdict = result.verdict
@@ -30,21 +30,21 @@ def tests_of(report: SessionReport) -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def why_lines(report: SessionReport, file: str, test: str, screen: Screen) -> list[Line]:
-    """Return the lines on a single test: how it ended and why, its figures, and their explanation.
+    """Return the lines on a single test: how the test ended and why, its figures, and the explanation of the figures.
 
     If shards measured the test on several devices, the lines say for each device how the test ended.
 
     Args:
-        report: The session.
+        report: The session's report.
         file: The test's file.
         test: The test's id without its file.
-        screen: The target screen.
+        screen: The terminal's width and encoding.
     """
     results = [result for result in report.results if (result.verdict.file, result.verdict.test) == (file, test)]
     test_rows = [row for row in rows_of(report) if (row.file, row.test) == (file, test)]
     lines = as_lines([piece for row in test_rows for piece in _end(row)], screen)
     lines += as_lines([(Span(_session(report), "aside"),), NOTHING], screen)
-    # A matrix needs all of its tests, so it is printed separately below.
+    # A matrix contains further tests, so it is printed separately below.
     without_cells = tuple(replace(result, verdict=replace(result.verdict, cell=None)) for result in results)
     lines += terminal_text(replace(report, results=without_cells, not_run=()), screen, 2).tables
     cells = {result.verdict.cell.matrix for result in results if result.verdict.cell is not None}
@@ -75,4 +75,4 @@ def _session(report: SessionReport) -> str:
     """Return a line about the report's session."""
     ended = report.ended.replace("T", " ").replace("Z", " UTC")
     commit = f", commit {report.commit}" if report.commit else ""
-    return f"of the session that ended {ended}{commit}: {report.terms.asked_for}"
+    return f"from the session that ended {ended}{commit}: {report.terms.asked_for}"

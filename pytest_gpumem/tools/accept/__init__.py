@@ -1,1 +1,1 @@
-"""``gpumem accept``: takes baselines from the report of a session that ran elsewhere."""
+"""Accept figures from a report as baselines, for ``gpumem accept``. The session may have run on another machine."""

@@ -1,7 +1,7 @@
 """Select tests in a report by the causes of their growth. Pure.
 
-A baseline is accepted as a whole, so all causes of the test's growth have to be accepted. Example: a test
-grew because of cause 1 and cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts the test.
+A new baseline contains all of a test's growth, so the user must accept all causes of this growth. Example: a test grew because
+of cause 1 and cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts the test.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class UnknownCause(Exception):
-    """A report lacks a cause with this number. The message lists the existing causes."""
+    """Raised if a report has no cause with a given number. The message lists the existing causes."""
 
 
 def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:
     """Return the causes with these numbers.
 
     Args:
-        causes: All causes of the report.
-        numbers: The numbers, which begin with 1.
+        causes: All causes in the report.
+        numbers: The causes' numbers in the report, which begin with 1.
         units: The unit system for bytes in the message.
 
     Raises:
@@ -42,14 +42,14 @@ def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -
                 f"{index} is {name_of(cause, units)}, in {counted(len(cause.tests), 'test')}"
                 for index, cause in enumerate(causes.causes, start=1)
             )
-            raise UnknownCause(f"the report has no cause {number}: {existing or 'nothing in it grew'}")
+            raise UnknownCause(f"the report has no cause {number}: {existing or 'no test grew'}")
     return [causes.causes[number - 1] for number in numbers]
 
 
 def with_causes(
     causes: Causes, results: Sequence[TestResult], accepted: Sequence[Cause], units: UnitSystem
 ) -> list[tuple[TestResult, Refusal | None]]:
-    """Return the tests that grew by an accepted cause.
+    """Return the tests that grew because of an accepted cause.
 
     Args:
         causes: All causes in the report.
@@ -58,7 +58,7 @@ def with_causes(
         units: The unit system for bytes in the messages.
 
     Returns:
-        Each test with the reason for its refusal, or with ``None`` if the accepted causes explain all of its growth.
+        Each test with the reason for refusing it, or with ``None`` if the accepted causes explain all of its growth.
     """
     numbers = {cause: number for number, cause in enumerate(causes.causes, start=1)}
     of_test: dict[str, list[Cause]] = {}
@@ -76,8 +76,10 @@ def with_causes(
         reason = None
         if other_causes:
             words = ", ".join(f"cause {numbers[cause]} ({name_of(cause, units)})" for cause in other_causes)
-            reason = Refusal("other causes", f"it also grew because of {words}")
+            reason = Refusal("other causes", f"the test also grew because of {words}")
         elif test in unexplained or fails_for_more(result.verdict, test_causes):
-            reason = Refusal("other causes", "its causes do not explain all of its growth; name the test to accept it")
+            reason = Refusal(
+                "other causes", "the causes do not explain all of the test's growth; name the test to accept it"
+            )
         tests.append((result, reason))
     return tests

@@ -1,4 +1,4 @@
-"""Compare the report's commit with the checked-out commit."""
+"""Compare a report's commit with the checked-out commit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> 
 
     Args:
         commit: The report's commit, an abbreviated hash.
-        checkout: A folder of the checkout.
-        store: The folder of the store; ``None`` for a bucket.
+        checkout: A folder in the checkout.
+        store: The store's folder; ``None`` for a store in a bucket.
     """
     head = commit_of(checkout)
     if commit is None:
@@ -52,7 +52,7 @@ def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> s
 
 
 def _differing(commit: str, checkout: Path, store: Path | None) -> list[str]:
-    """Return the differing files between a commit and HEAD, without the store.
+    """Return the files outside the store that differ between a commit and HEAD.
 
     Raises:
         GitError: Git failed.

@@ -1,4 +1,4 @@
-"""The store's changes for accepting tests from a report, and the reasons for refusals."""
+"""Find the changes to the store for accepting a report's tests, or the reasons why tests are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A test in a report, with the store's changes for accepting it or the reason for refusing it."""
+    """A test in a report, with the changes to the store for accepting the test, or with the reason for refusing the test."""
 
     result: TestResult
     changes: Changes | None = None
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def device(self) -> str:
-        """The device's slug, or several slugs if shards ran the test on several devices."""
+        """The device's slug, or several slugs if the test ran on several devices."""
         return ", ".join(
             dict.fromkeys(verdict.measurement.environment.slug for verdict in self.result.verdict.verdicts)
         )
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def is_noticed(self) -> bool:
-        """True if the gate found a difference from the baseline or from a budget. The command then asks about the test."""
+        """True if a figure failed, changed or has no baseline, so the command asks whether to accept the test."""
         verdict = self.result.verdict
         return self.result.failed or verdict.lacks_time or verdict.outcome not in (Outcome.OK, Outcome.RECORDED)
 
@@ -58,14 +58,14 @@ class Candidate:
 def candidates_of(
     results: Iterable[TestResult], terms: Terms, store: Store, source: Source, *, forced: bool = False
 ) -> list[Candidate]:
-    """Return each test's changes in the store. Nothing is written.
+    """Return a candidate for each test, and write nothing.
 
     Args:
-        results: The tests.
+        results: The tests' results in the report.
         terms: The options of the report's session.
-        store: The readable store.
-        source: The origin for the entries.
-        forced: Whether to replace baselines even if they have changed since the report's session compared them.
+        store: The store, which is only read.
+        source: The date, commit and reason for the new entries.
+        forced: True to replace even baselines with changes from after the report's session.
 
     Raises:
         BackendError: The store cannot be read.
@@ -84,8 +84,8 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
         changes = _without_accepted_runs(changes)
         _check_readable(changes, store)
     except (ArithmeticError, LookupError, StoreError, TypeError, ValueError) as error:
-        # Anybody can write a report, and its schema does not ensure that each value fits into an entry.
-        return Candidate(result, refused=Refusal("not for the store", f"it cannot be kept in the store: {error}"))
+        # Anybody can write a report, and the report's schema does not check whether each value fits into the store.
+        return Candidate(result, refused=Refusal("not for the store", f"the test's figures cannot be stored: {error}"))
     changed_baseline = None if forced else _changed_baseline(changes)
     if changed_baseline is not None:
         return Candidate(result, refused=Refusal("another baseline now", changed_baseline))
@@ -93,10 +93,10 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
 
 
 def _check_names(result: TestResult, verdict: Verdict) -> None:
-    """Check a measurement's names.
+    """Check whether the store can contain a measurement's names.
 
     Raises:
-        TypeError, ValueError, StoreError: No session writes such a name, or no file can store it.
+        TypeError, ValueError, StoreError: A name is invalid, or no file can contain the name.
     """
     check_name(verdict.measurement.name)
     path_of(verdict.measurement.environment.slug, result.verdict.file).encode()
@@ -104,10 +104,10 @@ def _check_names(result: TestResult, verdict: Verdict) -> None:
 
 
 def _check_readable(changes: Changes, store: Store) -> None:
-    """Check that a test's entries are readable after writing, because an unreadable file makes the store useless.
+    """Check that a test's new entries can be read again, because an unreadable file makes the store useless.
 
     Raises:
-        FormatError, ValueError: The entries could not be read again.
+        FormatError, ValueError: The entries cannot be read again.
     """
     if not changes.entries:
         return
@@ -130,7 +130,7 @@ def _check_readable(changes: Changes, store: Store) -> None:
 
 
 def _without_accepted_runs(changes: Changes) -> Changes:
-    """Return the changes without times that an earlier call accepted from the same report."""
+    """Return the changes without entries whose times were already accepted from the same report."""
     entries = {
         key: entry
         for key, entry in changes.entries.items()
@@ -146,7 +146,7 @@ def _is_accepted(measured: Baseline, stored: Baseline | NoBaseline) -> bool:
 
 
 def _changed_baseline(changes: Changes) -> str | None:
-    """Return a clause on the first baseline that differs from the report's baseline; ``None`` if all are equal."""
+    """Return a clause on the first baseline that changed after the report's session; ``None`` if no baseline changed."""
     for key in changes.entries:
         verdict, entry = changes.measured[key]
         stored = changes.stored[key]
@@ -165,7 +165,7 @@ def _changed_baseline(changes: Changes) -> str | None:
 
 
 def by_device(accepted: Sequence[Candidate]) -> Mapping[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]]:
-    """Return the entries to write and to remove, by the slug of their device. A report may contain several devices."""
+    """Return the entries to write and the entries to remove, by device slug. A report may contain several devices."""
     changes_by_device: dict[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]] = {}
     for candidate in accepted:
         changes = candidate.changes

@@ -1,4 +1,4 @@
-"""Selection of a report's tests, and the reasons why a test is not accepted. Pure."""
+"""Select tests from a report, and find the reasons why a test is not accepted. Pure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _HASH = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
 
 
 class UnfitReport(Exception):
-    """No test of the report can be accepted. The message has the reason and what was expected."""
+    """Raised if no test in a report can be accepted. The message gives the reason, and says which report is expected."""
 
 
 class UnknownTest(Exception):
-    """A report lacks this test. The message names tests with a similar spelling."""
+    """Raised if a report lacks a named test. The message names tests with a similar spelling."""
 
 
 class Refusal(NamedTuple):
-    """The reason why a test is not accepted: in two or three words, and as a clause with its figures."""
+    """The reason why a test is not accepted: its ``kind`` in two or three words, and ``why`` as a clause with figures."""
 
     kind: str
     why: str
@@ -69,11 +69,11 @@ def check_report(report: SessionReport, name: str) -> None:
 
 
 def selected_results(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
-    """Return the results of the named tests in the report's order, or all results if no test is named.
+    """Return the named tests' results in the report's order, or all results if no test is named.
 
     Args:
         report: The report.
-        tests: Test ids, parts of ids, or patterns.
+        tests: Test ids, parts of test ids, or patterns for test ids.
 
     Raises:
         UnknownTest: The report does not have a named test.
@@ -97,26 +97,26 @@ def _key(file: str, test: str) -> Key:
 
 def _unknown(test: str, keys: Iterable[Key], unfinished: Iterable[Key]) -> str:
     if selected_keys(unfinished, test):
-        return f"{test} was selected and did not finish, so the report has no figures"
+        return f"{test} did not finish, so the report does not contain its figures"
     near = nearest_tests(keys, test)
-    return f"the report has no result of {test}" + (f"; there is {' and '.join(near)}" if near else "")
+    return f"the report has no result for {test}" + (f"; there is {' and '.join(near)}" if near else "")
 
 
 def refusal(result: TestResult, terms: Terms) -> Refusal | None:
-    """Return the reason why ``--gpumem-update=all`` would not have written a test; ``None`` for a written test."""
+    """Return the reason why ``--gpumem-update=all`` would not write a test's baselines; ``None`` if it would."""
     verdict = result.verdict
     if verdict.unmeasured or not verdict.verdicts:
         return _nothing_measured(result)
-    # Check the budget first, because no baseline can raise it.
+    # Check the budget first, because a baseline cannot raise the budget.
     failing = failing_outcomes(verdict, strict=terms.strict, compares=terms.baseline, accepts=ACCEPTS["all"])
     if Outcome.OVER_BUDGET in failing:
         return Refusal("over budget", _over_budget(verdict, terms.units))
     if result.failed and not result.failed_by_gate:
         return Refusal("failed by itself", _why_failed(result))
     if not result.failed and not result.passed:
-        return Refusal("did not pass", "it was skipped, or failed as expected (xfail)")
+        return Refusal("did not pass", "the test was skipped, or failed as expected (xfail)")
     if failing or (result.failed and verdict.accept is None):
-        # The text ends with the limits without an effect.
+        # The last line of the failure text names limits that had no effect.
         *_, last = (verdict.failure or "").strip().split("\n")
         why = headline(verdict.failure or "") if failing else last
         return Refusal("not by baselines", f"a new baseline would not fix it: {why}")
@@ -128,15 +128,15 @@ def _nothing_measured(result: TestResult) -> Refusal:
     if verdict.missing_text is not None:
         return Refusal("not measured", f"{verdict.missing_text}; `{command_name()} prune` removes unused baselines")
     if verdict.unmeasured and not verdict.failed_by_itself:
-        return Refusal("not measured", f"it was not measured: {verdict.unmeasured}")
+        return Refusal("not measured", f"the test was not measured: {verdict.unmeasured}")
     if result.failed:
         return Refusal("failed by itself", _why_failed(result))
-    return Refusal("not measured", "it measured nothing")
+    return Refusal("not measured", "the test measured nothing")
 
 
 def _why_failed(result: TestResult) -> str:
     if result.failed_in == "call" and result.verdict.failure is not None:
-        return "the gate failed it, and its tear-down also failed or did not end"
+        return "the gate failed the test, and the tear-down also failed or did not end"
     return WHY_FAILED[result.failed_in or ("call" if result.verdict.failed_by_itself else None)]
 
 
@@ -149,4 +149,4 @@ def _over_budget(verdict: TestVerdict, units: UnitSystem) -> str:
         for metric in measured.metrics
         if metric.outcome is Outcome.OVER_BUDGET
     ]
-    return f"it is over its budget, which a baseline does not change ({'; '.join(over)})"
+    return f"the test is over its budget, which a baseline does not change ({'; '.join(over)})"

@@ -1,4 +1,4 @@
-"""The data for a page's charts, as plain values in readable units. Pure."""
+"""Make the data for the charts in an HTML report, as plain values in readable units. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _DIGITS = 5
-"""The significant digits of a figure in a chart. A screen has fewer pixels."""
+"""The number of significant digits in a chart's data. A screen has too few pixels to show more."""
 
 
 _FURTHEST = 2
-"""The largest value for a line (baseline or budget), as a multiple of the peak. A higher line would flatten the areas."""
+"""A baseline or budget above this multiple of the peak has no line, because the line would flatten the areas."""
 
 
 _FEWEST_POINTS = 3
-"""The smallest number of points for a chart. Fewer points become a sentence with their figures."""
+"""A chart needs at least this many points. Fewer points become a sentence with their figures."""
 
 
 def _sentence(text: str) -> dict[str, Any]:
@@ -38,10 +38,10 @@ def _sentence(text: str) -> dict[str, Any]:
 
 
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
-    """Return the memory of a step over time as stacked areas, with its phases and its peak.
+    """Return a chart with a step's memory over time, as stacked areas with the phases and the peak.
 
-    Lines show the baseline and the budget by which the peak was ``judged``. A step with one or two moments is a sentence:
-    ``"The step held 4.00 MB, then 8.00 MB."``
+    If ``judged``, the verdict on the peak, has a baseline or a budget, lines show them. If only one or two points in time were
+    recorded, a sentence replaces the chart: ``"The step held 4.00 MB, then 8.00 MB."``
     """
     if len(over_time.time_ns) < _FEWEST_POINTS:
         held = ", then ".join(format_bytes(total, units) for total in over_time.total)
@@ -85,9 +85,9 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
 
 
 def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
-    """Return the rounds in each sample of a step's time, with the median, its interval and the baseline's median.
+    """Return a chart with a step's timed rounds, with each sample's median and interval, and with the baseline's median.
 
-    One or two rounds are a sentence: ``"2 rounds took 12.30 ms and 12.50 ms."``
+    If a step has only one or two rounds, a sentence replaces the chart: ``"2 rounds took 12.30 ms and 12.50 ms."``
     """
     times = verdict.measurement.times
     if times is None:
@@ -128,7 +128,7 @@ def _sample(sample: Sample, clock: float) -> dict[str, Any]:
 
 
 def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> dict[str, Any] | None:
-    """Return each config's saving and cost, and whether it is efficient; ``None`` if fewer than two configs have both."""
+    """Return a chart with each config's saving and cost; ``None`` if fewer than two configs have a peak and a time."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or not first.peak or not first.time:
         return None

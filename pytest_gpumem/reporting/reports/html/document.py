@@ -1,4 +1,4 @@
-"""Self-contained HTML documents with styles, scripts and data."""
+"""Render HTML documents with all styles, scripts and data in a single file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Forbid all fetches, and all scripts except this package's, by their hashes. Plotly needs inline styles."""
+"""The page's Content-Security-Policy, which forbids all requests and allows only scripts with known hashes. Plotly needs inline
+styles."""
 
 
 def document(template: str, **values: Any) -> str:
-    """Render a template in this folder.
+    """Render a template from this folder.
 
     Args:
         template: The template's file name.
@@ -33,7 +34,7 @@ def document(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("pytest_gpumem.reporting.reports.html", "."),
         autoescape=True,
-        # Texts are printed on a single line, unless the filter ``lines`` keeps their lines.
+        # A text is printed on a single line, unless the filter ``lines`` keeps its line breaks.
         finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -53,7 +54,7 @@ def document(template: str, **values: Any) -> str:
 
 
 def in_lines(text: str) -> str:
-    """Return ``text`` with its lines and tabs, and with other invisible characters escaped."""
+    """Return ``text`` with its line breaks and tabs. Other invisible characters are escaped."""
     return visible(text.replace("\r\n", "\n"), keep="\n\t")
 
 
@@ -64,7 +65,7 @@ def _source(name: str) -> str:
 def _within_a_script(source: str) -> str:
     """Return JavaScript that cannot close the ``<script>`` element around it.
 
-    The added backslashes do not change JavaScript's strings and patterns.
+    The added backslashes do not change the meaning of strings and patterns in JavaScript.
     """
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,4 +1,4 @@
-"""A session's report as an HTML page."""
+"""Make the HTML page for a session's report."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
 _METRICS = ("peak_allocated", "step_time")
-"""Metrics with columns of their own."""
+"""The metrics with their own columns in the table of tests."""
 _LONGEST = 60
-"""The longest part from a test's name in its anchor, in characters."""
+"""An anchor contains at most this many characters from a test's name."""
 
 
 def anchor_of(nodeid: str) -> str:
-    """Return ``"test_train_step-amp-bf16-1f0c9a3b"``: letters and digits of the test's name, and a digest of its whole id."""
+    """Return a test's anchor from its name and a digest of its complete id: ``"test_train_step-amp-bf16-1f0c9a3b"``."""
     digest = hashlib.sha256(nodeid.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     words = re.sub(r"[^A-Za-z0-9_]+", "-", nodeid.rpartition("::")[2]).strip("-")[:_LONGEST]
     return f"{words or 'test'}-{digest}"
 
 
 def unique(anchors: Iterable[str]) -> list[str]:
-    """Return ``anchors`` with a number after each repeated one, because several shards may have run the same test."""
+    """Return ``anchors`` with a number after each repetition, because several shards may have run the same test."""
     seen: Counter[str] = Counter()
     numbered = []
     for anchor in anchors:
@@ -57,18 +57,18 @@ def unique(anchors: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class HtmlCell:
-    """A figure in the table. Cells with ``sort=None`` come last. ``bad`` marks a figure beyond its limit."""
+    """A figure in the table. Sorting puts cells with ``sort=None`` last. ``bad`` marks a figure beyond its limit."""
 
     text: str = ""
     sort: float | None = None
     bad: bool = False
     metric: str = ""
-    """The title of the cell's metric, if it differs from the column's."""
+    """The title of the cell's metric, if the cell shows another metric than its column."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestRow:
-    """A test's line in the table, and the panels below it."""
+    """A test's row in the table, and the panels below the row."""
 
     __test__ = False
 
@@ -76,21 +76,21 @@ class TestRow:
     anchor: str
     device: str
     part: str
-    """The name of the measurement with these figures, if the test has several."""
+    """The name of the measurement in ``cells``, if the test has several measurements."""
     cells: tuple[HtmlCell, ...]
-    """The peak, its change (or the deciding metric's), the step time, and its change."""
+    """The peak, the change in the peak or in the deciding metric, the step time, and the change in the step time."""
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CauseView:
-    """A cause with its figures, and its tests with their anchors."""
+    """A cause of growth on the page: its figures, and its tests with their anchors."""
 
     cells: CauseCells
     anchor: str
     tests: tuple[tuple[str, str], ...]
     most: str
-    """The test that grew most by this cause. The page shows its chart."""
+    """The test that grew most because of this cause. The page shows the test's chart of memory over time."""
     chart: dict[str, Any] | None
 
 
@@ -108,25 +108,25 @@ class MatrixView:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page's content in addition to the report."""
+    """The page's content, in addition to the report itself."""
 
     verdict: Literal["passed", "failed", "idle"]
-    """``idle`` if nothing failed because nothing was compared."""
+    """``idle`` if nothing was compared and nothing failed."""
     problems: tuple[str, ...]
-    """The reasons why it failed, in a few sentences."""
+    """The reasons why the session failed, and the counts of failed and unfinished tests."""
     facts: tuple[tuple[str, str], ...]
     causes: tuple[CauseView, ...]
-    """Empty if only a single test grew, because its own panel explains the growth."""
+    """The causes of growth; none if only a single test grew, because the test's own panel explains its growth."""
     cause_notes: tuple[str, ...]
     statuses: tuple[tuple[Status, int], ...]
     tests: tuple[TestRow, ...]
     timed: bool
-    """True if any test has a step time. Otherwise the columns for it are omitted."""
+    """True if any test has a step time. If no test has one, the page omits the columns for step times."""
     several_devices: bool
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
     """The titles and rows of the table with peaks by rank; no rows in a session without ranks."""
     opened: str
-    """The anchor of the only failed test, which is open at first; empty if no test or several tests failed."""
+    """The anchor of the only failed test, whose details are open when the page loads; empty unless exactly one test failed."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
     """The device, the details and the test count for each environment."""
@@ -140,20 +140,21 @@ class Page:
 def html(report: SessionReport) -> str:
     """Return an HTML page in a single file of about 5 MB, mostly plotly.js, that fetches nothing.
 
-    The page needs the extra ``report`` (plotly and jinja2). Without the extra, asking for the file is a usage error before any
-    test runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without JavaScript the
-    page has everything but the charts.
+    The page needs the extra ``report`` (plotly and jinja2). Without the extra, a request for an HTML report is a usage error
+    before any test runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without
+    JavaScript the page has everything but the charts.
 
-    - The headline is the gate's: it passed, it failed, or nothing was gated. The accounting line and the reasons follow.
+    - The headline says whether the gate passed or failed, or that nothing was gated. The accounting line and the reasons
+      follow.
     - The table has a line for each test, failing tests first. If a test has several measurements, the figures come from the
       measurement with the worst verdict. If a metric without a column decided the verdict, its change replaces the peak's
-      change, with the metric's name. If a single test failed, it is open at first.
-    - An open test shows for each measurement the explanation of the changed metrics; memory over the step by category; each
-      metric as a bar from 0 to twice the baseline (or the budget), beside baseline, tolerance and budget; the composition of
-      the peak; and the rounds of the step's time, with disturbed rounds marked, the median, its 95 % interval and the
-      baseline's median. Tables have up to 30 rows. The failure follows as pytest printed it.
-    - A matrix of configs has its table and, with times, a chart of saving against cost.
-    - A test's anchor consists of its name and a digest of its id, so it is the same in every report.
+      change, with the metric's name. If only one test failed, its details are open when the page loads.
+    - A test's details begin with the folded failure text. Each measurement follows, with tables that explain changed metrics, a
+      chart of memory over the step by category, a bar for each metric, the composition at the peak, and a chart of the timed
+      rounds. A bar runs from 0 to twice the baseline, or else the budget, and marks baseline, tolerance and budget. The chart
+      of rounds marks disturbed rounds, the median with its 95 % interval, and the baseline's median. Tables have up to 30 rows.
+    - A matrix of configs has a table and, if the configs were timed, a chart of saving against cost.
+    - A test's anchor consists of the test's name and a digest of its id, so links to a test work in every report.
 
     Raises:
         ImportError: plotly or jinja2 is not installed.

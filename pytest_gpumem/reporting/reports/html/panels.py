@@ -1,4 +1,4 @@
-"""Panels in the HTML page, one for each measurement. Pure, frozen values."""
+"""Make the panels in the HTML page, each of which shows a measurement. Pure."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.explanation import PartTable
 
 MOST_ROWS = 30
-"""The row limit for an explaining table. A last row sums up the others."""
+"""A table has at most this many rows, and then a row with the sum of all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar with a value, its baseline and its limits, as fractions of a track from 0 to twice the baseline, or else the
-    budget.
+    """A bar for a metric's value, with marks for the baseline and the limits.
 
-    Baseline marks therefore have the same position in every row, and a change of 10 % has the same length. A longer value is
+    All numbers are fractions of the bar's full length, which is twice the baseline, or twice the budget without a baseline. The
+    baseline's mark therefore has the same position in every row, and a change of 10 % has the same length. Larger values are
     cut.
 
-    Example: a peak of 6 MB, 4 MB in the baseline and with a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
+    Example: a peak of 6 MB, with a baseline of 4 MB and a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
     ``beyond="2.5 x"``.
     """
 
@@ -55,32 +55,32 @@ class Bar:
     """The largest tolerated value."""
     budget: float | None = None
     cut: bool = False
-    """True if the value is longer than the track."""
+    """True if the value is larger than the bar's full length."""
     beyond: str = ""
-    """A budget beyond the track, as a multiple of the baseline; empty if the budget is on the track."""
+    """The budget as a multiple of the baseline, if the budget is beyond the bar's full length; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """A metric against its baseline and its budget, as texts, and as a bar."""
+    """A metric with its baseline and its budget, as texts and as a bar."""
 
     texts: MetricTexts
     fails: bool
     bar: Bar | None
-    """``None`` if the metric was compared with nothing."""
+    """The bar; ``None`` if the metric has no baseline and no budget."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A measurement on a page."""
+    """A measurement's panel on the page."""
 
     name: str
     workload: tuple[str, ...]
     metrics: tuple[MetricRow, ...]
     origin: str
     changes: tuple[PartTable, ...]
-    """Tables for the metrics with a change: kept bytes, the peak, and counts."""
+    """The tables that explain changed metrics: kept bytes, the peak, and counts."""
     compositions: tuple[PartTable, ...]
     """The other tables, for example the peak's composition."""
     over_time: dict[str, Any] | None
@@ -89,7 +89,7 @@ class Panel:
 
 
 def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] = frozenset()) -> Panel:
-    """Return the page's panel for a measurement. ``accepted`` are the outcomes whose figures became the baseline."""
+    """Return the panel for a measurement. ``accepted`` contains the outcomes whose figures became the baseline."""
     measurement, explanation, difference = verdict.measurement, verdict.measurement.explanation, verdict.difference
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
@@ -135,7 +135,7 @@ def _workload(verdict: Verdict) -> Iterable[str]:
 
 
 def bar_of(metric: MetricVerdict) -> Bar | None:
-    """Return a bar for a metric with a baseline or a budget above zero. No part is longer than 1."""
+    """Return a bar for a metric; ``None`` unless the metric has a baseline or a budget above zero."""
     reference = metric.baseline or metric.budget
     if not reference or reference < 0 or not all(map(math.isfinite, (metric.value, reference))):
         return None
@@ -165,7 +165,7 @@ def _multiple(ratio: float) -> str:
 
 
 def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable], list[PartTable]]:
-    """Return the compositions for metrics with worse values, and the other compositions."""
+    """Return the compositions that explain worse metrics, and all other compositions, as tables."""
     explanation = verdict.measurement.explanation
     if explanation is None:
         return [], []
@@ -206,7 +206,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield verdict.reason
     yield from measurement.notes
     if not measurement.settled:
-        yield "the step had not settled: its steps did not give the same peak"
+        yield "the step had not settled: the step's runs did not have the same peak"
     if measurement.recomputed:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
@@ -214,4 +214,4 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield from explanation.retained.notes
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:
-            yield f"a sample of its times cannot decide a verdict: {sample.invalid}"
+            yield f"a sample of the step's times cannot decide a verdict: {sample.invalid}"
