@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 MACHINE = "machine"
-"""The environment detail that must be equal to compare times."""
+"""The environment detail that has to be equal in the measurement and the baseline, so their times can be compared."""
 
 NO_TIME = "no baseline of time yet"
 
@@ -41,7 +41,7 @@ def judge_step_time(
     Args:
         measurement: The measurement.
         budget: The limits of the test.
-        baseline: The baseline of the same device and workload; ``None`` if there is none.
+        baseline: The baseline for the same device and workload; ``None`` if there is none.
         tolerance: The tolerated slowdown; ``None`` if times are not judged.
     """
     times = measurement.times
@@ -54,7 +54,7 @@ def judge_step_time(
         return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
     if machine is None or machine != baseline_machine:
         baseline_machine, current = (name or "an unknown machine" for name in (baseline_machine, machine))
-        reason = f"time is not compared: the baseline's was taken on {baseline_machine}, this is {current}"
+        reason = f"time is not compared: the baseline's time comes from {baseline_machine}, and this machine is {current}"
         return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
     baseline_time = baseline.runs.median
     allowed = tolerance.allowed(baseline_time)
@@ -74,8 +74,8 @@ def time_may_be_added(measured_in: Environment, recorded_in: Environment) -> boo
     """Return whether a time may be added to a baseline without times.
 
     Args:
-        measured_in: The environment of the time.
-        recorded_in: The environment of the baseline.
+        measured_in: The environment in which the time was measured.
+        recorded_in: The environment in which the baseline was recorded.
     """
     machine = measured_in.details.get(MACHINE)
     return machine is not None and recorded_in.details.get(MACHINE) in (None, machine)
@@ -92,7 +92,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode that ``metric.reason`` names for a time without a baseline; ``"all"`` for any other reason."""
+    """Return the update mode that stores a time without a baseline, as ``metric.reason`` names it; otherwise ``"all"``."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 
@@ -101,14 +101,15 @@ def _update(mode: UpdateMode) -> str:
 
 
 def not_compared_with(count: int, why: str) -> str:
-    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: WHY"``."""
+    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: <why>"``."""
     return f"{counted(count, 'time')} will not be compared with: {why}"
 
 
 def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
     """Return the verdict on the throughput; ``None`` if it was not measured.
 
-    The throughput is over budget if the interval of each sample is below ``minimum`` and interference cannot explain this.
+    The throughput is ``over_budget`` if the confidence interval of every sample is below ``minimum``, and interference from
+    other programs cannot explain the difference.
 
     Example:
         The budget is 1,000 tokens/s. The median is 950 tokens/s, but one sample's interval reaches 1,020 tokens/s, so the
@@ -134,9 +135,9 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 
 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
-    """Return the unit and the amount of a step's work; ``None`` if the work is unknown.
+    """Return the unit and the amount of work in a step, such as ``("tokens", 2048)``; ``None`` if the work is unknown.
 
-    The budget decides the unit, also for a number from ``items=``.
+    If there is a budget ``minimum``, its unit is used. This unit then also applies to the number that the test gave as ``items=``.
     """
     work = measurement.work
     if minimum is not None:
@@ -150,14 +151,14 @@ def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``max_slowdown`` has no effect on ``measurements``; otherwise ``None``."""
+    """Return a sentence if no measurement was timed, so ``max_slowdown`` has no effect; otherwise ``None``."""
     if any(measurement.times is not None for measurement in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``min_throughput`` has no effect on ``measurements``; otherwise ``None``."""
+    """Return a sentence if no timed measurement has the unit of ``min_throughput``, so it has no effect; otherwise ``None``."""
     timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")
@@ -167,7 +168,7 @@ def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -
     clause = (
         f"the work of its steps is only known in {' and '.join(units)}" if units else "the work of its steps is unknown"
     )
-    return f"min_throughput={str(minimum)!r} has no effect: {clause}; give items=, the number of {minimum.of} in a step"
+    return f"min_throughput={str(minimum)!r} has no effect: {clause}; pass items=, the number of {minimum.of} in a step"
 
 
 def _nothing_timed(limit: str) -> str:
