@@ -3,8 +3,8 @@
 In a single test, many rows may have grown, and most of them only as a consequence: the peak moved to another moment in the
 step, at which other tensors are live. So the causes are the few lines that together explain most of the growth in most tests.
 
-Example: six tests have a larger peak. In each test several rows grew, and in all six a row at ``tiny_models/gpt.py:38`` grew. If
-this line explains at least 80 % of the growth in each test, it is the only cause.
+Example: six tests have a larger peak. In each test several rows grew, and in all six a row at ``tiny_models/gpt.py:38`` grew.
+If this line explains at least 80 % of the growth in each test, it is the only cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MOST_MODULES = 2
 """A cause's text names at most this many modules if their paths have no common end. It only counts further modules."""
 _SEVERAL = 2
-"""A budget is a cause if at least this many tests exceed it. If a single test exceeds a budget, its failure names the budget."""
+"""A budget is a cause if at least this many tests exceed it. If a single test exceeds it, the test's failure names the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Cause:
 
     @property
     def has_tensors(self) -> bool:
-        """True if the text in ``tensors`` is about tensors. For a budget it is about the limit, and for packages it is empty."""
+        """True if the text in ``tensors`` is about tensors. For a budget it names the limit, and for packages it is empty."""
         return self.kind in ("line", "holder")
 
     @property

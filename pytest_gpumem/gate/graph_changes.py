@@ -158,8 +158,8 @@ class GraphChanges:
     def explain_for_certain(self, row: Row) -> bool:
         """Return whether a row certainly exists because of a graph change, even if its growth is unknown.
 
-        If only a part of a function changed, the row may come from another part with the same grad mode as before. Such a change
-        proves nothing.
+        If only a part of a function changed, the row may come from another part with the same grad mode as before. So this
+        change proves nothing.
         """
         return any(not change.is_of_a_part for change in self._around(row))
 

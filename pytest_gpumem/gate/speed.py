@@ -54,7 +54,9 @@ def judge_step_time(
         return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
     if machine is None or machine != baseline_machine:
         baseline_machine, current = (name or "an unknown machine" for name in (baseline_machine, machine))
-        reason = f"time is not compared: the baseline's time comes from {baseline_machine}, and this machine is {current}"
+        reason = (
+            f"time is not compared: the baseline's time comes from {baseline_machine}, and this machine is {current}"
+        )
         return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
     baseline_time = baseline.runs.median
     allowed = tolerance.allowed(baseline_time)
