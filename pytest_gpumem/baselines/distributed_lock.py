@@ -137,7 +137,7 @@ class DistributedLock:
         self._check_held()
         self._renewals += 1
         self._objects.replace(self._number, self._text())
-        # Processes that saw the new text in time do not take the lock. But if the request took 60 s, a process may have taken it.
+        # If the renewal took 60 s, another process may have taken the lock before the object changed.
         if self._clock() - self._renewed >= LOCK_SECONDS:
             raise DistributedLockError(_lost(self._clock() - self._renewed))
         self._renewed = started

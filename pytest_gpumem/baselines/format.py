@@ -81,9 +81,9 @@ ENTRY_KEYS = {
     "workspaces": "`Measurement.workspaces`. Only on CUDA, and absent in entries from older versions.",
     "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
     _STEP_PEAKS: "The peak of each step in bytes, in order, if the peaks differ. `peak_allocated` is the highest of them.",
-    "step_times": "The step time in each of the last accepted runs, the latest last: the median over the run's steps, in seconds. "
-    "`step_time` is the median of these times. They are compared with a run on the same `machine`. Absent if other work "
-    "disturbed the runs too much.",
+    "step_times": "The step time in each of the last accepted runs, the latest last: the median over the run's steps, in "
+    "seconds. `step_time` is the median of these times. They are compared with a run on the same `machine`. Absent if other "
+    "work disturbed the runs too much.",
     "step_cycles": "The same medians in clock cycles.",
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
@@ -91,8 +91,8 @@ ENTRY_KEYS = {
     _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps have different peaks and the recorded "
     "step did not have the highest peak.",
     "phase": "The phase in which the step has its peak.",
-    "other_phases": "The rows at the peaks of other phases, if such a peak has at least half of the bytes of the step's peak. The "
-    "phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
+    "other_phases": "The rows at the peaks of other phases, if such a peak has at least half of the bytes of the step's peak. "
+    "The phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
     "recomputed": 'The modules that checkpointing ran again in backward, with the number of calls: `"4 x blocks.*"`.',
     "no_grad": "The modules and functions that ran with grad mode off, with the number of such calls among all calls: "
     '`"1 of 1 x teacher"`. A module is left out if it does not differ from the module around it. The first line, `(all)`, '

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """The baselines in a store whose tests no longer exist. A device's files are read when `on` is first called for the device."""
+    """The baselines in a store whose tests no longer exist. The files of a device are read when `on` is first called for it."""
 
     store: Store
     tests: Collection[tuple[str, str]]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MOST_MODULES = 2
 """A cause's text names at most this many modules if their paths have no common end. It only counts further modules."""
 _SEVERAL = 2
-"""A budget is a cause if at least this many tests exceed it. If a single test exceeds it, the test's failure names the budget."""
+"""A budget is a cause if at least this many tests exceed it. A single test that exceeds a budget names it in its failure."""
 
 
 @dataclass(frozen=True, slots=True)

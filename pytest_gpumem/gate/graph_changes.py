@@ -190,7 +190,7 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), baseline_calls, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules and functions that call a changed module, or the module itself if there are none.
+        """Return the outermost changed modules and functions that call a changed module. If there are none, return the module.
 
         A function is left out if only a part of it changed, because the calls may be in another part.
         """
@@ -215,7 +215,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Merge the changes of which all calls changed into one change, such as ``left() and right()``. Yield the others unmerged."""
+    """Merge changes into one change (``left() and right()``) if all their calls changed. Yield all other changes unmerged."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The growth at one place, which may come from several rows. Reports show the module, operator and tensors of the largest row.
+    """The growth at one place, which may come from several rows. Module, operator and tensors are those of the largest row.
 
     Example: ``activation`` rows at ``gpt.py:38`` grew by 6 MB and 2 MB. The part has the amount 8 MB and the text of the row
     with 6 MB.
@@ -493,7 +493,7 @@ def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]
 
 
 def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
-    """Return the first part at a line. If there are several parts, remove its module, because any of their modules may be right."""
+    """Return the first part at a line. If there are several parts, its module is removed, because any module may be right."""
     place, part = parts[0]
     return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 

@@ -389,7 +389,7 @@ def _doubt(
     if metric.name == "peak_allocated" and measurement.step_peaks.allocated:
         if not differ_by_chance(_peaks_in(measurement), _peaks_in(baseline), allowed):
             return None
-        return f"{_of_steps(measurement, baseline)}: this may be chance, unless a fixed seed makes each step the same in each run"
+        return f"{_of_steps(measurement, baseline)}: this may be chance, unless a fixed seed makes each step equal in every run"
     return (
         None
         if measurement.settled or exceeds_environment

@@ -33,8 +33,8 @@ class Attribution(NamedTuple):
     """The rows that certainly grew, and the rows that may have grown."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """Pairs for the rows that certainly grew: the row's part that was in the baseline's sum (for example 4 of 12 blocks; ``None``
-    if the row is new), and the current row."""
+    """For each row that certainly grew, its part that was in the baseline's sum, and the current row. For example, the part has
+    4 of 12 blocks. It is ``None`` if the row is new."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
@@ -64,7 +64,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
         return _attributed(new_blocks)
     remaining = growth - sum(row.nbytes for row in larger)
     if len(larger) == 1 and remaining < 0 and blocks < larger[0].count:
-        # The other rows have fewer bytes than the baseline's sum. So some of this row's bytes were already in the sum.
+        # All other rows have fewer bytes than the baseline's sum. So some bytes of this row were already in the sum.
         (row,) = larger
         return Attribution(((replace(row, nbytes=-remaining, tensor="", count=row.count - max(blocks, 0)), row),))
     smaller = [row for row in rows if row not in larger]
@@ -81,11 +81,11 @@ class _Blocks(NamedTuple):
 
 
 def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
-    """Return the new blocks, if only they add up to the growth in bytes and in blocks; otherwise an empty list.
+    """Return the new blocks, if no others add up to the growth in bytes and in blocks; otherwise an empty list.
 
     Example:
         4 blocks and 8 MB are new. If the 4 largest blocks have 2 MB each, they must be new, because any other 4 blocks have
-        fewer bytes. If there are larger blocks, the blocks of 2 MB are new unless two rows together also have 4 blocks and 8 MB.
+        fewer bytes. If there are larger blocks, the blocks of 2 MB are new unless two rows together have 4 blocks and 8 MB.
     """
     if blocks <= 0:
         return []

@@ -139,7 +139,8 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
     """Return the unit and the amount of work in a step, such as ``("tokens", 2048)``; ``None`` if the work is unknown.
 
-    If there is a budget ``minimum``, its unit is used. This unit then also applies to the number that the test gave as ``items=``.
+    The unit of the budget ``minimum`` is used, if there is such a budget. It also applies to a number that the test passed as
+    ``items=``.
     """
     work = measurement.work
     if minimum is not None:

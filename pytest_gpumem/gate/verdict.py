@@ -318,7 +318,7 @@ class TestVerdict:
     missing: tuple[str, ...] = ()
     """The names of measurements that the test did not take although they have baselines on this device."""
     missing_on: tuple[str, ...] = ()
-    """The slugs of the devices with the ``missing`` baselines, if the test was not measured because its own device is absent."""
+    """The slugs of the devices with the ``missing`` baselines, if the test was not measured because its device is absent."""
     accept: str | None = None
     """The command that accepts the figures for which the gate failed the test; ``None`` if no command can accept them."""
     bisect: str | None = None
