@@ -1,4 +1,4 @@
-"""Find the changes that an update makes in the store. This module reads the store, but does not write to it."""
+"""Find the changes that an update makes in the store. This module only reads the store."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
 A process takes the lock by creating the object with the next number, which only one process can do. This process is the lock's
-holder until it writes into the object that the lock is released. If another process has seen the object unchanged for
-`LOCK_SECONDS`, it regards the holder as dead. Time is only measured between two moments of one process, so no two clocks have
-to agree. The object with the highest number is never removed. So a process with an old list of numbers may create a removed
-number again, but then it finds a higher number and knows that it does not have the lock.
+holder until it writes into the object that the lock is released. If the object does not change for `LOCK_SECONDS`, other
+processes regard the holder as dead. Time is only measured between two moments of one process, so no two clocks have to agree.
+The object with the highest number is never removed. A process with an old list of numbers may create a removed number again.
+This process then finds the higher number, and does not take the lock.
 
 For example, process A creates object 7. Before each write, A renews the object if 15 s have passed. B sees that the object
 changes, and waits. Then A is killed. B sees the same text for 60 s, creates object 8, and removes object 7.

@@ -40,8 +40,8 @@ class Folder(Backend):
     that is killed while it writes leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores drafts, and the next writer
     removes them.
 
-    The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error, also
-    if it appears during a write, because a stranger's branch could contain it to make the store write elsewhere. The error
+    The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error, even
+    if the link appears during a write. Otherwise a stranger's branch could make the store write to another folder. The error
     names the link.
     """
 

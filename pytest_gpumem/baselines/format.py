@@ -95,7 +95,7 @@ ENTRY_KEYS = {
     "The phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
     "recomputed": 'The modules that checkpointing ran again in backward, with the number of calls: `"4 x blocks.*"`.',
     "no_grad": "The modules and functions that ran with grad mode off, with the number of such calls among all calls: "
-    '`"1 of 1 x teacher"`. A module is left out if it does not differ from the module around it. The first line, `(all)`, '
+    '`"1 of 1 x teacher"`. Modules that do not differ from the module around them are left out. The first line, `(all)`, '
     "counts all calls together.",
     "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
     'step()"`.',

@@ -53,7 +53,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """Stands for a version of a store file that is not valid, so it is unknown which baseline it had."""
+    """Stands for an invalid version of a store file, whose baselines are unknown."""
 
     why: str
 
@@ -183,7 +183,7 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
             blobs = word.split()[parents + 1 : -1]
             *before, after = (None if not blob.strip("0") else blob for blob in blobs)
             yield FileChange(commit, tuple(before), after)
-            # The next word is the path. It begins with the store's folder, so neither branch above applies to it.
+            # The next word is the path. Neither branch above applies, because a path begins with the store's folder.
 
 
 def _cut_off(top: Path) -> frozenset[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _BUCKETS = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""URL schemes for folders and buckets. A URL with such a scheme contains no host. The environment or the library chooses it."""
+"""URL schemes for folders and buckets. Such a URL contains no host. The environment or the library chooses the host."""
 # A single letter before "://" is a Windows drive. "simplecache::s3://" is a URL inside another URL.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 

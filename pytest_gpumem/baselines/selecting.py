@@ -33,7 +33,7 @@ def matches(key: Key, pattern: str) -> bool:
 
 
 def selected_keys(keys: Iterable[Key], pattern: str) -> list[Key]:
-    """Return the sorted keys of the test with the id ``pattern``. If no test has this id, return all keys that match it."""
+    """Return the sorted keys of the test with the id ``pattern``. If no test has this id, return all matching keys."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, pattern)]

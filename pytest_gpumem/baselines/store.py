@@ -1,4 +1,4 @@
-"""The store of all baselines. Any process may read the store. At the end of a session, a single process writes to it."""
+"""The store of all baselines. Any process may read the store. At the end of a session, a single process writes its changes."""
 
 from __future__ import annotations
 

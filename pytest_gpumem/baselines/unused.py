@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """The baselines in a store whose tests no longer exist. The files of a device are read when `on` is first called for it."""
+    """The baselines in a store whose tests no longer exist. The first call to `on` for a device reads the device's files."""
 
     store: Store
     tests: Collection[tuple[str, str]]

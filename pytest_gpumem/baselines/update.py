@@ -259,7 +259,7 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return the stored entry ``earlier``, with the metrics and times from ``entry`` that it lacks.
+    """Return the stored entry ``earlier``, with missing metrics and times from ``entry``.
 
     Only metrics and times that fit the environment in ``earlier`` are added.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""For a URL scheme, the extra of pytest-gpumem that installs the library for it."""
+"""The extra of pytest-gpumem that installs the library for each URL scheme."""
 _HIDDEN = "***"
 _CREDENTIAL_ERRORS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
@@ -220,8 +220,8 @@ class Url(Backend):
 def _creates_once(files: Any) -> bool:
     """Return whether a file system can refuse to create an existing file.
 
-    This takes a single request to the server. fsspec's default method is not enough, because it first looks for the file and
-    then writes it, so another process can create the file in between.
+    This needs a single request to the server. fsspec's default method first looks for the file and then writes, so another
+    process can create the file in between.
     """
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits for a test: bytes, throughput, peak growth and slowdown. A limit that is ``None`` does not apply."""
+    """The limits for a test: bytes, throughput, peak growth and slowdown. ``None`` means no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits in bytes, by metric."""
@@ -42,7 +42,7 @@ class Budget:
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:
-        """Return this budget, completed by the limits that only ``fallback`` sets."""
+        """Return this budget, completed by limits from ``fallback``."""
         own = {limit.name: value for limit in fields(self) if (value := getattr(self, limit.name)) is not None}
         return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
@@ -79,14 +79,14 @@ class Baseline:
     reason: str | None = None
     """The reason for accepting the measurement, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The calls that each count consists of, by operator and line. The key is the count's metric, such as ``"syncs"``.
-    Baselines from older versions do not have them."""
+    """The calls in each count, by operator and line. The key is the count's metric, such as ``"syncs"``. Baselines from older
+    versions do not list calls."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The judged metrics in bytes on each GPU, if the step used several GPUs. Otherwise, and in baselines from older versions,
     the mapping is empty."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """The compositions at the peaks of other phases, because the step's peak may move to another phase.
-    `Explanation.kept` selects the phases and rows that are stored."""
+    `Explanation.kept` selects the stored phases and rows."""
     workspaces: int | None = None
     """`Measurement.workspaces` in bytes; ``None`` on devices without `peak_reserved` (the CPU), and in baselines from older
     versions."""
@@ -100,7 +100,7 @@ class Baseline:
     """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # The store has no text for a count of 0, so add that this count has no operators.
+        # The store has no text for a count of 0, so add an empty tuple.
         no_operators: dict[str, tuple[Tally, ...]] = {
             name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
         }
@@ -274,7 +274,7 @@ def rounded(time: float) -> float:
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
-    """Return the metrics that the same code repeats exactly in every run, by GPU. The key ``""`` is for the whole step."""
+    """Return the metrics with equal values in every run of the same code, by GPU. The key ``""`` is for the whole step."""
     tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
     return {
         gpu: {name: value for name, value in metrics.items() if METRICS[name].repeats}

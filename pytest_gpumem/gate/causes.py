@@ -1,7 +1,7 @@
 """Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
 In a single test, many rows may have grown, and most of them only as a consequence: the peak moved to another moment in the
-step, at which other tensors are live. So the causes are the few lines that together explain most of the growth in most tests.
+step, with other live tensors. So the causes are the few lines that together explain most of the growth in most tests.
 
 Example: six tests have a larger peak. In each test several rows grew, and in all six a row at ``tiny_models/gpt.py:38`` grew.
 If this line explains at least 80 % of the growth in each test, it is the only cause.
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _MOST_MODULES = 2
 """A cause's text names at most this many modules if their paths have no common end. It only counts further modules."""
 _SEVERAL = 2
-"""A budget is a cause if at least this many tests exceed it. A single test that exceeds a budget names it in its failure."""
+"""A budget is a cause if at least this many tests exceed it. A single test names the exceeded budget in its own failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a growth: either the part that a cause explains, or the part that no cause explains."""
+    """A part of a growth: either the part explained by a cause, or the part without a cause."""
 
     growth: Growth
     amount: float
@@ -47,8 +47,8 @@ class Cause:
     """A change that explains growth in one or several tests.
 
     ``lines`` begins with the line that explains the largest part. ``lines`` is empty for packages and budgets, and if only the
-    module or the category is known. For a holder (an object that keeps tensors alive), it has the lines that allocated the
-    tensors.
+    module or the category is known. A holder is an object that keeps tensors alive. If the cause is a holder, ``lines`` names
+    the allocating lines.
 
     Example:
         In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
@@ -62,7 +62,7 @@ class Cause:
     """Paths to the modules in which the lines ran, the most frequent first. The model itself is named by its class."""
     operator: str
     tensors: str
-    """A text on the tensors that grew most: ``4 x float32[8, 4, 256, 256]``. For a budget, the metric and the limit."""
+    """The tensors with the most growth: ``4 x float32[8, 4, 256, 256]``. For a budget, the metric and the limit."""
     category: str
     reason: str
     shares: tuple[Share, ...]
@@ -94,7 +94,7 @@ class Cause:
 
     @property
     def lacks_holder(self) -> bool:
-        """True if the tests keep tensors, and the object that keeps the tensors alive was not found."""
+        """True if the tests keep tensors, and no holder was found."""
         return self.kind == "line" and any(share.growth.metric in KEPT_METRICS for share in self.shares)
 
     @property
@@ -155,7 +155,7 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """The shares in ``not_explained`` that are more than 20 % of their growth."""
+        """The shares in ``not_explained`` above 20 % of their growth."""
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
@@ -184,7 +184,7 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the candidate causes: alternatives that nothing proves, if they are at least the share `LEAST` of their growth.
+    """Return the candidate causes: unproven alternatives with at least the share `LEAST` of their growth.
 
     Alternatives with the same lines or holders become a single candidate. Package releases in the lines are ignored.
     """
@@ -345,8 +345,8 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
     """Return a cause from its places.
 
     Args:
-        places: The places that belong to the cause. The place that was chosen first is the first.
-        explained_shares: Each growth that the cause explains, with the cause's share in this growth.
+        places: The cause's places, in the order in which they were chosen.
+        explained_shares: Each explained growth, with the cause's share in this growth.
     """
     parts: dict[Place, Part] = {}
     for explained, _ in explained_shares:
@@ -381,21 +381,21 @@ def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of
 
 
 def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the longest end that all paths share: ``("attn", "qkv")`` for ``a.attn.qkv`` and ``b.attn.qkv``."""
+    """Return the paths' longest common end: ``("attn", "qkv")`` for ``a.attn.qkv`` and ``b.attn.qkv``."""
     from_the_end = zip(*(reversed(path) for path in paths), strict=False)
     return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
 
 
 def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
-    """Return the clauses on changed packages that all growths have in common."""
+    """Return the clauses on changed packages that occur in all growths."""
     return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
-    """Yield the causes for growths that no line or holder explains.
+    """Yield the causes for growths without an explaining line or holder.
 
     With the kind ``packages``, a cause is a set of packages whose releases differ from the baseline's. With the kind
-    ``budget``, a cause is a budget that several tests exceed.
+    ``budget``, several tests exceed the same budget.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
     for explained in growths:

@@ -1,4 +1,4 @@
-"""Find the operator calls that differ between a baseline's count and the current count, by operator and line. Pure."""
+"""Compare a baseline's operator calls with the current operator calls, by operator and line. Pure."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _EQUAL_BY: tuple[Key, ...] = (
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
     """Return the new calls, and the disappeared calls with negative amounts. All amounts together are the count's change.
 
-    For each operator, the result has either new calls or disappeared calls, so calls that only moved are not in the result. If
-    an operator may have appeared at several lines, the result has the line where other operators are new, or else the line
-    that is farthest from the operator's line in the baseline.
+    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If an operator
+    may have appeared at several lines, the result has a line with other new operators, or else the line farthest from the
+    operator's line in the baseline.
 
     A baseline lists only the places with the largest amounts. For the other places it stores one amount for each operator. New
     calls at unlisted places are compared with this amount. If they exceed it, the excess has no line, because any unlisted
@@ -114,7 +114,7 @@ def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]
 
 
 def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
-    """Return a function that says whether calls may have been made in the baseline, at a place that ``before`` does not list.
+    """Return a function for checking whether current calls may have existed in the baseline, at a place missing in ``before``.
 
     The function returns ``False`` if the place is listed. It also returns ``False`` if the calls have a larger amount than the
     smallest listed place, because the baseline would then have listed them.
@@ -131,13 +131,13 @@ def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callabl
 def _without_common(
     old: list[Tally], new: list[Tally], key: Key, last: Collection[Tally] = ()
 ) -> tuple[list[Tally], list[Tally]]:
-    """Subtract from ``old`` and ``new`` the amount that both have for the same key.
+    """Subtract the common amount of each key from ``old`` and ``new``.
 
     In ``new``, the amount is first subtracted from tallies at lines without new operators, and from the tallies in ``last`` at
     the end.
     """
     groups = grouped(old, new, key).values()
-    # The amounts at each current line for keys that the baseline does not have.
+    # The amounts at each current line, from keys without calls in the baseline.
     new_at_line: Counter[tuple[str, str]] = Counter()
     for old_group, new_group in groups:
         for tally in new_group if not old_group else ():

@@ -1,6 +1,6 @@
-"""Find the rows that differ between the baseline's composition and the current composition. Pure.
+"""Compare the rows in the baseline's composition with the rows in the current composition. Pure.
 
-The bytes of all changes add up to the change of the peak. A refactoring that allocates the same tensors causes no changes.
+The changes' bytes add up to the peak's change. A refactoring with the same tensors causes no changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AMONG_SMALLER = "among smaller rows in the baseline"
 
 
 def _without_amounts(row: Row) -> Row:
-    """Return a key for a row that is the same for any layers, bytes, tensor count and package release."""
+    """Return a key for a row, without its layers, bytes, tensor count and package release."""
     return replace(_without_release(row), nbytes=0, count=0, layers=())
 
 
@@ -68,7 +68,7 @@ _MOVED_BY: tuple[Key, ...] = (
     # The same tensors are now in another category.
     lambda row: (row.tensor, row.nbytes, row.count),
 )
-"""Keys for finding moved rows. If a row that disappeared and a new row have the same key, the tensors only moved."""
+"""Keys for finding moved rows. If a disappeared row and a new row have the same key, the tensors only moved."""
 
 _CHANGED_BY: tuple[Key, ...] = (
     _without_amounts,
@@ -121,8 +121,8 @@ class Change(NamedTuple):
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
         """Return this change of a sum over smaller rows, with only ``rows`` as alternatives.
 
-        If ``rows`` has a single row, this row gets a change of its own, of at most the row's bytes. The remaining bytes stay a
-        change of the sum.
+        If ``rows`` has a single row, this row gets a change of its own, with at most the row's bytes. The remaining bytes stay
+        in the sum's change.
 
         Example:
             The sum grew by 900 bytes, and the only row has 700 bytes. Then the row has grown by 700 bytes, and the sum by 200
@@ -140,7 +140,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMove:
-    """The phases of a peak that moved: the step's peak is in another phase than in the baseline."""
+    """The phases of a moved peak: the step's peak is in another phase than in the baseline."""
 
     before: str
     """The phase of the baseline's peak: ``backward``."""
@@ -168,7 +168,7 @@ class Difference:
     """The bytes of the current peak. If the peak moved to another phase, the bytes of its peak in the compared phase."""
     changes: tuple[Change, ...]
     """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
-    changes at changed lines come before all others, unless they have less than a tenth of the growth.
+    changes at changed lines come first, unless they have less than 10 % of the growth.
 
     In JSON, a change is ``[row before, row after, reason, alternatives]``.
     """
@@ -218,8 +218,8 @@ def difference_of_peaks(
 ) -> Difference:
     """Return the changes between the baseline's peak and the current peak.
 
-    If the peaks are in different phases, two peaks in the same phase are compared. Otherwise tensors would seem to have grown
-    that have the same size as before, and are live at the peak only because it moved to their phase.
+    If the peaks are in different phases, two peaks in the same phase are compared. Otherwise unchanged tensors would seem to be
+    new, because they are live at the peak only since it moved to their phase.
 
     Example:
         The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
@@ -330,9 +330,9 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
 def difference(before: Composition, after: Composition, graph: GraphChanges | None = None) -> Difference:
     """Return the changes between two compositions.
 
-    First, rows that are equal in both compositions are removed, and then rows that only moved. A remaining row in the baseline
-    and a current row become one change if the current row is a changed form of the baseline's row. A baseline lists only its
-    largest rows. So smaller rows are compared by their sum in each category.
+    First, equal rows are removed from both compositions, and then moved rows. A remaining row in the baseline and a current row
+    become one change if the current row is a changed form of the baseline's row. A baseline lists only its largest rows. So
+    smaller rows are compared by their sum in each category.
 
     Args:
         before: The baseline's composition.
@@ -376,7 +376,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         and graph.explain(change.row)
         and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # Leave out graph changes that explain almost nothing, because reports show graph changes before all rows.
+    # Leave out graph changes with almost no growth, because reports show graph changes before all rows.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -458,8 +458,8 @@ def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[R
 
     Example:
         The baseline has a row with 4 tensors of 100 bytes each, for all layers. Now layer 3 has 300 bytes, and the layers 0 to
-        2 have 100 bytes each. Three layers are equal. So a row with 100 bytes remains of the baseline's row, and the row of
-        layer 3 remains of the current rows.
+        2 have 100 bytes each. Three layers are equal. So 100 bytes remain from the baseline's row, and the row for layer 3
+        remains from the current rows.
     """
     (old_layers, old_unsplit), (new_layers, new_unsplit) = _by_layer(old), _by_layer(new)
     new_by_layer = {numbers: _without_release(row) for numbers, row in new_layers.items()}
@@ -471,7 +471,7 @@ def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[R
 
 
 def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
-    """Split rows by layer. Return a row for each named layer, and the rows that cannot be split."""
+    """Split rows by layer. Return a row for each named layer, and the rows without named layers or equal parts."""
     of_layer: dict[Numbers, Row] = {}
     unsplit = []
     for row in rows:
@@ -488,7 +488,7 @@ def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[lis
     are subtracted first.
 
     Returns:
-        The remaining rows of ``unsplit``, and the layers that could not be subtracted.
+        The remaining rows in ``unsplit``, and the remaining layers.
     """
     remaining = dict(layers)
     for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
@@ -503,7 +503,7 @@ def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[lis
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Drop rows that only moved: a row in ``old`` and a row in ``new`` with the same ``key`` cancel each other out.
+    """Drop moved rows: a row in ``old`` and a row in ``new`` with the same ``key`` cancel each other out.
 
     A row does not move if ``old`` and ``new`` have a row with its category, module, operator and tensor. It grew or shrank.
     """
@@ -568,13 +568,13 @@ def _with_sums(
     """Move the rows of a composition into its sum over smaller rows, if the other composition may have them in its own sum.
 
     Example:
-        The baseline lists rows down to 1 MB, and its sum over smaller rows has 8 MB. The current step has two rows with 0.9 MB
-        that the baseline does not list. The baseline's sum may include them, so they are added to the current sum, and only the
-        sums are compared.
+        The baseline lists rows down to 1 MB, and its sum over smaller rows has 8 MB. The current step has two rows with 0.9 MB,
+        which the baseline does not list. The baseline's sum may include them, so they are added to the current sum, and only
+        the sums are compared.
 
     Returns:
-        The baseline's rows and sums, the current rows and sums, the changes of rows that were partly in the baseline's sum, and
-        by category the rows that may have grown in a sum.
+        The baseline's rows and sums, the current rows and sums, a change for each row with a known part in the baseline's sum,
+        and by category the rows that may have grown in a sum.
     """
     old_rows, new_rows = baseline.rows, current.rows
     changes: list[Change] = []
@@ -585,11 +585,11 @@ def _with_sums(
             _sum_of(category, side.sums.values() if has_single_sum else filter(None, [side.sums.get(category)]))
             for side in (baseline, current)
         )
-        # A row that both compositions list grew or shrank, so it is in neither sum.
+        # If both compositions list a row, this row grew or shrank, and is in neither sum.
         listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
         of_category = None if has_single_sum else category
-        # A row in the baseline may have shrunk into the current sum. But if such rows together have more than twice the bytes
-        # of this sum, the largest of them must have disappeared.
+        # A row in the baseline may have shrunk into the current sum. But if such rows together have more than twice the sum's
+        # bytes, the largest rows must have disappeared.
         small_old, old_rows = _split_by_size(old_rows, of_category, current.smallest, 2 * new_sum.nbytes, listed)
         small_new, new_rows = _split_by_size(new_rows, of_category, baseline.smallest, None, listed)
         old_total, new_total = _sum_of(category, [old_sum, *small_old]), _sum_of(category, [new_sum, *small_new])
@@ -609,7 +609,7 @@ def _with_sums(
 def _attribution_by_graph(
     rows: list[Row], sum_bytes: int, growth: int, blocks: int, graph: GraphChanges
 ) -> Attribution:
-    """Return which rows grew, like `attribution`, but begin with rows that follow from a ``graph`` change.
+    """Return which rows grew, like `attribution`, but begin with rows from modules with a ``graph`` change.
 
     If autograd recorded no call of a module in the baseline, the module's rows must be new. If these rows together have more
     bytes than the growth, only they are passed to `attribution`.
@@ -636,14 +636,14 @@ def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
 def _split_by_size(
     rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
 ) -> tuple[list[Row], list[Row]]:
-    """Divide a composition's rows into those that the other composition may have in its sum, and all larger rows.
+    """Divide a composition's rows into rows that the other composition may have in its sum, and all other rows.
 
     Args:
         rows: The rows of a composition.
         category: The category of the other composition's sum; ``None`` if the sum is over all categories.
-        smallest: The bytes of the smallest row that the other composition lists; ``None`` if it lists no row.
-        most: The upper bound for the bytes of all returned smaller rows together; ``None`` for no bound.
-        listed: The keys of rows that both compositions list (`_without_amounts`). Such rows are in no sum.
+        smallest: The bytes in the other composition's smallest listed row; ``None`` if it lists no row.
+        most: The upper bound for the total bytes in the first returned list; ``None`` for no bound.
+        listed: The keys (`_without_amounts`) of rows listed in both compositions. Such rows are in no sum.
     """
     small: list[Row] = []
     larger: list[Row] = []
@@ -659,7 +659,7 @@ def _split_by_size(
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
-    """Pair each row in ``old`` with a row in ``new`` that has the same key, the largest with the largest.
+    """Pair rows in ``old`` with rows in ``new`` by key, the largest with the largest.
 
     Returns:
         The unpaired rows in ``old``, the unpaired rows in ``new``, and a change for each pair.

@@ -28,7 +28,7 @@ _MOST_LINES = 3
 _AND = " and "
 _KEPT = "autograd keeps {} activations for backward"
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""The categories of tensors that autograd's graph saves, or that backward and the optimizer allocate because of it."""
+"""Categories with tensors from autograd's graph, from backward or from the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class GraphChange:
     module: str
     """The folded path of the outermost module: ``teacher``. For code outside modules, the name of a function: ``step()``.
 
-    If two functions changed that the same function calls, both are named: ``left() and right()``.
+    If two changed functions are called by the same function, both are named: ``left() and right()``.
     """
     lines: tuple[str, ...]
     """The lines that call the module: ``models.py:41``. If only some calls changed, some of these lines may be unchanged. If
     only a part of a function changed, these are the lines in this part."""
     before: Calls
-    """The number of calls that autograd did not record in the baseline, and the number of all calls: ``[6, 12]``.
+    """The module's unrecorded calls in the baseline, and all its calls, as two numbers: ``[6, 12]``.
 
     If autograd recorded no call in the baseline, the numbers may count the calls to all modules together.
     """
     now: Calls
-    """The number of calls that autograd does not record in this step, and the number of all calls: ``[0, 12]``."""
+    """The module's unrecorded calls in this step, and all its calls, as two numbers: ``[0, 12]``."""
     within: tuple[str, ...] = ()
-    """The modules with rows that grew: ``teacher.blocks.*``. For a function, the lines with rows that grew."""
+    """The modules with growing rows: ``teacher.blocks.*``. For a function, the lines with growing rows."""
 
     @property
     def sentence(self) -> str:
@@ -147,7 +147,7 @@ class GraphChanges:
                 yield replace(change, within=tuple(sorted(within)), lines=at)
 
     def _function_around(self, change: GraphChange) -> str:
-        """Return the function that contains all calls of a changed module, or an empty text if several functions do."""
+        """Return the function with all calls to a changed module, or an empty text if several functions call the module."""
         functions = {self.function_at.get(line, "") for line in change.lines}
         return functions.pop() if len(functions) == 1 else ""
 
@@ -190,7 +190,7 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), baseline_calls, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules and functions that call a changed module. If there are none, return the module.
+        """Return the outermost changed modules and functions around a changed module's calls, or else the module itself.
 
         A function is left out if only a part of it changed, because the calls may be in another part.
         """

@@ -1,4 +1,4 @@
-"""Find the growths in a session: metrics that are worse in a measurement, and the code places that explain them. Pure."""
+"""Find the growths in a session: worse metrics in measurements, and the code places that explain them. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""The share of a growth that causes have to explain. The remaining growth counts as a consequence."""
+"""Causes have to explain this share of a growth. The remaining growth counts as a consequence."""
 LEAST = 0.1
-"""The share of a growth that a line has to explain, so the line can be a cause."""
+"""A line has to explain this share of a growth to be a cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Growth:
-    """A metric that is worse than its baseline or budget in a test's measurement."""
+    """A metric in a test's measurement with a worse value than its baseline or budget."""
 
     test: str
     """The test's id."""
@@ -76,7 +76,7 @@ class Part:
     largest: float
     """The growth of the largest row."""
     lines: tuple[str, ...]
-    """The lines that allocated the rows, first the line of the largest row."""
+    """The allocating lines. The largest row's line comes first."""
     module: str
     operator: str
     tensors: str
@@ -97,12 +97,12 @@ class Alternatives(NamedTuple):
     amount: float
     """The growth at all these places together."""
     parts: Mapping[Place, Part]
-    """The part that each place would have if memory grew there."""
+    """The part at each place, if memory grew there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedGrowth:
-    """A growth, with everything in the measurement that may explain it."""
+    """A growth and its possible explanations from the same measurement."""
 
     growth: Growth
     parts: Mapping[Place, Part]
@@ -129,9 +129,9 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
     """Yield the growths of a measurement.
 
-    These are the growths of kept bytes, of the peak, of cyclic garbage and of syncs. If none of them is worse, the most
-    important other count is yielded, or else the time. A count is also yielded if memory grew, but no place in the code is
-    known for it.
+    Growth in kept bytes, in the peak, in cyclic garbage and in syncs is yielded first. If none of them grew, the most important
+    other count is yielded, or else the time. The count is also yielded if memory grew, but no place in the code is known for
+    this memory.
     """
     worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
@@ -188,10 +188,10 @@ def _baseline_bytes(metric: MetricVerdict) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _NewParts(Generic[T]):
-    """The parts of kept bytes that are new since the baseline, and those that may be new."""
+    """The certainly new and the possibly new parts of kept bytes, compared with the baseline."""
 
     certain: tuple[T, ...]
-    """The parts that are certainly new."""
+    """The certainly new parts."""
     uncertain: tuple[T, ...] = ()
     """The parts of which some are new and some were already kept in the baseline."""
     missing: float = 0
@@ -224,10 +224,10 @@ def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: flo
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The rows of the memory that a step or call keeps. Rows that are new since the baseline come first."""
+    """The rows in the memory kept by a step or call. New rows since the baseline come first."""
 
     rows: tuple[Row, ...] = ()
-    """All rows: certainly new rows, then ``uncertain`` rows, then rows that were kept in the baseline."""
+    """All rows: certainly new rows, then ``uncertain`` rows, then rows from the baseline."""
     uncertain: tuple[Row, ...] = ()
     """The rows of which some are new and some were kept in the baseline, if nothing proves which rows are new."""
     before: float = 0
@@ -236,7 +236,7 @@ class KeptRows:
     """The growth of the kept bytes since the baseline."""
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
-        """Return the holders, sorted like the rows that they keep."""
+        """Return the holders, sorted like their kept rows."""
         order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
 
         def first(holder: Holder) -> int:
@@ -246,9 +246,9 @@ class KeptRows:
 
 
 def kept_rows(verdict: Verdict) -> KeptRows:
-    """Return the rows of the memory that a measurement keeps.
+    """Return the kept rows in a measurement.
 
-    If bytes were kept in the baseline as well, the rows that grew at the peak show which kept rows may be new.
+    If bytes were kept in the baseline as well, growth at the peak shows which kept rows may be new.
     """
     explanation = verdict.measurement.explanation
     # A row has negative bytes if the step freed older blocks. Such a row explains nothing.
@@ -328,7 +328,7 @@ class _HeldRows(NamedTuple):
     def alike(self, row: Row) -> int:
         """Return how many bytes the holder keeps in tensors with the operator, dtype and shape of ``row``.
 
-        The category may differ, because tensors that the previous step kept are inputs of the recorded step.
+        The category may differ, because tensors kept by the previous step are inputs of the recorded step.
         """
         return sum(
             kept_row.nbytes
@@ -341,7 +341,7 @@ class _HeldRows(NamedTuple):
 def _holder_places(
     of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
 ) -> dict[Place, tuple[_HeldRows, ...]]:
-    """Return the holders of kept tensors, by the line that allocated the tensors.
+    """Return the holders of kept tensors, by the allocating line.
 
     With this table, a row at the peak is assigned to the holder instead of the line: the tensor is live because it is kept.
     Lines with an uncertain holder are left out. Kept rows without a line and a module are also left out, because a row at the
@@ -349,7 +349,7 @@ def _holder_places(
 
     Args:
         of_inputs: The holders of inputs, from `Explanation.holders_of_inputs`.
-        of_kept: The holders of tensors that the step keeps, from `Explanation.holders`.
+        of_kept: The holders of kept tensors, from `Explanation.holders`.
         is_again: Whether each step keeps such tensors again.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -376,7 +376,7 @@ def _at_holders(
 ) -> list[tuple[Place, Part]]:
     """Turn a row at the peak into parts: one for each holder of its tensors, or a single part at its line without a holder.
 
-    If several holders keep tensors from the row's line, the row's bytes are divided in proportion to the bytes that they keep.
+    If several holders keep tensors from the row's line, the row's bytes are divided in proportion to the holders' bytes.
     """
     row_part = _part_of_row(row, nbytes, reason)
     if row_part is None:
@@ -411,7 +411,7 @@ def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRo
         return {}
     parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
-        # The peak moved to a backward pass that exists only because autograd records more calls now.
+        # The peak moved to a backward pass, which is new because autograd records more calls now.
         graph_rows = (
             (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
         )
@@ -437,7 +437,7 @@ def _alternatives(
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:
-    """Return a part for each possible holder of kept rows. A holder that was not found has a part at each row's line."""
+    """Return a part for each possible holder of kept rows. If a holder was not found, its parts are at the rows' lines."""
     places = (
         _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
         for path in holder.alternatives
@@ -520,7 +520,7 @@ def _parts_of_change(
 ) -> list[tuple[Place, Part]]:
     """Turn a change into parts.
 
-    If the change follows from a graph change, its place is the line that calls the module. Otherwise its place is the holder in
+    If the change follows from a graph change, its place is the module's caller. Otherwise its place is the holder in
     ``holders_at``, or the allocating line if there is no holder.
     """
     cause = next(
@@ -532,7 +532,7 @@ def _parts_of_change(
 
 
 def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
-    """Turn a row that follows from a graph change into a part, and return it with its place."""
+    """Turn a row into a part whose cause is a graph change, and return it with its place."""
     row_part = _part_of_row(row, nbytes)
     if row_part is None:
         return None

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
     """Return the tolerances for comparing an emulated GPU's figures with a real GPU's figures.
 
-    Each tolerance is at least the metric's error on emulated GPUs (`Metric.emulated`). Metrics that cannot be compared are
-    left out.
+    Each tolerance is at least the metric's error on emulated GPUs (`Metric.emulated`). Metrics without such an error cannot be
+    compared, and are left out.
     """
     return {
         name: Tolerance(max(tolerance.relative, supported.relative), max(tolerance.absolute, supported.absolute))
@@ -201,7 +201,7 @@ def _judge_on_devices(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric for all devices that the step used.
+    """Return the verdict on a metric over all devices.
 
     The metric is judged on each device. If it is worse on any device than the budget or the baseline allows, the verdict on the
     worst device is returned. Otherwise the verdict on the whole step is returned, and names the device with the most bytes.
@@ -245,7 +245,7 @@ def _on(measurement: Measurement, device: str) -> Measurement:
 def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
     """Return whether the explanation and the baseline's composition describe the same device.
 
-    A baseline's composition describes the device that had the largest peak.
+    A baseline's composition describes the device with the largest peak.
     """
     return explanation.gpu in (None, largest(baseline.by_device) or measurement.largest_device)
 
@@ -294,7 +294,7 @@ def _judge_metric(
 def _not_comparable(
     measurement: Measurement, baseline: Baseline | NoBaseline | None
 ) -> tuple[str | None, Outcome | None]:
-    """Return why a measurement cannot be compared with its baseline, and the outcome that follows.
+    """Return why a measurement cannot be compared with its baseline, and the resulting outcome.
 
     Returns:
         A sentence with the reason, and the outcome. Both are ``None`` if the measurement can be compared, or if the session
@@ -347,16 +347,15 @@ def _compare(
 
 
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
-"""Sizes of the segments that torch's allocator reserves on the GPU: 2 MiB for blocks up to 1 MiB, and 20 MiB for blocks up to
-10 MiB."""
+"""Segment sizes in torch's GPU allocator: 2 MiB for blocks up to 1 MiB, and 20 MiB for blocks up to 10 MiB."""
 
 
 def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
     """Return the bytes by which `peak_reserved` may differ from its baseline although the step is the same.
 
-    The allocator first fills unused bytes in segments that it reserved before the step. If both runs begin with equally many
-    unused bytes, the step reserves the same segments. If one run begins with more unused bytes, a block may fit into such a
-    segment, and this run reserves one segment less.
+    The allocator first fills unused bytes in older segments, and then reserves new segments. If both runs begin with equally
+    many unused bytes, the step reserves the same segments. If one run begins with more unused bytes, a block may fit into an
+    older segment, and this run reserves one segment less.
 
     Example:
         If both runs begin without unused bytes, the result is 2 MiB, the size of a small segment. If this run begins with 30
@@ -431,7 +430,7 @@ def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
 def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
     """Return a clause on the first environment detail in ``names`` that differs from the baseline's.
 
-    The result is ``None`` if all these details are equal. A detail that only one environment records is ignored.
+    The result is ``None`` if all these details are equal. A detail is ignored if only one environment records it.
     """
     current, stored = measurement.environment.details, baseline.environment.details
     for name in names:
@@ -451,7 +450,7 @@ def failing_outcomes(
         verdict: The verdict on the test.
         strict: Whether a test also fails if a figure was not compared (``--gpumem-strict``).
         compares: Whether a regression is a failure (``--gpumem-baseline``). Without this option, an update compares only to
-            choose the figures that it writes.
+            choose the figures to write.
         accepts: The outcomes whose figures this session writes into the store. They do not fail the test.
     """
     if verdict.failed_by_itself:

@@ -1,4 +1,4 @@
-"""Notes on metrics that only the measurement or only its baseline has. Pure."""
+"""Notes on metrics in only the measurement or only its baseline. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environment) -> bool:
-    """Return whether a metric that a baseline lacks may be added to it.
+    """Return whether a missing metric may be added to a baseline.
 
-    This holds for bytes and counts if all environment details that affect the metric are equal.
+    Bytes and counts may be added if all environment details that affect the metric are equal.
 
     Args:
         metric: The metric.
@@ -30,7 +30,7 @@ def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environm
 
 
 def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str:
-    """Return a clause on a metric that the baseline lacks: why it is not compared, and which option adds it."""
+    """Return a clause on a metric without a baseline value: why it is not compared, and which option adds it."""
     torch = baseline.environment.details.get("torch", "?")
     lacking = f"not compared: the baseline ({baseline.recorded}, torch {torch}) has no {metric.title}"
     if may_be_added(metric, measurement.environment, baseline.environment):
@@ -39,7 +39,7 @@ def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str
 
 
 def not_measured(measurement: Measurement, baseline: Baseline, comparable: Container[str]) -> list[str]:
-    """Return a clause for each metric in bytes or counts that the baseline has and that is not compared.
+    """Return a clause for each of the baseline's metrics, in bytes or counts, without a comparable current value.
 
     Args:
         measurement: The measurement.

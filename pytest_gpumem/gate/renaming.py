@@ -47,7 +47,7 @@ def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline
 def candidates_of(
     key: Key, measurement: Measurement, unused: Iterable[tuple[Key, Baseline]], tolerances: Mapping[str, Tolerance]
 ) -> tuple[FormerTest, ...]:
-    """Return the deleted tests that a new test may have been, those with the most similar names first.
+    """Return the possible former names of a new test, the most similar names first.
 
     Args:
         key: The key of the new measurement.

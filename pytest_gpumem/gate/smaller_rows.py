@@ -33,8 +33,8 @@ class Attribution(NamedTuple):
     """The rows that certainly grew, and the rows that may have grown."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """For each row that certainly grew, its part that was in the baseline's sum, and the current row. For example, the part has
-    4 of 12 blocks. It is ``None`` if the row is new."""
+    """For each row that certainly grew, its part in the baseline's sum, and the current row. For example, the part has 4 of 12
+    blocks. The part is ``None`` if the row is new."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
@@ -50,8 +50,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
         has more bytes than the sum, so it must be new.
 
     Args:
-        rows: Current rows that the baseline does not list. Each has at most the bytes of the smallest row that the baseline
-            lists.
+        rows: Current rows that the baseline does not list. Each has at most the bytes of the baseline's smallest listed row.
         sum_bytes: The bytes of the baseline's sum.
         growth: The bytes by which ``rows`` together exceed the baseline's sum.
         blocks: The blocks by which ``rows`` together exceed the baseline's sum. 0 if the baseline has no number of blocks.
@@ -74,7 +73,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
 
 
 class _Blocks(NamedTuple):
-    """A number of new blocks with the same size, and the rows that may contain them."""
+    """A number of new blocks with the same size, and the rows that may contain these blocks."""
 
     rows: list[Row]
     number: int

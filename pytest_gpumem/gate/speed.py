@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 MACHINE = "machine"
-"""The environment detail that has to be equal in the measurement and the baseline, so their times can be compared."""
+"""Times are compared only if this environment detail is equal in the measurement and the baseline."""
 
 NO_TIME = "no baseline of time yet"
 
@@ -94,7 +94,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode that stores a time without a baseline, as ``metric.reason`` names it; otherwise ``"all"``."""
+    """Return the update mode for storing a time without a baseline, as named in ``metric.reason``; otherwise ``"all"``."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 
@@ -139,8 +139,7 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
     """Return the unit and the amount of work in a step, such as ``("tokens", 2048)``; ``None`` if the work is unknown.
 
-    The unit of the budget ``minimum`` is used, if there is such a budget. It also applies to a number that the test passed as
-    ``items=``.
+    If there is a budget ``minimum``, the result has the budget's unit. A number from ``items=`` is then taken in this unit.
     """
     work = measurement.work
     if minimum is not None:

@@ -30,8 +30,8 @@ class Outcome(str, Enum):
     """Measured and shown, but not compared, because there is no budget and the session does not compare with baselines.
     ``--gpumem-strict`` fails a test if none of its figures was compared."""
     OK = "ok"
-    """Within the budget, and within the tolerance of the baseline. A test without a measurement is ``ok`` if it asserts a
-    relation that is true (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
+    """Within the budget, and within the tolerance of the baseline. A test without a measurement is ``ok`` if it asserts a true
+    relation (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
     IMPROVED = "improved"
     """Better than the baseline by more than the tolerance."""
     NEW = "new"
@@ -65,7 +65,7 @@ class Outcome(str, Enum):
     If a figure in bytes grew by more than 40 %, no other environment explains this growth. The only exception is
     ``emulated_cudnn``: if it differs, the figures of an emulated GPU are ``uncertain``."""
     MISSING = "missing"
-    """The test ran to its end, but it no longer takes a measurement that has a baseline on this device.
+    """The test ran to its end without a measurement that has a baseline on this device.
 
     A test is also ``missing`` if it was not measured although the device with its baseline is available. For example, the test
     lost its marker, its fixture or its pattern in the setting ``mark``, or its marker or the settings now name an unavailable
@@ -121,7 +121,7 @@ class MetricVerdict:
     budget: float | None = None
     """The limit in the budget; ``None`` if the budget does not limit this metric."""
     reason: str | None = None
-    """A clause that explains the outcome, for example why the value was not compared or is uncertain."""
+    """A clause on the outcome, for example why the value was not compared or is uncertain."""
     interval: tuple[float, float] | None = None
     """The 95 % confidence interval of the ratio between a time and the baseline's time, as its lower and its upper end."""
     of: str | None = None
@@ -195,15 +195,15 @@ class Verdict:
     origin: Origin | None = None
     """The origin of the baseline; ``None`` without a baseline."""
     reason: str | None = None
-    """A sentence that says why the measurement cannot be compared; ``None`` if it was compared, or if the session does not
+    """The reason why the measurement cannot be compared, as a sentence; ``None`` if it was compared, or if the session does not
     compare with baselines."""
     elsewhere: tuple[str, ...] = ()
     """The devices on which the measurement has baselines, if it has none on this device."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes in the peak's composition, if the baseline and this measurement have a composition."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """The changed operators for each count that grew, if the baseline and this measurement list its operators. Operators that
-    disappeared have negative numbers."""
+    """The changed operators for each larger count, if the baseline and this measurement list its operators. Disappeared
+    operators have negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
     """Deleted tests under whose name this test may have been measured before. They are listed if this measurement has no
     baseline, and theirs have the same step, config, batch and device."""
@@ -235,7 +235,7 @@ class Verdict:
 
     @property
     def deciding(self) -> MetricVerdict | None:
-        """The metric that decided the measurement's outcome, or ``None`` if every metric is ``ok`` or was not compared.
+        """The deciding metric for the measurement's outcome, or ``None`` if every metric is ``ok`` or was not compared.
 
         If several metrics have this outcome, the result is the metric for a failure's headline. For example, ``growth`` comes
         before ``peak_allocated``.
@@ -253,12 +253,12 @@ class Cell:
     """A test's cell in one matrix of step configs (``gpumem_configs``)."""
 
     matrix: str
-    """The id that all tests in the matrix share: ``"tests/test_gpt.py::test_matrix"``."""
+    """The common id of all tests in the matrix: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     """The text of the step config."""
     index: int
-    """The number of this config's row in the matrix. Reports compare every row with the row that has the lowest number, which
-    is 0 if the test has no other parameters."""
+    """The number of this config's row in the matrix. Reports compare every row with the lowest number's row, which is 0 if the
+    test has no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +320,9 @@ class TestVerdict:
     missing_on: tuple[str, ...] = ()
     """The slugs of the devices with the ``missing`` baselines, if the test was not measured because its device is absent."""
     accept: str | None = None
-    """The command that accepts the figures for which the gate failed the test; ``None`` if no command can accept them."""
+    """The command for accepting the figures for which the gate failed the test; ``None`` if no command can accept them."""
     bisect: str | None = None
-    """The command that finds the package release behind a regression; ``None`` if no package differs from the baseline's."""
+    """The command for finding the package release behind a regression; ``None`` if no package differs from the baseline's."""
     named_device: str | None = None
     """The device that the test's marker names; ``None`` if the test runs on the session's device."""
 

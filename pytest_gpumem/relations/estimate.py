@@ -1,4 +1,4 @@
-"""Compare the measured bytes of a training step's state (parameters, gradients, optimizer) with formulas."""
+"""Compare a training step's state (parameters, gradients, optimizer), as measured in bytes, with formulas."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 MOST_DIFFERENCE = 0.02
 """If the measured bytes differ from the formula by more than this ratio, the difference is a finding."""
 _COPY = 0.1
-"""If the measured bytes are a multiple of the formula, up to this ratio, the finding says that several copies are alive."""
+"""If the measured bytes are two or more times the formula, up to this ratio, the finding says that several copies are alive."""
 _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The bytes of a training step's state, by formula and as measured. ``print()`` shows them as a table."""
+    """A training step's state in bytes, by formula and as measured. ``print()`` shows a table."""
 
     measurement: Measurement
     """The step's measurement."""
     state: StateBytes
-    """The bytes of each kind of state, by formula and as measured."""
+    """Parameters, gradients and other state in bytes, by formula and as measured."""
     findings: tuple[str, ...]
-    """A sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on memory between steps
-    that has no known owner."""
+    """A sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on memory without a
+    known owner between steps."""
 
     @property
     def parameters(self) -> int:
-        """The bytes of the parameters by formula: the number of elements x the bytes per element in the precision's dtype.
+        """The parameters' bytes by formula: elements x bytes per element in the precision's dtype.
 
-        With sharding, only the elements on this rank count. For ``fully_shard``, the number of rows on a rank is rounded up.
-        The result is 0 with ``offload=params``.
+        With sharding, only the elements on this rank count. For ``fully_shard``, this rank's rows are rounded up. The result is
+        0 with ``offload=params``.
 
         Example: 858,880 parameters in float32 take 3,435,520 bytes.
         """
@@ -44,35 +44,35 @@ class Estimate:
 
     @property
     def gradients(self) -> int:
-        """The bytes of the gradients by formula: like ``parameters``, but only for parameters that are trained."""
+        """The gradients' bytes by formula: the same as for ``parameters``, but only for trained parameters."""
         return _formula(self.state.gradients)
 
     @property
     def gradient_buckets(self) -> int:
-        """The bytes of gradient buckets by formula: as many as the gradients under ``ddp`` and ``zero1``, otherwise 0."""
+        """The gradient buckets' bytes by formula: the same as for ``gradients`` under ``ddp`` and ``zero1``, otherwise 0."""
         return _formula(self.state.gradient_buckets)
 
     @property
     def optimizer_state(self) -> int:
-        """The bytes of the optimizer's state by formula, or as measured if there is no formula for the optimizer.
+        """The optimizer state's bytes by formula, or as measured if there is no formula for the optimizer.
 
-        Adam and AdamW keep two averages of each parameter's gradients. SGD keeps one if it has momentum. Adafactor keeps a row
-        and a column for each matrix. torchao's 8-bit Adam keeps the two averages with a byte for each value, and scales.
+        Adam and AdamW keep two averages for each parameter. SGD with momentum keeps one average. Adafactor keeps a row and a
+        column for each matrix. torchao's 8-bit Adam keeps two averages with a byte for each value, and scales.
         """
         return _formula(self.state.optimizer_state)
 
     @property
     def master_weights(self) -> int:
-        """The bytes of master weights by formula: always 0. Under AMP, the float32 parameters are the master weights."""
+        """The master weights' bytes by formula: always 0. Under AMP, the float32 parameters are the master weights."""
         return _formula(self.state.master_weights)
 
     @property
     def activations(self) -> int:
-        """The measured bytes of saved and temporary tensors at the peak of forward."""
+        """The measured bytes in saved and temporary tensors at forward's peak."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Return the lines of the table with a row for each kind of state, followed by the findings.
+        """Return the table's lines, with a row for parameters, gradients and so on, followed by the findings.
 
         Args:
             units: ``"si"`` for kB, MB and GB, or ``"iec"`` for KiB, MiB and GiB.
@@ -97,9 +97,9 @@ class Estimate:
 
 
 def findings_of(state: StateBytes) -> tuple[str, ...]:
-    """Return a sentence for each kind of state that differs from its formula by more than 2 %, and one for unowned memory.
+    """Return a sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on other memory.
 
-    Unowned memory exists between two steps ("at rest"), but the model, the optimizer and the batch do not refer to it.
+    Other memory exists between two steps ("at rest"), but belongs to neither the model, the optimizer nor the batch.
 
     Example: ``"optimizer state: 13.74 MB held, 6.87 MB by formula (+100.0 %): two copies of the optimizer state are alive"``.
     """

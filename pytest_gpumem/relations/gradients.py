@@ -39,11 +39,11 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
     "amp-bf16": 1e-1,
     "bf16": 1e-1,
 }
-"""The default ``rtol`` for each precision: a ratio of the root mean square of a parameter's gradient.
+"""The default ``rtol`` for each precision, relative to the root mean square of a parameter's gradient.
 
-Rounding errors add up over the layers. So each tolerance is tens of times the unit roundoff of the precision, which is 5e-4 for
-TF32 and float16, and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is over a thousand times the unit roundoff, because
-kernels sum in different orders. If a gradient is wrong, its error is about as large as the gradient.
+Rounding errors add up over the layers. So each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32
+and float16, and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is over a thousand times the unit roundoff, because kernels
+sum in different orders. If a gradient is wrong, its error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
@@ -52,11 +52,11 @@ _MOST_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of a step under one step config, copied to the host."""
+    """A step's gradients under one step config, copied to the host."""
 
     config: str
     by_name: Mapping[str, torch.Tensor | None]
-    """The gradient of each parameter, by the parameter's name; ``None`` for a parameter without a gradient."""
+    """The gradients by parameter name; ``None`` for a parameter without a gradient."""
     precisions: tuple[str, ...] = ("fp32",)
     """The step config's words for the precisions in which the gradients were computed."""
 
@@ -71,7 +71,7 @@ def assert_same_gradients(
     atol: float | None = None,
     loss: Loss | None = None,
 ) -> None:
-    """Run a step under each of two configs, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
+    """Run a step under two step configs, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
     if existing_model_in(model_factory) is not None:
         raise TypeError(
             "assert_same_gradients builds the model twice: pass a class or function that builds it, not a model"
@@ -98,11 +98,10 @@ def assert_same_gradients(
 def difference(
     first: Gradients, second: Gradients, rtol: float, atol: float | None = None, hint: str = ""
 ) -> str | None:
-    """Return a message if the gradients of two steps differ; ``None`` if they are equal within the tolerance.
+    """Return a message if two steps' gradients differ; ``None`` if they are equal within the tolerance.
 
     For each parameter, the root mean square of the error may be at most ``atol`` + ``rtol`` x the root mean square of the
-    second gradient. Single entries are not compared, because a rounding error at the corner of a ReLU changes an entry
-    completely.
+    second gradient. Single entries are not compared, because near a ReLU's corner a rounding error changes an entry completely.
 
     Example: with ``rtol=1e-4`` and a largest gradient of 0.02, the default ``atol`` is 0.01 x 1e-4 x 0.02 = 2e-8. A gradient
     of size 0.01 may then have an error of 2e-8 + 1e-6.
@@ -111,14 +110,16 @@ def difference(
         first: The first gradients.
         second: The second gradients.
         rtol: The relative tolerance.
-        atol: The absolute tolerance. The default is 0.01 x ``rtol`` x the root mean square of the largest gradient. Without it,
-            a gradient that consists only of rounding errors (the bias of an attention's keys) would differ.
-        hint: The text that is added to the message if values differ.
+        atol: The absolute tolerance. The default is 0.01 x ``rtol`` x the largest gradient. Without it, gradients with nothing
+            but rounding errors (for the bias in an attention's keys) would differ.
+        hint: The text to add to the message if values differ.
     """
     names = list(second.by_name)
     if first.by_name.keys() != second.by_name.keys():
         unshared = sorted(first.by_name.keys() ^ second.by_name.keys())
-        return f"the models have different parameters: {unshared[0]} is in only one of them; build the same model each time"
+        return (
+            f"the models have different parameters: {unshared[0]} is in only one model; build the same model each time"
+        )
     missing = [
         (name, without, other)
         for name in names
@@ -159,12 +160,12 @@ def _hint(config: StepConfig, other: StepConfig) -> str:
         return "; compiled code draws other random numbers: compare with dropout switched off"
     if config.accumulate != other.accumulate:
         return (
-            "; each micro-batch draws its own dropout, and if micro-batches have different numbers of tokens, the mean over "
-            "micro-batches differs from the mean over the batch"
+            "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal token counts differs from "
+            "the mean over the batch"
         )
     if config.precision != other.precision:
         return (
-            "; rounding can change the sign of a ReLU's input, and its gradient then changes by much more than the rounding: "
+            "; rounding can change the sign at a ReLU, and the gradient then changes by much more than the rounding error: "
             "pass rtol, or compare two configs with the same precision"
         )
     return ""
@@ -177,7 +178,7 @@ def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) 
     if not first.numel():
         return None
     error, allowed = _size(first - second), atol + rtol * _size(second)
-    # Do not test `error > allowed`, because it would be false for an error of NaN.
+    # Do not test `error > allowed`, because this comparison is false if the error is NaN.
     if error <= allowed:
         return None
     index = int((first - second).abs().nan_to_num(nan=float("inf")).argmax())
@@ -208,7 +209,7 @@ def _gradients(
     runs = BlockRuns()
     cast = AutocastDetector(config.precision)
     with ExitStack() as stack:
-        # Restore the state of the random number generators at the end, so the comparison does not change the test's numbers.
+        # Restore the random number generators at the end, so the comparison does not change the test's random numbers.
         stack.enter_context(restored_random_numbers(device))
         # Loading the weights does not make buffers outside the state dict equal, so build both models with the same seed.
         torch.manual_seed(SEED)
@@ -246,12 +247,12 @@ def _gradients(
 
 
 def _size(gradient: torch.Tensor) -> float:
-    """Return the root mean square of a gradient's entries."""
+    """Return the root mean square over a gradient's entries."""
     return float(gradient.abs().double().square().mean().sqrt()) if gradient.numel() else 0.0
 
 
 def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense copy of a gradient on the host, in float32 or float64."""
+    """Copy a gradient to the host, as a dense tensor in float32 or float64."""
     dense = gradient.detach().to_dense().cpu()
     return dense.float() if dense.element_size() < 4 else dense
 
@@ -265,7 +266,7 @@ def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | 
 
 
 def _not_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Return the name of the first parameter whose gradient is not finite; ``None`` if all gradients are finite."""
+    """Return the first parameter's name whose gradient is not finite; ``None`` if all gradients are finite."""
     import torch
 
     return next(

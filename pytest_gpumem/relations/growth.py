@@ -29,7 +29,7 @@ MOST_KINDS = 3
 
 
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
+    """Call a step repeatedly, and fail if memory still grows in the calls' second half.
 
     If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this further call replaces, such as a
     batch, does not count as kept. With several ranks there is no further call, because the other ranks may not make it.
@@ -66,7 +66,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
         if not grows(live):
             return
-        # Read the ids of tensors that are still alive, because Python may give the id of a freed tensor to a new tensor.
+        # Read the ids of living tensors only, because Python may give a freed tensor's id to a new tensor.
         old = {id(reference()) for reference in references}
         fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
         survivors: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
 
 
 def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:
-    """Return the new tensors of which there are more now than before, by dtype and shape: for example, a cache's entries."""
+    """Return new tensors whose dtype and shape are now more frequent than before, for example entries in a growing cache."""
     kinds = _kinds(device)
     return [
         tensor

@@ -1,4 +1,4 @@
-"""Measure the bytes of parameters, gradients and optimizer state in a training step, and compute them by formula."""
+"""Measure how many bytes a training step has in parameters, gradients and optimizer state, and compute them by formula."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 COUNT = 4
-"""The bytes of the step count (a float32) that an optimizer keeps for each parameter."""
+"""The bytes in the step count (a float32) that an optimizer keeps for each parameter."""
 LEAST_IN_8_BITS = 4096
 """For a parameter with fewer elements, 8-bit optimizers (torchao, bitsandbytes) keep their state in full precision."""
 BLOCK_IN_8_BITS = 256
-"""The number of 8-bit values that share a scale (torchao's ``block_size``)."""
+"""Consecutive 8-bit values that share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes of one kind of state, for example of the gradients."""
+    """The bytes in one kind of state, for example in the gradients."""
 
     formula: int | None
     """The bytes by formula; ``None`` if there is no formula for the optimizer."""
@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The bytes of each kind of state in a training step."""
+    """A training step's parameters, gradients and other state in bytes."""
 
     parameters: Share
     """The parameters."""
@@ -51,29 +51,29 @@ class StateBytes:
     optimizer_state: Share
     """The optimizer's state without master weights."""
     master_weights: Share
-    """The full-precision copies of half-precision parameters in an optimizer. torch's optimizers do not make such copies."""
+    """An optimizer's full-precision copies of half-precision parameters. torch's optimizers do not make such copies."""
     buffers: int
     """The model's buffers."""
     batch: int
     """The batch."""
     other: int
-    """Memory between two steps that has no known owner."""
+    """Memory without a known owner between two steps."""
     activations: int
-    """Saved and temporary tensors at the peak of forward."""
+    """Saved and temporary tensors at forward's peak."""
     peak: int
-    """The peak of the whole step."""
+    """The whole step's peak."""
     gradient_buckets: Share = Share(0, 0)
-    """Copies of the gradients that ``DistributedDataParallel`` keeps, because it sends them to other ranks."""
+    """Gradient copies in ``DistributedDataParallel``, which sends them to other ranks."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
-    """Run another step, and return the bytes of each kind of state.
+    """Run another step, and return its parameters, gradients and other state in bytes.
 
     The bytes are read just before the optimizer's step, when all gradients exist.
 
     Args:
-        prepared: The step, after it was measured.
-        figures: The figures of the measured step.
+        prepared: The measured step.
+        figures: The measured step's figures.
     """
     training = prepared.training
     model = training.model
@@ -127,7 +127,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     remaining = sum(_gradient_blocks(parameters, device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + remaining
     metrics = figures.memory.memory_metrics()
-    # From the second micro-batch on, the gradients of earlier micro-batches exist during forward.
+    # From the second micro-batch on, gradients from earlier micro-batches exist during forward.
     during_forward = bytes_of["gradients"] - remaining if training.config.accumulate > 1 else 0
     word = training.config.precision
     other = figures.memory.own - figures.memory.workspaces_before - at_rest
@@ -135,12 +135,12 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With several ranks, DDP does not expose its buckets. Then they are part of the memory without a known owner.
+            # With several ranks, DDP does not expose its buckets. Then they are in the memory without a known owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded
     state_formula = state_bytes(optimizer, trained) if optimizer is not None and has_state else 0
-    # In a pipeline stage, forward and backward alternate, so the peak of forward alone is unknown.
+    # In a pipeline stage, forward and backward alternate, so only their common peak is known.
     forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
@@ -157,9 +157,9 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
 
 
 def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: torch.device) -> int:
-    """Return the bytes of parameters by formula: the number of elements on the device x the bytes per element.
+    """Return parameters' bytes by formula: elements on the device x bytes per element.
 
-    An element has the dtype of the precision ``word``. Without a precision, it has the parameter's own dtype.
+    An element has the precision's dtype. If ``word`` is ``None``, it has the parameter's own dtype.
     """
     import torch
 
@@ -174,7 +174,7 @@ def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: to
 
 
 def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
-    """Return the number of a parameter's elements on this rank, or of all elements if the parameter is not sharded.
+    """Count a parameter's elements on this rank, or all elements if the parameter is not sharded.
 
     A dimension with n rows is split over N ranks as by ``torch.chunk``: each rank gets ceil(n / N) rows, but the last ranks get
     fewer or none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
@@ -182,7 +182,7 @@ def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
     Args:
         parameter: A tensor, or a DTensor.
         padded: True to assume that every rank has as many rows as the first rank. ``fully_shard`` pads parameters and gradients
-            to this number, because its collectives need parts of equal size. It does not pad the optimizer's state.
+            to this number, because its collectives need equal parts. It does not pad the optimizer's state.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
     if mesh is None or placements is None:
@@ -222,13 +222,13 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
-    """Return the bytes of an optimizer's state by formula; ``None`` if there is no formula for the optimizer.
+    """Return an optimizer state's bytes by formula; ``None`` if there is no formula for the optimizer.
 
     - Adam and AdamW (Kingma and Ba 2014) keep two averages in the parameter's dtype (three with ``amsgrad``) and a step count.
     - SGD keeps a momentum buffer, if momentum is used.
     - Adafactor (Shazeer and Stern 2018) keeps a row and a column for each matrix.
-    - torchao's 8-bit Adam (Dettmers 2021) keeps two averages. Each has a byte for each value, a float32 scale for each block of
-      256 values, and a table of 256 float32 numbers.
+    - torchao's 8-bit Adam (Dettmers 2021) keeps two averages. Each has a byte for each value, a float32 scale for 256 values,
+      and a table with 256 float32 numbers.
 
     If the optimizer is neither fused nor capturable, torch keeps the step count on the host. The step count then counts only
     for a model on the host.
@@ -249,7 +249,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.
 
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
-    """Return the bytes of the state for a single parameter; ``None`` if there is no formula for the optimizer."""
+    """Return the state's bytes for a single parameter; ``None`` if there is no formula for the optimizer."""
     elements = shard_elements(parameter)
     nbytes = elements * parameter.element_size()
     is_counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)

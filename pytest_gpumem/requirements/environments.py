@@ -1,6 +1,6 @@
 """Make virtual environments for sets of requirements, in the user's cache.
 
-The name of an environment's folder is a hash over the requirements and the packages in the current environment. So the same
+An environment's folder name is a hash over the requirements and the packages in the current environment. So the same
 requirements are installed only once.
 """
 
@@ -42,14 +42,14 @@ _LAYER = "gpumem-layer.pth"
 class VirtualEnvironment:
     """A virtual environment in the cache.
 
-    ``name`` is the set of requirements as the user wrote it, and ``packages`` has the release of each installed package.
+    ``name`` has the requirements as the user wrote them, and ``packages`` has each installed package's release.
     """
 
     folder: Path
     name: str
     packages: Mapping[str, str]
     created: float
-    """The time of the installation, in seconds since 1970."""
+    """The installation's time, in seconds since 1970."""
     modules: frozenset[str] = frozenset()
     """The top-level modules in the installed packages: ``{"transformers", "tokenizers"}``."""
 
@@ -67,17 +67,17 @@ class VirtualEnvironment:
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of all files in a folder, also in its subfolders. Symbolic links are not followed."""
+    """Return the bytes in a folder's files, including files in subfolders. Symbolic links are not followed."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
 
 
 def interpreter(folder: Path) -> Path:
-    """Return the path to the interpreter of the virtual environment in ``folder``."""
+    """Return the path to the interpreter in a virtual environment."""
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def cache_folder() -> Path:
-    """Return the folder in the user's cache that contains all virtual environments."""
+    """Return the folder for virtual environments in the user's cache."""
     return cache_root() / "environments"
 
 
@@ -98,15 +98,15 @@ class Environments:
         )
 
     def unfinished(self) -> list[Path]:
-        """Return the folders of environments whose installation is in progress or was interrupted."""
+        """Return the folders in which an installation is in progress or was interrupted."""
         finished = {environment.folder for environment in self.finished()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
     def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
-        """Return the cached environment for a set of requirements with exact releases; ``None`` if it is not in the cache.
+        """Return the cached environment for requirements with exact releases; ``None`` if the cache does not have it.
 
-        For a set without exact releases the result is always ``None``. For example, ``transformers>=4.38`` may install another
-        release tomorrow.
+        Without exact releases the result is always ``None``. For example, ``transformers>=4.38`` may install another release
+        tomorrow.
 
         Raises:
             InstallationError: Other users could have changed the files in the environment.
@@ -129,15 +129,15 @@ class Environments:
     ) -> VirtualEnvironment:
         """Return an environment in which the requirements are installed: the cached environment, or a new one.
 
-        A set without exact releases is always installed again, because there may be a new release. The new environment belongs
-        to this process until the process ends. The next installation of the same set then removes it. If an installation fails,
-        its folder is removed.
+        Requirements without exact releases are always installed again, because there may be a new release. The new environment
+        belongs to this process until the process ends. The next installation with the same requirements then removes the
+        environment. If an installation fails, its folder is removed.
 
         Args:
             requirements: The requirements to install.
             stop: Ends the installation if the process receives a signal, such as SIGTERM.
             emulated: True to install torch for an emulated GPU, without NVIDIA's libraries.
-            tick: A function that is called repeatedly during the installation.
+            tick: A function to call repeatedly during the installation.
 
         Raises:
             InstallationError: A package cannot be installed, or the cache cannot be used.
@@ -213,7 +213,7 @@ class Environments:
 
 
 _in_use: list[FileLock] = []
-"""The locks on environments that belong to this process. The operating system releases them when the process ends, even after a
+"""The locks on environments for this process only. The operating system releases them when the process ends, even after a
 crash."""
 
 
@@ -225,7 +225,7 @@ def _lock(folder: Path) -> FileLock:
 
 
 def _locked(folder: Path, stop: Stop) -> FileLock:
-    """Wait until no other process holds the lock of an environment, and return the acquired lock. Raises `StopSignal`."""
+    """Wait until no other process holds an environment's lock, acquire the lock, and return it. Raises `StopSignal`."""
     from filelock import Timeout
 
     lock = _lock(folder)
@@ -237,7 +237,7 @@ def _locked(folder: Path, stop: Stop) -> FileLock:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove earlier environments of a set without exact releases, except for those that belong to a running process."""
+    """Remove earlier environments for the same requirements without exact releases, unless a running process uses them."""
     from filelock import Timeout
 
     for environment in folder.parent.glob(f"{folder.name}-*"):
@@ -248,7 +248,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
-    """Return the name of an environment's folder: a hash over the requirements and the current environment's packages."""
+    """Return an environment's folder name: a hash over the requirements and the current environment's packages."""
     beneath = packages_here()
     # With another Python, the new environment gets only this plugin from the current environment.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]
@@ -263,7 +263,7 @@ def _key(requirements: RequirementSet, *, emulated: bool) -> str:
 
 
 def packages_here() -> list[str]:
-    """Return the packages that are installed for this interpreter: ``["torch==2.13.0", ...]``."""
+    """Return the packages installed for this interpreter: ``["torch==2.13.0", ...]``."""
     return sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
 
 
@@ -274,18 +274,18 @@ def site_folders_here() -> list[Path]:
 
 
 def _layer() -> str:
-    """Return the text of a ``.pth`` file. It adds the current environment's packages to a new environment, after its own."""
+    """Return the text for a ``.pth`` file, which adds the current packages to a new environment, after its own packages."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 
 def _site_folder(python: Path) -> Path:
-    """Return the folder into which packages are installed for the interpreter of a virtual environment."""
+    """Return the folder into which packages are installed for an interpreter."""
     command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _installed_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and the release of each package in a folder, as spelled in the name of its ``.dist-info`` folder."""
+    """Yield each package's name and release from a folder, as its ``.dist-info`` folder spells them."""
     for info in sorted(folder.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
         yield name, version

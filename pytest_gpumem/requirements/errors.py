@@ -1,4 +1,4 @@
-"""Exceptions that are raised if requirements cannot be read or installed."""
+"""Exceptions for requirements that cannot be read or installed."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class RequirementError(ValueError):
 
 
 class InstallationError(Exception):
-    """A virtual environment could not be made. The message quotes the reason that pip, uv or the system gave."""
+    """A virtual environment could not be made. The message quotes the reason from pip, uv or the system."""

@@ -1,4 +1,4 @@
-"""Find the installed package that contains a source file, with its name and version."""
+"""Find the name and version for the installed package with a source file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 _FOLDERS = ("site-packages", "dist-packages")
 _MEMORY_PACKAGES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
-"""The beginnings of the names of those packages that torch needs and whose release decides how much memory operators take."""
+"""Name prefixes for packages that torch needs and whose release decides how much memory operators take."""
 
 
 class Package(NamedTuple):
-    """An installed package (a distribution, in the words of `importlib.metadata`)."""
+    """An installed package, which `importlib.metadata` calls a distribution."""
 
     name: str
     version: str
 
 
 class InstalledFile(NamedTuple):
-    """A file in a folder with installed packages: the folder, and the parts of the file's path within this folder.
+    """A file in a folder with installed packages: the folder, and the file's path parts within this folder.
 
     Example: ``InstalledFile("/venv/lib/python3.11/site-packages", ("transformers", "models", "llama", "modeling_llama.py"))``.
     """
@@ -34,12 +34,12 @@ class InstalledFile(NamedTuple):
 
     @property
     def package(self) -> Package | None:
-        """The package that contains this file; ``None`` if no installed package contains it."""
+        """The package with this file; ``None`` if the file belongs to no installed package."""
         return _package(self.folder, self.parts)
 
     @property
     def shown(self) -> str:
-        """The file as reports show it: ``transformers 4.38.2: models/llama/modeling_llama.py``.
+        """The file's text in reports: ``transformers 4.38.2: models/llama/modeling_llama.py``.
 
         If the package is unknown, the text is only the path.
         """
@@ -61,7 +61,7 @@ def installed_file(path: PurePath) -> InstalledFile | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the installed versions of packages, by name. A package that is not installed is left out."""
+    """Return the installed packages' versions by name. Names without an installed package are left out."""
     pairs = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
     return {name: distribution.version for name, distribution in pairs if distribution is not None}
 
@@ -79,14 +79,15 @@ def needed_by_torch() -> tuple[str, ...]:
 
 @cache
 def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
-    """Return the package that contains a file.
+    """Return the package with a file.
 
     Args:
         folder: The folder with all installed packages.
-        parts: The parts of the file's path within this folder.
+        parts: The file's path parts within this folder.
     """
     top = parts[0].removesuffix(".py")
-    # Most packages have the name of their module. So first read the file list of this package only, and otherwise all lists.
+    # Most packages are named like their module. So first read only the file list in the package with this name, and then all
+    # file lists.
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         record = _record_of(folder, top)
         if not record or f"\n{'/'.join(parts)}," in record:
@@ -108,17 +109,17 @@ def _record_of(folder: str, name: str) -> str:
 
 @cache
 def by_module(folder: str) -> Mapping[str, Package]:
-    """Return the packages in a folder by the names of their top-level modules.
+    """Return the packages in a folder by top-level module name.
 
     Example: the module ``sklearn`` belongs to ``scikit-learn``. If several packages share a top-level module, the result has
-    the first of them.
+    the first package.
     """
     return {module: _named(sharing[0]) for module, sharing in _distributions(folder).items()}
 
 
 @cache
 def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
-    """Return the distributions in a folder by the names of their top-level modules."""
+    """Return the distributions in a folder by top-level module name."""
     by_name: dict[str, list[Distribution]] = {}
     for distribution in importlib.metadata.distributions(path=[folder]):
         listed = (distribution.read_text("top_level.txt") or "").split()
@@ -130,7 +131,7 @@ def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
 
 @cache
 def _by_path(folder: str, top: str) -> Mapping[tuple[str, ...], Package]:
-    """Return the packages that share the top-level module ``top``, by the paths of all their files and folders."""
+    """Return the packages that share the top-level module ``top``, by the paths to all their files and folders."""
     packages: dict[tuple[str, ...], Package] = {}
     for distribution in _distributions(folder)[top]:
         package = _named(distribution)

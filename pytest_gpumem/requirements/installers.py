@@ -1,13 +1,13 @@
-"""Install packages with uv or pip into a new environment that is a layer on top of the current environment.
+"""Install packages with uv or pip into a new environment, a layer on top of the current environment.
 
 The current environment does not change, and the new environment also sees its packages. For each requirement, the newest
-release that satisfies it is installed. A package that it depends on is installed only if the release in the current environment
-does not fit. So two such environments differ only in the requested packages.
+fitting release is installed. Its dependencies are installed only if their current releases do not fit. So two such environments
+differ only in the requested packages.
 
-pip sees the packages of both environments. uv sees only those of the new environment. So uv first chooses a release of each
-package, and prefers the current release if it fits. Then it installs only the releases that differ from the current ones. For
+pip sees the packages in both environments. uv sees only the packages in the new environment. So uv first chooses a release for
+each package, and prefers the current release. Then uv installs only the releases that differ from the current releases. For
 example, the current environment has transformers 4.45.0 and numpy 1.26.4. The requirement ``transformers==4.38.2`` then
-installs transformers and the release of tokenizers that it needs, but not numpy.
+installs transformers and a matching tokenizers release, but not numpy.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILI
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 _AT_ADDRESS = re.compile(r"^(?:[A-Za-z0-9._-]+ @ \S+|-e .+|(?:/|file:|[A-Za-z]:[\\/]).+)", re.MULTILINE)
-"""A line in uv's lock file for a package from an address or a path. The name of a package from a path is unknown until it is
-built."""
+"""A line in uv's lock file for a package from an address or a path. A package from a path may have no known name before its
+build."""
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _NOT_REACHED = re.compile(r"Retrying \(Retry\(total=0\b.*after connection broken by ['\"]?(\w+)")
-"""The line that pip prints after its last attempt to reach a package index. pip then continues as if the index were empty."""
+"""pip's message after its last attempt to reach a package index. Then pip continues as if the index were empty."""
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
 _MOST_LINES, _MOST_RELEASES = 3, 3
 _PLUGIN = "pytest-gpumem"
@@ -63,7 +63,7 @@ class Installer:
 
         Args:
             requirements: The requirements to install.
-            layered: True if the new environment also sees the packages of the current environment.
+            layered: True if the new environment also sees the packages in the current environment.
             emulated: True to install torch's CUDA build without NVIDIA's libraries, which an emulated GPU replaces.
 
         Raises:
@@ -88,7 +88,7 @@ class Installer:
         limits.write_text("".join(f"{line}\n" for line in requirements.constraints), encoding="utf-8")
         limited = ["--constraint", str(limits)] if requirements.constraints else []
         uv = find_uv()
-        # With --upgrade, pip installs the newest release that fits, even if an older release in the current environment fits.
+        # With --upgrade, pip installs the newest fitting release, even if the current environment has an older fitting release.
         if emulated and torch is not None:
             if lines:
                 self._run([*self._pip_install, "--upgrade", *limited, "--requirement", str(requested)])
@@ -101,7 +101,7 @@ class Installer:
             self._run([uv, "pip", "install", "--python", str(self.python), *limited, "--requirement", str(requested)])
 
     def install_plugin(self) -> None:
-        """Install pytest-gpumem from the source from which the current environment has it.
+        """Install pytest-gpumem from the same source as in the current environment.
 
         Raises:
             InstallationError: The package cannot be installed.
@@ -113,14 +113,13 @@ class Installer:
 
     @cached_property
     def _pip_install(self) -> list[str]:
-        # To find conflicts, pip would read the requirements of all packages in both environments, which takes longer than the
-        # installation.
+        # To find conflicts, pip would read all packages' requirements in both environments, which takes longer than installing.
         return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch(self, specifier: str) -> None:
         """Install torch's CUDA build without its dependencies, and make NVIDIA's libraries optional in its metadata.
 
-        Otherwise a later installation of another package would install NVIDIA's libraries.
+        Otherwise the next installation would add NVIDIA's libraries.
         """
         # Unlike `==`, the operator `===` does not match a release with a local part, such as 2.13.0+cpu.
         exact = re.fullmatch(r"={2,3}([^*,]+)", specifier)
@@ -131,9 +130,9 @@ class Installer:
             metadata.write_text(_NVIDIA.sub(r'\1; extra == "nvidia"', text), encoding="utf-8")
 
     def _install_differences(self, uv: str, requested: Path, limited: Sequence[str]) -> None:
-        """Let uv choose a release of each package, and install the chosen releases that differ from the current releases.
+        """Let uv choose a release for each package, and install the chosen releases that differ from the current releases.
 
-        uv prefers the current release of a package, except for the requested packages.
+        uv prefers a package's current release, except for the requested packages.
         """
         current = {
             canonicalize_name(distribution.metadata["Name"]): distribution
@@ -142,7 +141,7 @@ class Installer:
         lock, left_alone = self.folder / "lock.txt", self.folder / "left-alone.txt"
         lines = requested.read_text(encoding="utf-8").splitlines()
         named = {canonicalize_name(match.group()) for line in lines if (match := _NAME.match(line))}
-        # uv cannot find packages that are on no index, such as torch's CPU build or the project itself. So leave them out.
+        # uv cannot find packages outside every index, such as torch's CPU build or the project itself. So leave them out.
         local = {
             name: distribution
             for name, distribution in current.items()
@@ -170,11 +169,11 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in current or current[name].version != version
         ]
-        # Always install a package from an address, because its code may differ from the code of the same release in the current
+        # Always install a package from an address, because its code may differ from the same release in the current
         # environment.
         differing += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if differing:
-            # Pass the options from the requirements file as well, because they may name the index that has these releases.
+            # Pass the options from the requirements file as well, because they may name the index with these releases.
             chosen = self.folder / "chosen.txt"
             options = [line for line in lines if line.startswith("-") and not line.startswith(("-e", "--editable"))]
             chosen.write_text("".join(f"{line}\n" for line in [*options, *differing]), encoding="utf-8")
@@ -206,7 +205,7 @@ def reason_in(output: str) -> str:
 
 
 def _latest(versions: re.Match[str]) -> str:
-    """Shorten pip's list of available releases to the last three releases."""
+    """Shorten pip's list with all available releases to the last three releases."""
     listed = versions.group(1).split(", ")
     return (
         f"(from versions: {', '.join(['...', *listed[-_MOST_RELEASES:]] if len(listed) > _MOST_RELEASES else listed)})"

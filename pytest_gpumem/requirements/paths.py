@@ -26,7 +26,7 @@ class PathNotFound(ValueError):
 
 
 def is_path(line: str) -> bool:
-    """Return whether a line from `named_path` is a path, because the name of the package there is unknown until it is built."""
+    """Return whether a line from `named_path` is a path, because the package's name is unknown before its build."""
     return Path(line).is_absolute()
 
 
@@ -34,11 +34,11 @@ def named_path(line: str) -> str:
     """Replace a path in a requirement by the package's name and address. Return other requirements unchanged.
 
     Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. For a folder
-    with a project, the name of the package is unknown, so ``./models`` becomes ``/home/ada/models``.
+    with a project, the package's name is unknown, so ``./models`` becomes ``/home/ada/models``.
 
     Raises:
         PathNotFound: The path does not exist.
-        InvalidRequirement: The name of a file ends in ``.whl``, but it is not a valid name for a wheel.
+        InvalidRequirement: A file's name ends in ``.whl``, but is not a valid name for a wheel.
     """
     bare, sign, options = line.partition(" --")
     target, semicolon, marker = bare.partition(";")
@@ -67,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the package name from the file name of a wheel or a source distribution; ``None`` for any other path."""
+    """Return the package name from a wheel's or source distribution's file name; ``None`` for any other path."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]
@@ -86,7 +86,7 @@ def option_from(line: str, folder: Path) -> str:
     try:
         words = shlex.split(line)
     except ValueError:
-        # A closing quote is missing. pip reports this error when it reads the line.
+        # A closing quote is missing. pip reports this error.
         return line
     resolved: list[str] = []
     option = ""
@@ -100,14 +100,14 @@ def option_from(line: str, folder: Path) -> str:
         else:
             resolved.append(_absolute(option, word, folder))
         option = word
-    # uv does not understand quotes, so quote only the words that need quotes.
+    # uv does not understand quotes, so quote only words with spaces, quotes or backslashes.
     if resolved == words:
         return line
     return " ".join(shlex.quote(word) if _SPLITS.search(word) else word for word in resolved)
 
 
 def _absolute(option: str, value: str, folder: Path) -> str:
-    """Return the value of an option as an absolute path, if it is a path that exists; otherwise return it unchanged."""
+    """Make an option's value an absolute path if the path exists; otherwise return the value unchanged."""
     if option in _FIND_LINKS:
         existing = next((path for path in (folder / value, Path(value)) if path.exists()), None)
         return value if existing is None else str(_normal(existing))

@@ -1,4 +1,4 @@
-"""Find the releases of a package on a package index, with ``pip index versions``."""
+"""List a package's releases on a package index, with ``pip index versions``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 
 
 def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> list[str]:
-    """Return the releases of a package that can be installed for this Python, the oldest first.
+    """Return the package releases on the index for this Python version, the oldest first.
 
     Raises:
         InstallationError: pip finds no release.

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
 _CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
 _PATH_OPTIONS = ("-e", "--editable", "-c", "--constraint")
-"""Options with a path or an address that pip reads only during the installation, so a set with them is not exact."""
+"""Options with a path or an address. pip reads its content only during the installation, so the requirements are not exact."""
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
 
 
 @dataclass(frozen=True, slots=True)
 class RequirementSet:
-    """The packages to install in a new environment, which is a layer on top of the current environment.
+    """The packages to install in a new environment, a layer on top of the current environment.
 
     ``lines`` are requirements, and pip's options from requirements files. ``constraints`` are lines from constraints files.
     ``python`` is another interpreter, for an environment without the current packages; ``None`` for the current interpreter.
@@ -51,7 +51,7 @@ class RequirementSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """The normalized names of the required packages."""
+        """The required packages' normalized names."""
         return frozenset(canonicalize_name(requirement.name) for requirement in self.requirements)
 
     @property
@@ -70,7 +70,7 @@ class RequirementSet:
 
 
 class _Line(NamedTuple):
-    """A requirement or an option. ``limits`` is true if it comes from a constraints file."""
+    """A requirement or an option. ``limits`` is true for a line from a constraints file."""
 
     text: str
     limits: bool = False
@@ -79,7 +79,7 @@ class _Line(NamedTuple):
 def requirement_set(
     texts: Iterable[str], constraints: Iterable[Path] = (), python: str | None = None
 ) -> RequirementSet:
-    """Return the set of requirements that a command line names.
+    """Return the requirements from a command line's words.
 
     Example: ``requirement_set(["-r old.txt"])`` reads ``old.txt``, and the files that it names with ``-r`` and ``-c``.
 
@@ -111,7 +111,7 @@ def _lines_of(text: str) -> Iterator[_Line]:
 
 
 def _lines_in(path: Path, within: tuple[Path, ...], *, limits: bool = False) -> Iterator[_Line]:
-    """Yield the lines of a requirements or constraints file, and of the files that it includes with ``-r`` and ``-c``."""
+    """Yield the lines in a requirements or constraints file, and in the files that it includes with ``-r`` and ``-c``."""
     if path in within:
         raise RequirementError(f"{path} includes itself (-r or -c); remove this line")
     try:
