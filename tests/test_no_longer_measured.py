@@ -33,7 +33,7 @@ def pytest_gpumem_devices(config):
 """A device beside the CPU, which a machine may lack."""
 MARKED = "@pytest.mark.gpumem{}\ndef test_{}():\n    torch.ones(10)\n\n\n"
 PLAIN = "def test_{}():\n    torch.ones(10)\n\n\n"
-GONE = "Not measured any more: it has neither the marker gpumem nor the fixture any more, *"
+GONE = "Not measured any more: it no longer has the marker or the fixture gpumem, *"
 
 
 @pytest.fixture

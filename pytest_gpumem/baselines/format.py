@@ -1,9 +1,9 @@
 """The format of store files: convert TOML text to entries and back. Pure. Every error names the key.
 
 A file contains the baselines of a test file on a single device. It is sorted, so equal entries have equal text. The table of a
-measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id is without pytest-xdist's ``@group``.
-Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most 16 parts,
-separated by dots.
+measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not contain pytest-xdist's
+``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most 16
+parts, separated by dots.
 
 A step on several GPUs has an additional table for each GPU, with the device in the table's name and in ``step``::
 
@@ -67,7 +67,7 @@ FILE_KEYS = {
     "environments": "A table for each environment, by its name. These tables come last, so a truncated file is recognized.",
     "tests": "A table for each measurement, by the test and the measurement's name.",
 }
-"""The top-level keys in a file, with a description of each for the reference."""
+"""The top-level keys in a file, with their descriptions for the reference page."""
 ENTRY_KEYS = {
     "environment": "The name of an environment in the same file.",
     "recorded": "The date of the recording, in UTC.",
@@ -82,7 +82,7 @@ ENTRY_KEYS = {
     "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
     _STEP_PEAKS: "The peak of each step in bytes, in order, if the peaks differ. `peak_allocated` is the highest of them.",
     "step_times": "The step time in each of the last accepted runs, the latest last: the median over the run's steps, in "
-    "seconds. `step_time` is the median of these times. They are compared with a run on the same `machine`. Absent if other "
+    "seconds. `step_time` is the median of these times. Only times from the same `machine` are compared. Absent if other "
     "work disturbed the runs too much.",
     "step_cycles": "The same medians in clock cycles.",
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
@@ -106,7 +106,7 @@ ENTRY_KEYS = {
         for key, metric in _AT.items()
     },
 }
-"""The keys in a measurement's table, with a description of each for the reference. Metrics and the fields of `Workload` are
+"""The keys in a measurement's table, with their descriptions for the reference page. Metrics and the fields of `Workload` are
 described elsewhere."""
 _INTEGER_LIMIT = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
@@ -339,7 +339,9 @@ def _runs(table: Mapping[str, object], where: str) -> Runs | None:
     if not table:
         return None
     if "step_times" not in table:
-        raise FormatError(f"{where} has step_cycles, but no step_times; restore the file from version control")
+        raise FormatError(
+            f"{where}.step_cycles exists, but step_times is missing; restore the file from version control"
+        )
     numbers = {name: _positive_numbers(value, f"{where}.{name}") for name, value in table.items()}
     try:
         return Runs(numbers["step_times"], numbers.get("step_cycles", ()))
@@ -381,7 +383,9 @@ def _composition_table(entry: Baseline) -> dict[str, Any]:
 def _composition(table: Mapping[str, object], total: int, where: str) -> Composition | None:
     if "composition" not in table:
         for key in table:
-            raise FormatError(f"{where} has {key}, but no composition; restore the file from version control")
+            raise FormatError(
+                f"{where}.{key} exists, but composition is missing; restore the file from version control"
+            )
         return None
     peak_key = _COMPOSITION_PEAK if _COMPOSITION_PEAK in table else "peak_allocated"
     total = _typed(table.get(_COMPOSITION_PEAK, total), (int,), f"{where}.{_COMPOSITION_PEAK}")

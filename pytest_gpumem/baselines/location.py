@@ -82,5 +82,5 @@ def _path_in(location: str, rest: str) -> Path:
         raise BackendError(
             f"{location}: a folder's URL needs an absolute path with three slashes, like file:///srv/gpumem-baselines"
         )
-    # `?` and `#` belong to the path. Quote them, because url2pathname takes them for a query and a fragment since Python 3.14.
+    # Quote `?` and `#`, because since Python 3.14 url2pathname takes the text after them for a query and a fragment.
     return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

@@ -88,7 +88,7 @@ def _userinfo_and_query(url: str) -> list[str]:
 
 _LOCK = ".lock"
 _READ_ONLY_SCHEMES = frozenset({"http", "https"})
-# With these schemes, storage has no folders. To make a folder would be to make the bucket.
+# With these schemes, files need no folders. A request to make a folder would make the bucket.
 _SCHEMES_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
 # fsspec's memory file system creates a file in two steps. So two threads in a process must not take the lock at once.
 _THREAD_LOCK = threading.Lock()

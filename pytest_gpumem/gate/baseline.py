@@ -240,7 +240,7 @@ def baseline_of(
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:
         return entry
-    # Five digits, because medians and ratios are computed from them.
+    # Keep five digits, because medians and ratios are computed from these times.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
 

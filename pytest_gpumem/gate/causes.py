@@ -47,8 +47,8 @@ class Cause:
     """A change that explains growth in one or several tests.
 
     ``lines`` begins with the line that explains the largest part. ``lines`` is empty for packages and budgets, and if only the
-    module or the category is known. A holder is an object that keeps tensors alive. If the cause is a holder, ``lines`` names
-    the allocating lines.
+    module or the category is known. A holder is an object that keeps tensors alive. If the cause is a holder, ``lines`` has the
+    lines that allocated these tensors.
 
     Example:
         In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
@@ -372,7 +372,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
-    """Return the modules at these places, the most frequent first. If there is only one, its path is ``path_of_largest``."""
+    """Return the modules at these places, the most frequent first. A single module gets the path ``path_of_largest``."""
     counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:
@@ -392,7 +392,7 @@ def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
-    """Yield the causes for growths without an explaining line or holder.
+    """Yield the causes for growths that neither a line nor a holder explains.
 
     With the kind ``packages``, a cause is a set of packages whose releases differ from the baseline's. With the kind
     ``budget``, several tests exceed the same budget.

@@ -50,9 +50,9 @@ _EQUAL_BY: tuple[Key, ...] = (
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
     """Return the new calls, and the disappeared calls with negative amounts. All amounts together are the count's change.
 
-    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If an operator
-    may have appeared at several lines, the result has a line with other new operators, or else the line farthest from the
-    operator's line in the baseline.
+    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If an
+    operator may have appeared at several lines, the result has a line with other new operators, or else the line farthest from
+    the operator's line in the baseline.
 
     A baseline lists only the places with the largest amounts. For the other places it stores one amount for each operator. New
     calls at unlisted places are compared with this amount. If they exceed it, the excess has no line, because any unlisted

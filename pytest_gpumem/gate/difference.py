@@ -115,7 +115,7 @@ class Change(NamedTuple):
     def row(self) -> Row:
         """The current row, or the baseline's row if the row disappeared."""
         row = self.after or self.before
-        assert row is not None, "a change has at least one side"
+        assert row is not None, "a change has a row before or a row after"
         return row
 
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
@@ -163,9 +163,9 @@ class Difference:
     """
 
     before: int
-    """The bytes of the baseline's peak. If the peak moved to another phase, the bytes of its peak in the compared phase."""
+    """The bytes of the baseline's peak. If the peak moved to another phase, the baseline's peak in the compared phase counts."""
     after: int
-    """The bytes of the current peak. If the peak moved to another phase, the bytes of its peak in the compared phase."""
+    """The bytes of the current peak. If the peak moved to another phase, the current peak in the compared phase counts."""
     changes: tuple[Change, ...]
     """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
     changes at changed lines come first, unless they have less than 10 % of the growth.

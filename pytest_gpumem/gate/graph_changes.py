@@ -46,12 +46,14 @@ class GraphChange:
     """The lines that call the module: ``models.py:41``. If only some calls changed, some of these lines may be unchanged. If
     only a part of a function changed, these are the lines in this part."""
     before: Calls
-    """The module's unrecorded calls in the baseline, and all its calls, as two numbers: ``[6, 12]``.
+    """The number of calls to the module that autograd did not record in the baseline, and the number of all calls to the module:
+    ``[6, 12]``.
 
     If autograd recorded no call in the baseline, the numbers may count the calls to all modules together.
     """
     now: Calls
-    """The module's unrecorded calls in this step, and all its calls, as two numbers: ``[0, 12]``."""
+    """The number of calls to the module that autograd does not record in this step, and the number of all calls to the module:
+    ``[0, 12]``."""
     within: tuple[str, ...] = ()
     """The modules with growing rows: ``teacher.blocks.*``. For a function, the lines with growing rows."""
 
@@ -98,7 +100,7 @@ class GraphChange:
         shown = list(self.lines[:_MOST_LINES])
         more = len(self.lines) - len(shown)
         shown += [counted(more, "other line")] if more else []
-        # A baseline stores no callers. So if only some calls changed, it is unknown which of these lines made them.
+        # A baseline stores no callers. So if only some calls changed, it is unknown which of these lines made these calls.
         last = " or " if is_partial else " and "
         return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 

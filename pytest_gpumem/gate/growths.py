@@ -30,7 +30,7 @@ LEAST = 0.1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Growth:
-    """A metric in a test's measurement with a worse value than its baseline or budget."""
+    """A metric that is worse than its baseline or budget in a test's measurement."""
 
     test: str
     """The test's id."""
@@ -286,7 +286,7 @@ def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
 
 
 def _amount(metric: MetricVerdict) -> float:
-    """Return by how much a metric is worse than its baseline or, if it is not, than its budget."""
+    """Return by how much a metric is worse than its baseline, or than its budget if it is not worse than its baseline."""
     sign = -1 if METRICS[metric.metric].larger_is_better else 1
     differences = [sign * (metric.value - limit) for limit in (metric.baseline, metric.budget) if limit is not None]
     return next((amount for amount in differences if amount > 0), 0)
@@ -343,9 +343,9 @@ def _holder_places(
 ) -> dict[Place, tuple[_HeldRows, ...]]:
     """Return the holders of kept tensors, by the allocating line.
 
-    With this table, a row at the peak is assigned to the holder instead of the line: the tensor is live because it is kept.
-    Lines with an uncertain holder are left out. Kept rows without a line and a module are also left out, because a row at the
-    peak without a line may have other tensors.
+    `_at_holders` uses the result to assign a row at the peak to its holder instead of its line, because kept tensors are live
+    only because of their holder. Lines with an uncertain holder are left out. Kept rows without a line and a module are also
+    left out, because a row at the peak without a line may have other tensors.
 
     Args:
         of_inputs: The holders of inputs, from `Explanation.holders_of_inputs`.

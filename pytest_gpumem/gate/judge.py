@@ -435,7 +435,7 @@ def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, 
     current, stored = measurement.environment.details, baseline.environment.details
     for name in names:
         if name in current and name in stored and current[name] != stored[name]:
-            # All metrics in bytes have the same text (so have all counts and all times), and reports print it once.
+            # The text does not name the metric. So all metrics in bytes have the same text, and reports print it once.
             figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
             return f"{name} was {stored[name]}, now {current[name]}, which can change {figures} without a code change"
     return None

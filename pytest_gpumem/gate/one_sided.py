@@ -1,4 +1,4 @@
-"""Notes on metrics in only the measurement or only its baseline. Pure."""
+"""Notes on metrics that only the measurement or only its baseline has. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str
 
 
 def not_measured(measurement: Measurement, baseline: Baseline, comparable: Container[str]) -> list[str]:
-    """Return a clause for each of the baseline's metrics, in bytes or counts, without a comparable current value.
+    """Return a clause for each metric in bytes or counts that the baseline has, but that cannot be compared.
 
     Args:
         measurement: The measurement.

@@ -93,7 +93,7 @@ def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
 
 
 def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
-    """Return a clause with the reasons why ranks measured nothing. If all ranks have the same reason, it names no rank."""
+    """Return a clause with the reasons why ranks measured nothing. If all ranks have the same reason, no rank is named."""
     ranks: dict[str, list[int]] = {}
     for number, why in enumerate(unmeasured):
         if why is not None:

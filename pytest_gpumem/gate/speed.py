@@ -88,9 +88,9 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
         "the stored time is only shown, because its run was disturbed; " if "step_time" in baseline.metrics else ""
     )
     if time_may_be_added(environment, baseline.environment):
-        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
+        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'a valid time' if only_shown else 'it'}"
     machine = baseline.environment.details.get(MACHINE, "an unknown machine")
-    return f"{NO_TIME}: {only_shown}{_update('all')} records one, because the baseline comes from another machine ({machine})"
+    return f"{NO_TIME}: {only_shown}{_update('all')} adds a time, because the baseline comes from another machine ({machine})"
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
@@ -153,14 +153,14 @@ def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if no measurement was timed, so ``max_slowdown`` has no effect; otherwise ``None``."""
+    """Return a sentence if ``max_slowdown`` has no effect, because no measurement was timed; otherwise ``None``."""
     if any(measurement.times is not None for measurement in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if no timed measurement has the unit of ``min_throughput``, so it has no effect; otherwise ``None``."""
+    """Return a sentence if ``min_throughput`` has no effect, because no timed measurement has its unit; otherwise ``None``."""
     timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")

@@ -65,7 +65,7 @@ class Outcome(str, Enum):
     If a figure in bytes grew by more than 40 %, no other environment explains this growth. The only exception is
     ``emulated_cudnn``: if it differs, the figures of an emulated GPU are ``uncertain``."""
     MISSING = "missing"
-    """The test ran to its end without a measurement that has a baseline on this device.
+    """The test ran to its end, but did not take a measurement that has a baseline on this device.
 
     A test is also ``missing`` if it was not measured although the device with its baseline is available. For example, the test
     lost its marker, its fixture or its pattern in the setting ``mark``, or its marker or the settings now name an unavailable
@@ -205,8 +205,8 @@ class Verdict:
     """The changed operators for each larger count, if the baseline and this measurement list its operators. Disappeared
     operators have negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
-    """Deleted tests under whose name this test may have been measured before. They are listed if this measurement has no
-    baseline, and theirs have the same step, config, batch and device."""
+    """Deleted tests that may be this test under a former name. They are listed if this measurement has no baseline, and their
+    baselines have the same step, config, batch and device."""
 
     @property
     def outcome(self) -> Outcome:
@@ -257,8 +257,8 @@ class Cell:
     config: str
     """The text of the step config."""
     index: int
-    """The number of this config's row in the matrix. Reports compare every row with the lowest number's row, which is 0 if the
-    test has no other parameters."""
+    """The number of this config's row in the matrix. Reports compare every row with the row that has the lowest number. This
+    number is 0 if the test has no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With several ranks, DDP does not expose its buckets. Then they are in the memory without a known owner.
+            # With several ranks, DDP does not expose its buckets. Move their bytes here from the memory without a known owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded

@@ -141,7 +141,7 @@ class Installer:
         lock, left_alone = self.folder / "lock.txt", self.folder / "left-alone.txt"
         lines = requested.read_text(encoding="utf-8").splitlines()
         named = {canonicalize_name(match.group()) for line in lines if (match := _NAME.match(line))}
-        # uv cannot find packages outside every index, such as torch's CPU build or the project itself. So leave them out.
+        # No index has torch's CPU build or the project itself, so uv cannot find such packages. Leave them out.
         local = {
             name: distribution
             for name, distribution in current.items()
