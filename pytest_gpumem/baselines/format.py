@@ -2,8 +2,8 @@
 
 A file contains the baselines of a test file on a single device. It is sorted, so equal entries have equal text. The table of a
 measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not contain pytest-xdist's
-``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most 16
-parts, separated by dots.
+``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most
+16 parts, separated by dots.
 
 A step on several GPUs has an additional table for each GPU, with the device in the table's name and in ``step``::
 

@@ -104,7 +104,7 @@ class Cause:
 
     @property
     def metric(self) -> str:
-        """The metric in which the most growths have this cause. Of several such metrics, the most important one.
+        """The metric with the most growths from this cause. Among equals, the most important metric is returned.
 
         For a holder, only growths in the metrics ``growth`` and ``retained`` count, if there are any.
         """
@@ -147,7 +147,7 @@ class Causes:
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
     unproven: tuple[CandidateCause, ...] = ()
-    """The possible causes of parts in ``not_explained``, the one in the most tests first."""
+    """The possible causes of parts in ``not_explained``, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -239,9 +239,10 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
                 growths_at[place].append(explained)
 
     def gain(place: Place) -> tuple[float, float]:
-        """Return how much more would be explained with this place, as a sum of ratios, and the growth at the place.
+        """Return how much more of the growths this place would explain, and the growth at the place.
 
-        Each ratio is a part of one growth, because amounts in different units (bytes, calls) cannot be added.
+        The first number is a sum of ratios, because amounts in different units (bytes, calls) cannot be added. For example, a
+        place that explains half of two growths has a gain of 1.0.
         """
         ratios = [
             min(explained.at(place), unexplained[explained.growth]) / explained.growth.amount

@@ -1,6 +1,6 @@
 """Compare the rows in the baseline's composition with the rows in the current composition. Pure.
 
-The changes' bytes add up to the peak's change. A refactoring with the same tensors causes no changes.
+The bytes of all changes add up to the change of the peak. A refactoring that allocates the same tensors causes no changes.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class Difference:
     """
 
     before: int
-    """The bytes of the baseline's peak. If the peak moved to another phase, the baseline's peak in the compared phase counts."""
+    """The bytes of the baseline's peak. If the peak moved to another phase, the baseline's peak in the compared phase."""
     after: int
-    """The bytes of the current peak. If the peak moved to another phase, the current peak in the compared phase counts."""
+    """The bytes of the current peak. If the peak moved to another phase, the current peak in the compared phase."""
     changes: tuple[Change, ...]
     """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
     changes at changed lines come first, unless they have less than 10 % of the growth.
@@ -219,7 +219,7 @@ def difference_of_peaks(
     """Return the changes between the baseline's peak and the current peak.
 
     If the peaks are in different phases, two peaks in the same phase are compared. Otherwise unchanged tensors would seem to be
-    new, because they are live at the peak only since it moved to their phase.
+    new, although they are at the peak only because the peak moved to their phase.
 
     Example:
         The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
@@ -390,7 +390,7 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Return the changes sorted by their increase, the largest first.
 
     If two increases are equal, a row in forward comes before a row in backward, because tensors in backward follow from tensors
-    in forward. Otherwise the row comes first at whose line all rows together grew more.
+    in forward. Among the other equal increases, the row comes first whose line grew most in total.
     """
     at_line = _growth_by_line((change.row, change.nbytes) for change in changes)
 

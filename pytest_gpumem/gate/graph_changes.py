@@ -46,8 +46,8 @@ class GraphChange:
     """The lines that call the module: ``models.py:41``. If only some calls changed, some of these lines may be unchanged. If
     only a part of a function changed, these are the lines in this part."""
     before: Calls
-    """The number of calls to the module that autograd did not record in the baseline, and the number of all calls to the module:
-    ``[6, 12]``.
+    """The number of calls to the module that autograd did not record in the baseline, and the number of all calls to the
+    module: ``[6, 12]``.
 
     If autograd recorded no call in the baseline, the numbers may count the calls to all modules together.
     """

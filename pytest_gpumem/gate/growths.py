@@ -76,7 +76,7 @@ class Part:
     largest: float
     """The growth of the largest row."""
     lines: tuple[str, ...]
-    """The allocating lines. The largest row's line comes first."""
+    """The lines that allocated the tensors. The largest row's line comes first."""
     module: str
     operator: str
     tensors: str
@@ -145,7 +145,8 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
         holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
         if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
-            # If several holders keep tensors from a line, some may be as old as the baseline, and did not make the peak grow.
+            # If several holders keep tensors from a line, some may have kept them in the baseline already. The peak did not
+            # grow because of these holders.
             holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, holders_at) for name in chosen}
     alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
@@ -201,8 +202,8 @@ class _NewParts(Generic[T]):
 def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
     """Return which parts of the kept bytes are new since the baseline.
 
-    A baseline stores how many bytes were kept, but not by whom. So any part with at most this many bytes may already have been
-    kept in the baseline.
+    A baseline stores how many bytes were kept, but not in which rows or by which holders. So any part with at most this many
+    bytes may already have been kept in the baseline.
 
     Example:
         In the baseline 1 MB was kept. Now the lists ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.

@@ -341,7 +341,8 @@ def _compare(
     elif is_beyond_tolerance and not (
         is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)
     ):
-        # Add a reason if another environment may have caused the improvement. A baseline with it would suit no other machine.
+        # Add a reason if another environment may have caused the improvement. An update would store a value for this
+        # environment only.
         outcome, reason = Outcome.IMPROVED, _moved_by(metric.depends_on, metric, measurement, baseline)
     return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
@@ -444,7 +445,7 @@ def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, 
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes of a test for which the gate fails it. If the test has already failed by itself, there are none.
+    """Return the outcomes because of which the gate fails a test. If the test has already failed by itself, there are none.
 
     Args:
         verdict: The verdict on the test.
@@ -461,7 +462,7 @@ def failing_outcomes(
     if verdict.missing:
         outcomes.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # If a test measured nothing, an update does not remove its baselines. So the test still fails by missing measurements.
+        # If a test measured nothing, an update does not remove its baselines. So `missing` still fails the test.
         accepts -= {Outcome.MISSING}
     if strict:
         failing = outcomes - PASSING

@@ -282,7 +282,7 @@ def test_a_composition_of_another_step_has_its_own_peak():
     entries = {**ENTRIES, Key(FILE, "test_split", "call"): replace(DIFFERING, composition=rows)}
     assert "composition_peak = 600\n" in render(entries)
     assert parse(render(entries), FILE) == entries
-    with pytest.raises(FormatError, match=r"rows hold 600 bytes, more than composition_peak \(599\)"):
+    with pytest.raises(FormatError, match=r"rows have 600 bytes, more than composition_peak \(599\)"):
         parse(render(entries).replace("composition_peak = 600", "composition_peak = 599"), FILE)
 
 
