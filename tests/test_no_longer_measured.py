@@ -60,7 +60,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
             GONE,
             '  accept:   gpumem prune "test_it.py::test_it?1000?" --gpumem-device=cpu',
             '  accept:   gpumem prune "test_it.py::test_it?2000?" --gpumem-device=cpu',
-            "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
+            "gpumem: nothing was gated: 2 tests unmeasured, it no longer has *",
             "gpumem: 0 gated, 2 missing, 1 unmeasured (it was skipped)",
         ]
     )
