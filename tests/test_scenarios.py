@@ -261,7 +261,7 @@ if not PLANTED:
     test_it = pytest.mark.gpumem(test_it)
 """,
         (
-            "Not measured any more: it has neither the marker *",
+            "Not measured any more: it no longer has the marker *",
             "*baseline: call, *",
             "*accept:   gpumem prune test_*.py::test_it *",
         ),
@@ -276,7 +276,7 @@ def test_it(n=1_000_000):
 if not PLANTED:
     test_it = pytest.mark.gpumem(device="second")(test_it)
 """,
-        ("Not measured any more: it has neither the marker *", "*baseline: call, *"),
+        ("Not measured any more: it no longer has the marker *", "*baseline: call, *"),
     ),
     Scenario(
         "a fixture that a test does not ask for any more",
@@ -288,7 +288,7 @@ else:
     def test_it(gpumem):
         gpumem.infer_step(layers, torch.ones(32, 64), name="eval")
 """,
-        ("Not measured any more: it has neither the marker *", "*baseline: eval, *"),
+        ("Not measured any more: it no longer has the marker *", "*baseline: eval, *"),
     ),
     Scenario(
         "a marker that a conftest does not give any more",
@@ -296,7 +296,7 @@ else:
 def test_marked_until_then():
     torch.ones(1_000_000)
 """,
-        ("Not measured any more: it has neither the marker *",),
+        ("Not measured any more: it no longer has the marker *",),
     ),
     Scenario(
         "a measurement that was renamed",
