@@ -468,7 +468,7 @@ def test_a_report_of_an_older_version_does_not_say_what_failed_a_test(grown):
 def test_a_store_of_a_newer_format_is_left_as_it_is(grown):
     (path,) = grown.store.rglob("*.toml")
     path.write_text(path.read_text().replace("format = 1", "format = 2"))
-    refused(grown, "format is 2, this version of pytest-gpumem reads format 1", code=2)
+    refused(grown, "format is 2, but this version of pytest-gpumem reads only format 1", code=2)
 
 
 def test_a_store_that_cannot_be_written_is_told(grown, monkeypatch):

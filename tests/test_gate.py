@@ -152,7 +152,7 @@ def test_a_baseline_of_another_device_is_foreign_and_named(project):
     path.unlink()
     result = project.run("--gpumem-baseline")
     result.stdout.fnmatch_lines(
-        ["foreign: there are baselines for NVIDIA A100, this is CPU *", "gpumem: 0 gated, 1 foreign (NVIDIA A100)"]
+        ["foreign: there are baselines for NVIDIA A100, but this is CPU *", "gpumem: 0 gated, 1 foreign (NVIDIA A100)"]
     )
     project.run("--gpumem-baseline", "--gpumem-strict").assert_outcomes(failed=1)
     recording = project.run("--gpumem-update=new")

@@ -128,5 +128,5 @@ def test_a_device_whose_slug_is_no_name_of_a_folder_is_never_written(project, sl
     project.write(MARKED.format(count=1000))
     result = project.run("--gpumem-update=new", device="toy")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"gpumem: the slug of a device is {slug!r}, expected the name of a folder*"])
+    result.stdout.fnmatch_lines([f"gpumem: the slug of a device is {slug!r}, but it must be the name of a folder*"])
     assert list(project.path.rglob("*.toml")) == []

@@ -33,7 +33,7 @@ def pytest_gpumem_devices(config):
 """A device beside the CPU, which a machine may lack."""
 MARKED = "@pytest.mark.gpumem{}\ndef test_{}():\n    torch.ones(10)\n\n\n"
 PLAIN = "def test_{}():\n    torch.ones(10)\n\n\n"
-GONE = "Not measured any more: it has neither the marker gpumem nor the fixture any more, *"
+GONE = "Not measured any more: it no longer has the marker or the fixture gpumem, *"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
             GONE,
             '  accept:   gpumem prune "test_it.py::test_it?1000?" --gpumem-device=cpu',
             '  accept:   gpumem prune "test_it.py::test_it?2000?" --gpumem-device=cpu',
-            "gpumem: nothing was gated: 2 tests unmeasured, it has neither *",
+            "gpumem: nothing was gated: 2 tests unmeasured, it no longer has *",
             "gpumem: 0 gated, 2 missing, 1 unmeasured (it was skipped)",
         ]
     )

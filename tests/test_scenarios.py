@@ -261,7 +261,7 @@ if not PLANTED:
     test_it = pytest.mark.gpumem(test_it)
 """,
         (
-            "Not measured any more: it has neither the marker *",
+            "Not measured any more: it no longer has the marker *",
             "*baseline: call, *",
             "*accept:   gpumem prune test_*.py::test_it *",
         ),
@@ -276,7 +276,7 @@ def test_it(n=1_000_000):
 if not PLANTED:
     test_it = pytest.mark.gpumem(device="second")(test_it)
 """,
-        ("Not measured any more: it has neither the marker *", "*baseline: call, *"),
+        ("Not measured any more: it no longer has the marker *", "*baseline: call, *"),
     ),
     Scenario(
         "a fixture that a test does not ask for any more",
@@ -288,7 +288,7 @@ else:
     def test_it(gpumem):
         gpumem.infer_step(layers, torch.ones(32, 64), name="eval")
 """,
-        ("Not measured any more: it has neither the marker *", "*baseline: eval, *"),
+        ("Not measured any more: it no longer has the marker *", "*baseline: eval, *"),
     ),
     Scenario(
         "a marker that a conftest does not give any more",
@@ -296,7 +296,7 @@ else:
 def test_marked_until_then():
     torch.ones(1_000_000)
 """,
-        ("Not measured any more: it has neither the marker *",),
+        ("Not measured any more: it no longer has the marker *",),
     ),
     Scenario(
         "a measurement that was renamed",
@@ -405,7 +405,7 @@ def test_it(gpumem):
         (
             "Memory regressed: peak 5.20 MB, baseline 4.00 MB: +1.20 MB (+30.0 %), *",
             "  what grew *",
-            "*note: peak allocated: peaks differ from step to step: between 4.00 MB and 5.20 MB in 9 steps, *; in the baseline they are alike",
+            "*note: peak allocated: peaks differ from step to step: between 4.00 MB and 5.20 MB in 9 steps, *; in the baseline all steps have the same peak",
         ),
     ),
     Scenario(
@@ -457,7 +457,11 @@ def test_it(gpumem):
         LOOP.replace("LEAKS", "False").replace(
             "LENGTHS", "[800 if PLANTED and n % 10 == 4 else 400 for n in range(99)]"
         ),
-        ("Memory regressed: peak *", "*; in the baseline they are alike", "*activations *4 x float32?800, 64? *"),
+        (
+            "Memory regressed: peak *",
+            "*; in the baseline all steps have the same peak",
+            "*activations *4 x float32?800, 64? *",
+        ),
     ),
     Scenario(
         "a loop with batches of different sizes, each of which needs more",

@@ -322,7 +322,7 @@ def test_on_another_machine_time_is_recorded_and_memory_gated(timed):
     for strict in ((), ("--gpumem-strict",)):
         result = timed.run("--gpumem-baseline", *strict)
         assert result.ret == 0
-        reason = "time is not compared: the baseline's was taken on Xeon, this is EPYC"
+        reason = "time is not compared: the baseline's time comes from Xeon, and this machine is EPYC"
         result.stdout.fnmatch_lines([f"recorded: {reason}", "gpumem: 1 gated"])
         verdict = timed.verdict_on("step_time")
         assert (verdict["outcome"], verdict["reason"]) == ("recorded", reason)
@@ -339,7 +339,7 @@ def test_a_gate_takes_no_time_until_the_baseline_has_one(timed):
     assert timed.samples == 1
 
 
-ONLY_SHOWN = "no baseline of time yet: the stored time is only shown, because its run was disturbed; --gpumem-update=new adds one"
+ONLY_SHOWN = "no baseline of time yet: the stored time is only shown, because its run was disturbed; --gpumem-update=new adds a valid time"
 
 
 @pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["by default", "quiet"])

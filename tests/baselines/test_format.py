@@ -282,7 +282,7 @@ def test_a_composition_of_another_step_has_its_own_peak():
     entries = {**ENTRIES, Key(FILE, "test_split", "call"): replace(DIFFERING, composition=rows)}
     assert "composition_peak = 600\n" in render(entries)
     assert parse(render(entries), FILE) == entries
-    with pytest.raises(FormatError, match=r"rows hold 600 bytes, more than composition_peak \(599\)"):
+    with pytest.raises(FormatError, match=r"rows have 600 bytes, more than composition_peak \(599\)"):
         parse(render(entries).replace("composition_peak = 600", "composition_peak = 599"), FILE)
 
 
@@ -396,7 +396,7 @@ def test_an_entry_of_an_older_version_does_not_say_what_its_counts_are_made_of()
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("flops = 3000\n", "", "flops_at is there without flops"),
+        ("flops = 3000\n", "", "flops_at exists, but flops is missing"),
         (
             "operators = 15",
             "operators = 16",
@@ -427,8 +427,8 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("format = 1", "format = 2", "format is 2, this version of pytest-gpumem reads format 1"),
-        ("format = 1", "format = true", "format is True, this version of pytest-gpumem reads format 1"),
+        ("format = 1", "format = 2", "format is 2, but this version of pytest-gpumem reads only format 1"),
+        ("format = 1", "format = true", "format is True, but this version of pytest-gpumem reads only format 1"),
         ("format = 1", "format = 1\nenvironment = 5", "unknown key 'environment'; did you mean 'environments'?"),
         ("format = 1", "format = 1\nzebra = 5", "unknown key 'zebra'; valid: format, environments, tests"),
         ("total_memory = 85017100288", "total_memory = 1.5", f"environments.{NAME}.total_memory is 1.5, "),
@@ -493,7 +493,9 @@ def test_a_merge_conflict_is_told_by_its_line():
     conflict = f"<<<<<<< HEAD\n{ours}\n=======\n{theirs}\n>>>>>>> feature\n"
     text = TEXT.replace(f"{ours}\n", conflict)
     line = text.splitlines().index("<<<<<<< HEAD") + 1
-    with pytest.raises(FormatError, match=f"^line {line} is a merge-conflict mark; keep one side of the conflict$"):
+    with pytest.raises(
+        FormatError, match=f"^line {line} is a merge-conflict mark; keep one version of the conflicting lines$"
+    ):
         parse(text, FILE)
 
 
@@ -550,14 +552,14 @@ def test_runs_that_were_written_are_read_back_whole(runs, clock):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (STEP_TIMES, "", "step_cycles is there without step_times"),
+        (STEP_TIMES, "", "step_cycles exists, but step_times is missing"),
         (STEP_TIMES, "step_times = 0.5\n", "step_times is 0.5, expected an array of numbers"),
         ("0.01228,", '"12 ms",', "step_times is '12 ms', expected int or float"),
         ("0.01228,", "0.0,", "step_times is [0.01231, 0.0], expected finite numbers above zero"),
         ("0.01228,", "inf,", "step_times is [0.01231, inf], expected finite numbers above zero"),
         ("21790000.0,", "0,", "step_cycles is [21820000.0, 0], expected finite numbers above zero"),
-        ("    21790000.0,\n", "", "step_cycles: there are seconds for 2 runs, but cycles for 1"),
-        ("step_times =", "step_time_s =", "step_cycles is there without step_times"),
+        ("    21790000.0,\n", "", "step_cycles: 2 runs in seconds and 1 in cycles"),
+        ("step_times =", "step_time_s =", "step_cycles exists, but step_times is missing"),
         (STEP_CYCLES, "step_cycle = []\n", "step_cycle: unknown key; did you mean 'step_cycles'?"),
     ],
 )
@@ -671,10 +673,10 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
     [
         (COMPOSITION, "composition = 5\n", "composition is 5, expected an array of strings"),
         (COMPOSITION, 'composition = "x"\n', "composition is 'x', expected an array of strings"),
-        (COMPOSITION, "", "recomputed is there without a composition"),
+        (COMPOSITION, "", "recomputed exists, but composition is missing"),
         (RECOMPUTED, "recomputed = true\n", "recomputed is True, expected an array of strings"),
         ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is not a count of calls, like '4 x blocks.*'"),
-        (COMPOSITION + RECOMPUTED, "", "no_grad is there without a composition"),
+        (COMPOSITION + RECOMPUTED, "", "no_grad exists, but composition is missing"),
         (GRAPH, "no_grad = 5\n", "no_grad is 5, expected an array of strings"),
         (
             '"1 of 1 x teacher"',
@@ -687,7 +689,7 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (
             ROW,
             ROW.replace("498", "3020000001"),
-            "composition: its rows hold 8120000001 bytes, more than peak_allocated (8120000000)",
+            "composition: its rows have 8120000001 bytes, more than peak_allocated (8120000000)",
         ),
         ("composition = [", "compositon = [", "compositon: unknown key; did you mean 'composition'?"),
     ],

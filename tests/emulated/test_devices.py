@@ -200,7 +200,7 @@ def test_a_baseline_of_one_gpu_has_no_bytes_of_the_others(session, tmp_path):
     red = session("--gpumem-baseline", "-k", "call")
     assert red.returncode == 1
     assert "regressed: peak on cuda:1 70.00 MB, baseline 0 B" in red.stdout, red.stdout
-    assert "the baseline has no bytes of cuda:1" in red.stdout
+    assert "the baseline has no bytes on cuda:1" in red.stdout
     assert session("--gpumem-update=all", "-k", "call").returncode == 0
     assert session("--gpumem-baseline", "-k", "call").returncode == 0
 

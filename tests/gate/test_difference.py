@@ -243,7 +243,7 @@ def test_more_of_the_same_is_told():
 def test_what_is_saved_twice_at_a_line_is_told():
     change = first(made_of(row(operator="mul")), made_of(moved(row(operator="mul")), moved(row(operator="sigmoid"))))
     assert change.row.operator == "sigmoid"
-    assert change.reason == "saved twice: mul saves 4 x float32[8, 64] as well, as before"
+    assert change.reason == "saved twice: mul still saves 4 x float32[8, 64] as well"
 
 
 def test_what_is_as_large_at_another_line_is_not_said_to_be_saved_twice():

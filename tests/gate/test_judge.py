@@ -244,7 +244,7 @@ def test_a_measurement_with_baselines_on_other_devices_is_foreign_and_names_them
     elsewhere = ("NVIDIA A100", "NVIDIA B200")
     verdict = judged(measured(peak_allocated=GB), NoBaseline(elsewhere))
     assert verdict.outcome is Outcome.FOREIGN
-    assert verdict.reason == "there are baselines for NVIDIA A100, NVIDIA B200, this is NVIDIA H100 80GB HBM3"
+    assert verdict.reason == "there are baselines for NVIDIA A100, NVIDIA B200, but this is NVIDIA H100 80GB HBM3"
     assert verdict.elsewhere == elsewhere
     assert not verdict.gated
 
@@ -348,7 +348,7 @@ def test_a_peak_that_grew_on_another_cpu_is_uncertain_up_to_what_that_explains()
     assert outcome_of(measured(here, peak_allocated=1.41 * GB), baseline=earlier) is Outcome.REGRESSED
     metric = judged(measured(here, peak_allocated=1.3 * GB), earlier).of("peak_allocated")
     assert metric.outcome is Outcome.UNCERTAIN
-    assert metric.reason == "cpu_capability was AVX2, now AVX512, which moves bytes by itself"
+    assert metric.reason == "cpu_capability was AVX2, now AVX512, which can change bytes without a code change"
     assert metric.gated
 
 
@@ -356,7 +356,7 @@ def test_a_lower_peak_on_another_cpu_improved_perhaps_because_of_the_cpu():
     here, earlier = on(cpu_capability="AVX2"), stored(on(cpu_capability="AVX512"), peak_allocated=GB)
     metric = judged(measured(here, peak_allocated=0.9 * GB), earlier).of("peak_allocated")
     assert metric.outcome is Outcome.IMPROVED
-    assert metric.reason == "cpu_capability was AVX512, now AVX2, which moves bytes by itself"
+    assert metric.reason == "cpu_capability was AVX512, now AVX2, which can change bytes without a code change"
     same = judged(measured(on(cpu_capability="AVX512"), peak_allocated=0.9 * GB), earlier).of("peak_allocated")
     assert (same.outcome, same.reason) == (Outcome.IMPROVED, None)
 
@@ -381,7 +381,7 @@ def test_no_change_of_a_peak_means_anything_where_another_cudnn_planned(metric, 
     earlier = stored(on(emulated_cudnn=there), **{metric: GB})
     found = judged(measured(on(emulated_cudnn=here), **{metric: now}), earlier).of(metric)
     assert found.outcome is Outcome.UNCERTAIN
-    assert found.reason.startswith(f"emulated_cudnn was {there}, now {here}, which moves bytes ")
+    assert found.reason.startswith(f"emulated_cudnn was {there}, now {here}, which can change bytes ")
 
 
 def test_another_workload_that_needs_less_is_stale_also_where_another_cudnn_planned():
@@ -478,10 +478,12 @@ def test_how_steps_differ_is_told_with_the_verdict():
         "in the baseline between 1.00 GB and 3.00 GB in 3 steps, median 2.00 GB"
     )
     spike = judged(of_steps(1, 3, 1), stored_steps(1, 1))
-    assert spike.of("peak_allocated").reason.endswith(" in 3 steps, median 1.00 GB; in the baseline they are alike")
+    assert spike.of("peak_allocated").reason.endswith(
+        " in 3 steps, median 1.00 GB; in the baseline all steps have the same peak"
+    )
     chance = judged(of_steps(3.3, 1, 2), stored_steps(1, 3, 2))
     assert chance.of("peak_allocated").reason.endswith(
-        ": by chance, unless a fixed seed makes each step the same in each run"
+        ": this may be chance, unless a fixed seed makes each step equal in every run"
     )
 
 
@@ -533,7 +535,7 @@ def test_a_count_that_grew_by_however_much_under_another_torch_is_uncertain(coun
     measurement = measured(here, peak_allocated=GB, **{count: 5})
     verdict = judged(measurement, stored(there, peak_allocated=GB, **{count: 0}))
     assert verdict.of(count).outcome is Outcome.UNCERTAIN
-    assert verdict.of(count).reason == "torch was 2.13.0, now 2.14.0, which moves counts by itself"
+    assert verdict.of(count).reason == "torch was 2.13.0, now 2.14.0, which can change counts without a code change"
 
 
 def test_a_count_of_a_step_whose_peak_did_not_settle_is_judged():
@@ -769,7 +771,7 @@ def test_what_grew_on_any_gpu_is_never_green(now, then):
 def test_a_baseline_of_an_older_version_is_that_of_the_largest_gpu_alone():
     grown = on_gpus_verdict(on_gpus(g0=2 * GB, g1=4 * GB), stored(peak_allocated=4 * GB))
     assert (grown.outcome, grown.gpu, grown.baseline) == (Outcome.REGRESSED, "cuda:0", 0)
-    assert grown.reason == "the baseline has no bytes of cuda:0"
+    assert grown.reason == "the baseline has no bytes on cuda:0"
     little = on_gpus_verdict(on_gpus(g0=1000, g1=4 * GB), stored(peak_allocated=4 * GB))
     assert (little.outcome, little.gpu) == (Outcome.OK, "cuda:1")
 

@@ -101,13 +101,13 @@ def test_a_step_time_that_nobody_compares_is_recorded():
 @pytest.mark.parametrize(
     ("here", "there", "machines"),
     [
-        (HERE, THERE, f"{THERE}, this is {HERE}"),
-        (HERE, None, f"an unknown machine, this is {HERE}"),
-        (None, None, "an unknown machine, this is an unknown machine"),
+        (HERE, THERE, f"{THERE}, and this machine is {HERE}"),
+        (HERE, None, f"an unknown machine, and this machine is {HERE}"),
+        (None, None, "an unknown machine, and this machine is an unknown machine"),
     ],
 )
 def test_times_of_another_machine_are_not_compared_and_the_verdict_says_so(here, there, machines):
-    reason = f"time is not compared: the baseline's was taken on {machines}"
+    reason = f"time is not compared: the baseline's time comes from {machines}"
     verdict = judge_step_time(measured(9.0, machine=here), Budget(), stored(1.0, machine=there), TOLERANCE)
     assert verdict == MetricVerdict("step_time", Outcome.RECORDED, 9.0, reason=reason)
     assert not verdict.gated
@@ -247,5 +247,5 @@ def test_a_budget_and_a_limit_on_slowdowns_of_a_test_that_times_no_step_hold_not
 )
 def test_a_budget_in_a_unit_that_no_step_is_known_to_work_on_holds_nothing(minimum, work, has):
     assert idle_throughput(minimum, [measured(1.0, work=work)]) == (
-        f"min_throughput='{minimum}' has no effect: {has}; give items=, the number of {minimum.of} in a step"
+        f"min_throughput='{minimum}' has no effect: {has}; pass items=, the number of {minimum.of} in a step"
     )

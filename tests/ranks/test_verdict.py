@@ -74,7 +74,7 @@ def test_a_rank_that_failed_by_itself_is_named_with_its_text():
     assert whole is not None
     assert whole.failed_by_itself
     assert whole.failure == (
-        "rank 1 of 3 failed by itself in its call: ValueError: boom\n  ranks 0 and 2: not judged for that\n\nE  ValueError: boom"
+        "rank 1 of 3 failed by itself in its call: ValueError: boom\n  ranks 0 and 2: not judged, because another rank failed\n\nE  ValueError: boom"
     )
     assert whole.unmeasured == "rank 1 of 3 failed by itself in its call: ValueError: boom"
 

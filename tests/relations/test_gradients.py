@@ -94,7 +94,7 @@ def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
 
 
 def test_models_of_different_parameters_are_told():
-    message = "the models have different parameters: extra is only in one model; build the same model each time"
+    message = "the models have different parameters: extra is in only one model; build the same model each time"
     one, other = gradients(weight=[1.0]), gradients(weight=[1.0], extra=[1.0])
     assert told(one, other) == told(other, one) == message
 
@@ -191,7 +191,7 @@ def test_a_block_that_is_not_the_same_when_it_runs_again_is_told():
 
 def test_micro_batches_draw_their_own_dropout_which_is_hinted_at():
     hint = (
-        "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal numbers of tokens differs from "
+        "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal token counts differs from "
         "the mean over the batch"
     )
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
@@ -234,7 +234,7 @@ def test_a_gradient_that_is_not_finite_is_no_relation(precision, factor):
 
 
 def test_compiled_dropout_is_hinted_at():
-    hint = "; compiled code draws its own random numbers: compare with dropout switched off"
+    hint = "; compiled code draws other random numbers: compare with dropout switched off"
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
         compare(Model, "compile=eager,amp-bf16", "fp32", rtol=0, atol=0)
 
@@ -252,6 +252,6 @@ def test_a_config_that_makes_no_training_step_here_is_told(configs, error, messa
 
 
 def test_a_model_that_was_built_already_is_refused():
-    message = "assert_same_gradients builds the model twice: pass a class or function, not a model"
+    message = "assert_same_gradients builds the model twice: pass a class or function that builds it, not a model"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         compare(Model(), "fp32", "checkpoint=blocks")

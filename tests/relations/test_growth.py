@@ -78,7 +78,7 @@ def test_the_step_is_called_as_often_as_said(device, steps):
 
 @pytest.mark.parametrize("steps", [1, -5])
 def test_growth_is_not_seen_in_a_single_step(device, steps):
-    with pytest.raises(ValueError, match=re.escape(f"steps={steps}: growth is seen over two steps or more")):
+    with pytest.raises(ValueError, match=re.escape(f"steps={steps}: growth is seen only over two steps or more")):
         assert_no_growth(device, lambda: None, steps)
 
 
@@ -263,7 +263,7 @@ def test_the_kinds_that_hold_most_are_said_first_and_the_rest_is_counted():
         "  kept: 1 x float32[40], 160 B\n"
         "  kept: 1 x float32[30], 120 B\n"
         "  kept: tensors of 2 more kinds\n"
-        "  kept: 236 B more: in tensors that replace smaller tensors, or saved for backward"
+        "  kept: 236 B more, in tensors that replace smaller tensors, or in tensors saved for backward"
     )
 
 

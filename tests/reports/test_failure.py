@@ -323,7 +323,7 @@ def test_an_uncertain_regression_under_strict():
           metric          baseline      now   change  allowed
           peak allocated   1.00 GB  1.20 GB  +20.0 %   +0.5 %  uncertain
 
-          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves bytes by itself
+          note: peak allocated: cpu_capability was AVX2, now AVX512, which can change bytes without a code change
 
           baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
 
@@ -467,7 +467,7 @@ def test_an_uncertain_time_that_strictness_does_not_let_pass_says_why():
 def test_times_from_another_machine_required_by_a_limit_are_accepted_with_the_rest():
     now = timed(0.010, environment=ON_EPYC)
     text = text_of((now, Budget(max_slowdown=0.1), stored_times(0.010)), strict=True)
-    reason = "time is not compared: the baseline's was taken on Xeon, 8 cores, this is EPYC, 64 cores"
+    reason = "time is not compared: the baseline's time comes from Xeon, 8 cores, and this machine is EPYC, 64 cores"
     assert f"step time: {reason}\n" in text
     assert text.count(reason) == 1
     # "new" would leave the baseline as it is.
@@ -556,7 +556,7 @@ def test_a_reason_that_several_metrics_share_is_told_once():
     text = text_of((now, Budget(), stored(peak_allocated=GB, peak_reserved=GB, operators=5, launches=5)), strict=True)
     assert [line for line in text.splitlines() if "note: " in line] == [
         f"  note: peak allocated, peak reserved: the step's peak did not settle: {note}",
-        "  note: operators, kernel launches: torch was 2.11.0, now 2.13.0, which moves counts by itself",
+        "  note: operators, kernel launches: torch was 2.11.0, now 2.13.0, which can change counts without a code change",
     ]
 
 

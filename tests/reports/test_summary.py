@@ -182,7 +182,7 @@ def test_why_measurements_were_not_compared_is_said_once():
     rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))))]
     assert reasons((one.verdict for one in rows), "si") == [
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 measurements)",
-        "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
+        "foreign: there are baselines for NVIDIA A100, but this is NVIDIA H100 80GB HBM3",
     ]
 
 

@@ -129,7 +129,7 @@ def test_only_releases_that_are_named_exactly_are_the_same_next_year(given, is_e
         ("--pre", "'--pre' is neither a requirement, like 'transformers==4.38.2', nor a file, like '-r old.txt'"),
         ("-r nowhere.txt", "nowhere.txt cannot be read: No such file or directory"),
         ("-r wrong.txt", "'torch=2' in wrong.txt is not a valid requirement"),
-        ("-r itself.txt", "itself.txt names itself"),
+        ("-r itself.txt", "itself.txt includes itself"),
         ("-r limited.txt", "gone.txt cannot be read: No such file or directory"),
         ("./gone.whl", "'./gone.whl' is a path, but "),
         (

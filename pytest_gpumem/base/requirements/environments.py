@@ -1,6 +1,7 @@
-"""Virtual environments for sets of requirements, in the user's cache.
+"""Make virtual environments for sets of requirements, in the user's cache.
 
-The folder name is a hash over the set and the packages in the current environment, so the same set is installed only once.
+An environment's folder name is a hash over the requirements and the packages in the current environment. So the same
+requirements are installed only once.
 """
 
 from __future__ import annotations
@@ -39,54 +40,57 @@ _LAYER = "gpumem-layer.pth"
 
 @dataclass(frozen=True, slots=True)
 class VirtualEnvironment:
-    """An environment in the cache: its folder, its requirement set's name, and the releases installed in it, by package."""
+    """A virtual environment in the cache.
+
+    ``name`` has the requirements as the user wrote them, and ``packages`` has each installed package's release.
+    """
 
     folder: Path
     name: str
     packages: Mapping[str, str]
     created: float
-    """Creation time, in seconds since 1970."""
+    """The installation's time, in seconds since 1970."""
     modules: frozenset[str] = frozenset()
-    """The top-level modules in these packages: ``{"transformers", "tokenizers"}``."""
+    """The top-level modules in the installed packages: ``{"transformers", "tokenizers"}``."""
 
     @property
     def python(self) -> Path:
-        """The interpreter's path."""
+        """The path to the environment's Python interpreter."""
         return interpreter(self.folder)
 
     @property
     def site_folders(self) -> tuple[Path, ...]:
-        """The package folders on its path, its own first."""
+        """The folders from which the environment imports packages, its own folders first."""
         own = [*self.folder.glob("lib*/python*/site-packages"), *self.folder.glob("Lib/site-packages")]
         is_layer = any((folder / _LAYER).exists() for folder in own)
         return (*own, *(site_folders_here() if is_layer else ()))
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes in a folder's files."""
+    """Return the bytes in a folder's files, including files in subfolders. Symbolic links are not followed."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
 
 
 def interpreter(folder: Path) -> Path:
-    """Return a virtual environment's interpreter."""
+    """Return the path to the interpreter in a virtual environment."""
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def cache_folder() -> Path:
-    """Return the folder for environments in the user's cache."""
+    """Return the folder for virtual environments in the user's cache."""
     return cache_root() / "environments"
 
 
 @dataclass(frozen=True)
 class Environments:
-    """The environments in a folder."""
+    """The virtual environments in ``folder``."""
 
     folder: Path
     environment: Mapping[str, str]
-    """The environment variables for installers."""
+    """The environment variables with which pip and uv run."""
 
     def finished(self) -> list[VirtualEnvironment]:
-        """Return the finished environments, the latest first."""
+        """Return the completely installed environments, the latest first."""
         environments = (_read(path.parent) for path in self.folder.glob(f"*/{_RECORD}"))
         return sorted(
             (environment for environment in environments if environment is not None),
@@ -94,17 +98,18 @@ class Environments:
         )
 
     def unfinished(self) -> list[Path]:
-        """Return environment folders whose installation is in progress or was interrupted."""
+        """Return the folders in which an installation is in progress or was interrupted."""
         finished = {environment.folder for environment in self.finished()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
     def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
-        """Return the cached environment for a set with exact releases; ``None`` if there is none.
+        """Return the cached environment for requirements with exact releases; ``None`` if the cache does not have it.
 
-        Sets with other requirements are never cached. For example, ``transformers>=4.38`` may install another release tomorrow.
+        Without exact releases the result is always ``None``. For example, ``transformers>=4.38`` may install another release
+        tomorrow.
 
         Raises:
-            InstallationError: Other users could have changed the environment.
+            InstallationError: Other users could have changed the files in the environment.
         """
         environment = _read(self.folder / _key(requirements, emulated=emulated)) if requirements.is_exact else None
         if environment is not None:
@@ -122,21 +127,21 @@ class Environments:
         emulated: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> VirtualEnvironment:
-        """Return an environment with the requirements: the cached environment, or a new one.
+        """Return an environment in which the requirements are installed: the cached environment, or a new one.
 
-        A set without exact releases is always installed anew, because a new release may exist. This process keeps
-        the environment until its end. A later installation of the same set removes the old environment. If an
-        installation fails, its folder is removed.
+        Requirements without exact releases are always installed again, because there may be a new release. The new environment
+        belongs to this process until the process ends. The next installation with the same requirements then removes the
+        environment. If an installation fails, its folder is removed.
 
         Args:
-            requirements: The set.
-            stop: Ends the installation on a signal.
+            requirements: The requirements to install.
+            stop: Ends the installation if the process receives a signal, such as SIGTERM.
             emulated: True to install torch for an emulated GPU, without NVIDIA's libraries.
-            tick: A function that is called repeatedly during the installation.
+            tick: A function to call repeatedly during the installation.
 
         Raises:
             InstallationError: A package cannot be installed, or the cache cannot be used.
-            StopSignal: A signal was noted.
+            StopSignal: The process received a signal.
         """
         try:
             return self._make(requirements, stop, tick, emulated=emulated)
@@ -208,18 +213,19 @@ class Environments:
 
 
 _in_use: list[FileLock] = []
-"""Locks on environments that only this process uses. The system releases them when the process ends, even after a crash."""
+"""The locks on environments for this process only. The operating system releases them when the process ends, even after a
+crash."""
 
 
 def _lock(folder: Path) -> FileLock:
     from filelock import FileLock
 
-    # The lock is not bound to the thread, because the thread that makes an environment ends before the process.
+    # Do not bind the lock to a thread, because the thread that makes an environment ends before the process.
     return FileLock(folder.with_suffix(".lock"), thread_local=False)
 
 
 def _locked(folder: Path, stop: Stop) -> FileLock:
-    """Wait until no other process uses an environment, and return its lock. Raises `StopSignal`."""
+    """Wait until no other process holds an environment's lock, acquire the lock, and return it. Raises `StopSignal`."""
     from filelock import Timeout
 
     lock = _lock(folder)
@@ -231,7 +237,7 @@ def _locked(folder: Path, stop: Stop) -> FileLock:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the environments of a set without exact releases, unless a process uses them."""
+    """Remove earlier environments for the same requirements without exact releases, unless a running process uses them."""
     from filelock import Timeout
 
     for environment in folder.parent.glob(f"{folder.name}-*"):
@@ -242,9 +248,9 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
-    """Return an environment's folder name: a hash over its requirements and the current environment's packages."""
+    """Return an environment's folder name: a hash over the requirements and the current environment's packages."""
     beneath = packages_here()
-    # With another Python, only this plugin comes from the current environment.
+    # With another Python, the new environment gets only this plugin from the current environment.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]
     identity = [
         [requirements.python, *plugin] if requirements.python else [sys.executable, sys.version, *beneath],
@@ -257,36 +263,36 @@ def _key(requirements: RequirementSet, *, emulated: bool) -> str:
 
 
 def packages_here() -> list[str]:
-    """Return the installed packages in this environment: ``["torch==2.13.0", ...]``."""
+    """Return the packages installed for this interpreter: ``["torch==2.13.0", ...]``."""
     return sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
 
 
 def site_folders_here() -> list[Path]:
-    """Return this interpreter's existing package folders."""
+    """Return the folders from which this interpreter imports packages, if they exist."""
     own = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     return [folder for folder in map(Path, own) if folder.is_dir()]
 
 
 def _layer() -> str:
-    """Return the ``.pth`` file that adds the current environment's packages to a new environment, below its own."""
+    """Return the text for a ``.pth`` file, which adds the current packages to a new environment, after its own packages."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 
 def _site_folder(python: Path) -> Path:
-    """Return a virtual environment's package folder."""
+    """Return the folder into which packages are installed for an interpreter."""
     command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _installed_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and release for each package in a folder, as its metadata folder spells them."""
+    """Yield each package's name and release from a folder, as its ``.dist-info`` folder spells them."""
     for info in sorted(folder.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
         yield name, version
 
 
 def _read(folder: Path) -> VirtualEnvironment | None:
-    """Return a finished environment; ``None`` if it does not exist or its record cannot be read."""
+    """Return the environment in ``folder``; ``None`` if its installation did not finish, or if its record cannot be read."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
         environment = VirtualEnvironment(
@@ -299,4 +305,4 @@ def _read(folder: Path) -> VirtualEnvironment | None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed no reason")

@@ -1,4 +1,4 @@
-"""Exceptions from reading and installing requirements."""
+"""Exceptions for requirements that cannot be read or installed."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class RequirementError(ValueError):
 
 
 class InstallationError(Exception):
-    """An environment could not be made. The message quotes the installer's reason."""
+    """A virtual environment could not be made. The message quotes the reason from pip, uv or the system."""

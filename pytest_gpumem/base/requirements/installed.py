@@ -1,4 +1,4 @@
-"""Installed packages by file: the name and version for the distribution that contains a source file."""
+"""Find the name and version for the installed package with a source file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 _FOLDERS = ("site-packages", "dist-packages")
 _MEMORY_PACKAGES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
-"""Name prefixes for torch's dependencies whose release decides how much memory operators need."""
+"""Name prefixes for packages that torch needs and whose release decides how much memory operators take."""
 
 
 class Package(NamedTuple):
-    """An installed distribution."""
+    """An installed package, which `importlib.metadata` calls a distribution."""
 
     name: str
     version: str
 
 
 class InstalledFile(NamedTuple):
-    """A file in an installed package: the folder with all packages, and the file's path parts in this folder.
+    """A file in a folder with installed packages: the folder, and the file's path parts within this folder.
 
     Example: ``InstalledFile("/venv/lib/python3.11/site-packages", ("transformers", "models", "llama", "modeling_llama.py"))``.
     """
@@ -39,7 +39,10 @@ class InstalledFile(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """``transformers 4.38.2: models/llama/modeling_llama.py``, or only the path if the package is unknown."""
+        """The file's text in reports: ``transformers 4.38.2: models/llama/modeling_llama.py``.
+
+        If the package is unknown, the text is only the path.
+        """
         package = self.package
         if package is None:
             return "/".join(self.parts)
@@ -58,14 +61,14 @@ def installed_file(path: PurePath) -> InstalledFile | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return package versions by name, without packages that are not installed."""
+    """Return the installed packages' versions by name. Names without an installed package are left out."""
     pairs = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
     return {name: distribution.version for name, distribution in pairs if distribution is not None}
 
 
 @cache
 def needed_by_torch() -> tuple[str, ...]:
-    """Return torch's dependencies whose release decides memory: cuBLAS, cuDNN, cuSPARSELt, NCCL, Triton."""
+    """Return the packages that torch needs and whose release affects memory: cuBLAS, cuDNN, cuSPARSELt, NCCL and Triton."""
     try:
         requirements = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
@@ -76,9 +79,15 @@ def needed_by_torch() -> tuple[str, ...]:
 
 @cache
 def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
-    """Return the package with a file, given the folder with all packages and the path parts in this folder."""
+    """Return the package with a file.
+
+    Args:
+        folder: The folder with all installed packages.
+        parts: The file's path parts within this folder.
+    """
     top = parts[0].removesuffix(".py")
-    # Most packages are named like their module, so only their own file list is read. Otherwise all lists are read.
+    # Most packages are named like their module. So first read only the file list in the package with this name, and then all
+    # file lists.
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         record = _record_of(folder, top)
         if not record or f"\n{'/'.join(parts)}," in record:
@@ -91,7 +100,7 @@ def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
 
 @cache
 def _record_of(folder: str, name: str) -> str:
-    """Return a distribution's file list with a line for each file, after an empty line; empty if it has no list."""
+    """Return a newline and the text of a package's file list (``RECORD``); an empty text if the package has no file list."""
     distributions = importlib.metadata.distributions(name=name, path=[folder])
     texts = (distribution.read_text("RECORD") for distribution in distributions)
     text = next(texts, None)
@@ -102,7 +111,8 @@ def _record_of(folder: str, name: str) -> str:
 def by_module(folder: str) -> Mapping[str, Package]:
     """Return the packages in a folder by top-level module name.
 
-    Example: ``sklearn`` belongs to ``scikit-learn``. If several packages share a namespace, the first is returned.
+    Example: the module ``sklearn`` belongs to ``scikit-learn``. If several packages share a top-level module, the result has
+    the first package.
     """
     return {module: _named(sharing[0]) for module, sharing in _distributions(folder).items()}
 
@@ -121,7 +131,7 @@ def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
 
 @cache
 def _by_path(folder: str, top: str) -> Mapping[tuple[str, ...], Package]:
-    """Return the distributions with a common top-level name, by the paths to their files and folders."""
+    """Return the packages that share the top-level module ``top``, by the paths to all their files and folders."""
     packages: dict[tuple[str, ...], Package] = {}
     for distribution in _distributions(folder)[top]:
         package = _named(distribution)

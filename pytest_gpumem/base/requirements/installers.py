@@ -1,12 +1,13 @@
-"""Installation with uv or pip into an environment above the current environment.
+"""Install packages with uv or pip into a new environment, a layer on top of the current environment.
 
-The current environment does not change. A named package gets the newest release that satisfies the requirement. Its
-dependencies come from the current environment if the releases there satisfy it, so two environments differ only in the
-requested packages.
+The current environment does not change, and the new environment also sees its packages. For each requirement, the newest
+fitting release is installed. Its dependencies are installed only if their current releases do not fit. So two such environments
+differ only in the requested packages.
 
-pip sees both environments. uv sees only the new environment. So uv first resolves all packages, with the current releases as
-preferences, and then installs the releases that differ. For example, ``transformers==4.38.2`` above an environment with
-transformers 4.45.0 and numpy 1.26.4 installs transformers, and the tokenizers release that it requires, but not numpy.
+pip sees the packages in both environments. uv sees only the packages in the new environment. So uv first chooses a release for
+each package, and prefers the current release. Then uv installs only the releases that differ from the current releases. For
+example, the current environment has transformers 4.45.0 and numpy 1.26.4. The requirement ``transformers==4.38.2`` then
+installs transformers and a matching tokenizers release, but not numpy.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILI
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 _AT_ADDRESS = re.compile(r"^(?:[A-Za-z0-9._-]+ @ \S+|-e .+|(?:/|file:|[A-Za-z]:[\\/]).+)", re.MULTILINE)
-"""A line in uv's lock file for a package from an address, or from a path whose name is unknown before it is built."""
+"""A line in uv's lock file for a package from an address or a path. A package from a path may have no known name before its
+build."""
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _NOT_REACHED = re.compile(r"Retrying \(Retry\(total=0\b.*after connection broken by ['\"]?(\w+)")
-"""pip's last attempt to reach an index. Afterwards, pip continues as if the index were empty."""
+"""pip's message after its last attempt to reach a package index. Then pip continues as if the index were empty."""
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
 _MOST_LINES, _MOST_RELEASES = 3, 3
 _PLUGIN = "pytest-gpumem"
@@ -48,7 +50,7 @@ _PLUGIN = "pytest-gpumem"
 
 @dataclass(frozen=True)
 class Installer:
-    """Installs packages into the environment in ``folder`` with the interpreter ``python``."""
+    """Installs packages into the virtual environment in ``folder``, whose interpreter is ``python``."""
 
     python: Path
     folder: Path
@@ -60,13 +62,13 @@ class Installer:
         """Install a set of requirements.
 
         Args:
-            requirements: The set.
-            layered: True if the new environment also sees the current environment's packages.
+            requirements: The requirements to install.
+            layered: True if the new environment also sees the packages in the current environment.
             emulated: True to install torch's CUDA build without NVIDIA's libraries, which an emulated GPU replaces.
 
         Raises:
             InstallationError: A package cannot be installed.
-            StopSignal: A signal was noted.
+            StopSignal: The process received a signal.
         """
         lines = list(requirements.lines)
         torch = next(
@@ -86,7 +88,7 @@ class Installer:
         limits.write_text("".join(f"{line}\n" for line in requirements.constraints), encoding="utf-8")
         limited = ["--constraint", str(limits)] if requirements.constraints else []
         uv = find_uv()
-        # --upgrade installs the newest release that fits, even if the current environment has an older release that fits.
+        # With --upgrade, pip installs the newest fitting release, even if the current environment has an older fitting release.
         if emulated and torch is not None:
             if lines:
                 self._run([*self._pip_install, "--upgrade", *limited, "--requirement", str(requested)])
@@ -99,20 +101,27 @@ class Installer:
             self._run([uv, "pip", "install", "--python", str(self.python), *limited, "--requirement", str(requested)])
 
     def install_plugin(self) -> None:
-        """Install pytest-gpumem from the same source as in this environment. Raises `InstallationError` and `StopSignal`."""
+        """Install pytest-gpumem from the same source as in the current environment.
+
+        Raises:
+            InstallationError: The package cannot be installed.
+            StopSignal: The process received a signal.
+        """
         distribution = importlib.metadata.distribution(_PLUGIN)
         url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
         self._run([*self._pip_install, f"{_PLUGIN} @ {url}" if url else f"{_PLUGIN}=={distribution.version}"])
 
     @cached_property
     def _pip_install(self) -> list[str]:
-        # pip's search for conflicts reads the requirements of all packages in both environments. This takes longer than
-        # installing.
+        # To find conflicts, pip would read all packages' requirements in both environments, which takes longer than installing.
         return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch(self, specifier: str) -> None:
-        """Install torch's CUDA build without dependencies, and remove NVIDIA's libraries from its required packages."""
-        # `===` matches no local version, such as 2.13.0+cpu.
+        """Install torch's CUDA build without its dependencies, and make NVIDIA's libraries optional in its metadata.
+
+        Otherwise the next installation would add NVIDIA's libraries.
+        """
+        # Unlike `==`, the operator `===` does not match a release with a local part, such as 2.13.0+cpu.
         exact = re.fullmatch(r"={2,3}([^*,]+)", specifier)
         requirement = f"torch==={exact.group(1).partition('+')[0]}" if exact else f"torch{specifier}"
         self._run([*self._pip_install, "--upgrade", "--no-deps", requirement])
@@ -121,7 +130,10 @@ class Installer:
             metadata.write_text(_NVIDIA.sub(r'\1; extra == "nvidia"', text), encoding="utf-8")
 
     def _install_differences(self, uv: str, requested: Path, limited: Sequence[str]) -> None:
-        """Resolve all packages with uv, preferring the current releases, and install the releases that differ from them."""
+        """Let uv choose a release for each package, and install the chosen releases that differ from the current releases.
+
+        uv prefers a package's current release, except for the requested packages.
+        """
         current = {
             canonicalize_name(distribution.metadata["Name"]): distribution
             for distribution in importlib.metadata.distributions()
@@ -129,7 +141,7 @@ class Installer:
         lock, left_alone = self.folder / "lock.txt", self.folder / "left-alone.txt"
         lines = requested.read_text(encoding="utf-8").splitlines()
         named = {canonicalize_name(match.group()) for line in lines if (match := _NAME.match(line))}
-        # uv cannot resolve packages that are on no index, such as torch's CPU build or the project itself.
+        # No index has torch's CPU build or the project itself, so uv cannot find such packages. Leave them out.
         local = {
             name: distribution
             for name, distribution in current.items()
@@ -157,11 +169,11 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in current or current[name].version != version
         ]
-        # A package from an address is always installed, because its code may differ from the same release in the current
+        # Always install a package from an address, because its code may differ from the same release in the current
         # environment.
         differing += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if differing:
-            # The options among the requirements are kept, because they may name the index with these releases.
+            # Pass the options from the requirements file as well, because they may name the index with these releases.
             chosen = self.folder / "chosen.txt"
             options = [line for line in lines if line.startswith("-") and not line.startswith(("-e", "--editable"))]
             chosen.write_text("".join(f"{line}\n" for line in [*options, *differing]), encoding="utf-8")
@@ -180,12 +192,12 @@ class Installer:
 
 
 def find_uv() -> str | None:
-    """Return uv's path; ``None`` if uv is not installed."""
+    """Return the path to uv; ``None`` if uv is not installed."""
     return shutil.which("uv")
 
 
 def reason_in(output: str) -> str:
-    """Return why pip or uv failed: the installer's error messages, or its last three lines if there are no messages."""
+    """Return why pip or uv failed: the last three error messages in its output, or its last three lines if there are none."""
     errors = list(dict.fromkeys(line.rstrip(":") for line in [*_ERROR.findall(output), *_CAUSE.findall(output)]))
     lines = errors or [line.strip() for line in output.splitlines() if line.strip()]
     unreachable = [f"the package index cannot be reached ({error})" for error in _NOT_REACHED.findall(output)[:1]]
@@ -193,7 +205,7 @@ def reason_in(output: str) -> str:
 
 
 def _latest(versions: re.Match[str]) -> str:
-    """Shorten pip's release list to the last three."""
+    """Shorten pip's list with all available releases to the last three releases."""
     listed = versions.group(1).split(", ")
     return (
         f"(from versions: {', '.join(['...', *listed[-_MOST_RELEASES:]] if len(listed) > _MOST_RELEASES else listed)})"

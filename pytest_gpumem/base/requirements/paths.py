@@ -1,7 +1,7 @@
-"""Absolute paths for the relative paths in requirements, so pip can run in another folder.
+"""Make the relative paths in requirements absolute, so pip can run in another folder.
 
-pip resolves relative paths from the current folder. pip first looks for a folder with wheels (``--find-links``)
-beside the requirements file (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
+As in pip, a relative path begins at the current folder. Only the path to a folder with wheels (``--find-links``) is first
+looked for beside the requirements file (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _EDITABLE = ("-e", "--editable")
 
 
 class PathNotFound(ValueError):
-    """A requirement is a path that does not exist. The message is the path."""
+    """Raised if a requirement is a path that does not exist. The message is the path."""
 
 
 def is_path(line: str) -> bool:
-    """Return whether a line from `named_path` is a path, because the package's name is unknown before it is built."""
+    """Return whether a line from `named_path` is a path, because the package's name is unknown before its build."""
     return Path(line).is_absolute()
 
 
 def named_path(line: str) -> str:
-    """Replace a path in a requirement by the package's name and address. Other requirements are returned unchanged.
+    """Replace a path in a requirement by the package's name and address. Return other requirements unchanged.
 
-    Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. A project
-    folder's package name is unknown, so ``./models`` becomes ``/home/ada/models``.
+    Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. For a folder
+    with a project, the package's name is unknown, so ``./models`` becomes ``/home/ada/models``.
 
     Raises:
         PathNotFound: The path does not exist.
-        InvalidRequirement: A file name ends in ``.whl``, but is not a valid wheel name.
+        InvalidRequirement: A file's name ends in ``.whl``, but is not a valid name for a wheel.
     """
     bare, sign, options = line.partition(" --")
     target, semicolon, marker = bare.partition(";")
@@ -54,7 +54,7 @@ def named_path(line: str) -> str:
 
 
 def _is_local(text: str) -> bool:
-    """Return whether pip reads a requirement without marker and extras as a path."""
+    """Return whether pip takes a requirement for a path. The requirement must be without its marker and extras."""
     if "://" in text:
         return False
     if text.endswith(_ARCHIVES) and Path(text).is_file():
@@ -67,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the package name in the file name of a wheel or source distribution; ``None`` if there is no such name."""
+    """Return the package name from a wheel's or source distribution's file name; ``None`` for any other path."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]
@@ -79,14 +79,14 @@ def _name_of(path: Path) -> str | None:
 
 
 def option_from(line: str, folder: Path) -> str:
-    """Return an option line from a requirements file in ``folder`` with absolute paths.
+    """Make the paths in an option line absolute. The line comes from a requirements file in ``folder``.
 
     Example: ``--find-links wheels`` becomes ``--find-links /home/ada/project/wheels``.
     """
     try:
         words = shlex.split(line)
     except ValueError:
-        # A quote is missing. pip reports it.
+        # A closing quote is missing. pip reports this error.
         return line
     resolved: list[str] = []
     option = ""
@@ -100,14 +100,14 @@ def option_from(line: str, folder: Path) -> str:
         else:
             resolved.append(_absolute(option, word, folder))
         option = word
-    # uv does not understand quotes, so only words that need them are quoted.
+    # uv does not understand quotes, so quote only words with spaces, quotes or backslashes.
     if resolved == words:
         return line
     return " ".join(shlex.quote(word) if _SPLITS.search(word) else word for word in resolved)
 
 
 def _absolute(option: str, value: str, folder: Path) -> str:
-    """Return an option's value as an absolute path if it is an existing local path; otherwise unchanged."""
+    """Make an option's value an absolute path if the path exists; otherwise return the value unchanged."""
     if option in _FIND_LINKS:
         existing = next((path for path in (folder / value, Path(value)) if path.exists()), None)
         return value if existing is None else str(_normal(existing))

@@ -1,4 +1,4 @@
-"""pip's command line for an interpreter, even if pip is not installed for it, as in uv's environments."""
+"""Find a command that runs pip for an interpreter, even if pip is not installed there (as in environments made by uv)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if importlib.util.find_spec("pip") is None:
     folders = [sysconfig.get_config_var("WHEEL_PKG_DIR"), pathlib.Path(ensurepip.__file__).parent / "_bundled"]
     print(*[wheel for folder in folders if folder for wheel in pathlib.Path(folder).glob("pip-*.whl")][:1])
 """
-"""Prints the path to pip's wheel in Python's ``ensurepip``, if pip is not installed."""
+"""A script. If pip is not installed, it prints the path to the pip wheel in Python's ``ensurepip``."""
 
 
 def pip_command(python: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the beginning of a pip command line for ``python``: its installed pip, or the wheel in ``ensurepip``."""
+    """Return the first words in a pip command for ``python``. Without an installed pip, it runs the wheel in ``ensurepip``."""
     command = [str(python), "-c", _FIND_WHEEL]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheel = answer.stdout.strip()

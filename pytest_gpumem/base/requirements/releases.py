@@ -1,4 +1,4 @@
-"""A package's releases on an index, from ``pip index versions``."""
+"""List a package's releases on a package index, with ``pip index versions``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 
 
 def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> list[str]:
-    """Return a package's releases for this Python, the oldest first.
+    """Return the package releases on the index for this Python version, the oldest first.
 
     Raises:
         InstallationError: pip finds no release.
-        StopSignal: A signal was noted.
+        StopSignal: The process received a signal.
     """
     command = [*pip_command(Path(sys.executable), environment), "index", "versions", "--pre", package]
     with tempfile.TemporaryDirectory() as folder:
@@ -42,10 +42,10 @@ def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> lis
 
 
 def releases_between(releases: Iterable[str], good: str, bad: str) -> list[str]:
-    """Return the releases from ``good`` to ``bad``, both included. Other pre-releases are left out.
+    """Return the releases from ``good`` to ``bad``, including both. Pre-releases between them are left out.
 
     Example: ``releases_between(["1.0", "1.1rc1", "1.1", "1.2"], "1.2", "1.0")`` returns ``["1.2", "1.1", "1.0"]``.
-    If ``bad`` is the earlier release, as in this example, a search finds the release that mended a test.
+    In this example ``bad`` is the earlier release, so a bisection finds the release that mended a test.
     """
     ends = {Version(good), Version(bad)}
     low, high = min(ends), max(ends)
@@ -59,7 +59,7 @@ def releases_between(releases: Iterable[str], good: str, bad: str) -> list[str]:
 
 
 def without_local_version(release: str) -> str:
-    """Return a release without its local part, which is on no index: ``2.13.0`` for ``2.13.0+cpu``."""
+    """Return a release without its local part, because indexes have no local parts: ``2.13.0`` for ``2.13.0+cpu``."""
     return release.partition("+")[0]
 
 

@@ -1,4 +1,4 @@
-"""A set of requirements from a command line: requirements, requirements files, constraints and an interpreter."""
+"""Read a set of requirements from a command line: requirements, requirements files, constraints files and an interpreter."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
 _CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
 _PATH_OPTIONS = ("-e", "--editable", "-c", "--constraint")
-"""Options whose value pip reads during the installation."""
+"""Options with a path or an address. pip reads its content only during the installation, so the requirements are not exact."""
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
 
 
 @dataclass(frozen=True, slots=True)
 class RequirementSet:
-    """Packages to install above the current environment.
+    """The packages to install in a new environment, a layer on top of the current environment.
 
-    ``lines`` are requirements, with pip's options from requirements files. ``constraints`` are lines from constraints files.
-    ``python`` is the interpreter; ``None`` for the current interpreter.
+    ``lines`` are requirements, and pip's options from requirements files. ``constraints`` are lines from constraints files.
+    ``python`` is another interpreter, for an environment without the current packages; ``None`` for the current interpreter.
 
     Example: ``requirement_set(["transformers==4.38.2"])`` has the single line ``transformers==4.38.2`` and is exact.
     ``transformers>=4.38`` is not exact.
@@ -39,26 +39,26 @@ class RequirementSet:
     constraints: tuple[str, ...] = ()
     python: str | None = None
     name: str = ""
-    """The set as the user wrote it: ``transformers==4.37.2``, ``-r old.txt``."""
+    """The requirements as the user wrote them: ``transformers==4.37.2``, or ``-r old.txt``."""
 
     def __str__(self) -> str:
         return " on ".join(filter(None, [self.name, self.python]))
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """The lines that are requirements, parsed."""
+        """The parsed requirements among the lines. Options and paths are left out."""
         return tuple(Requirement(_bare(line)) for line in self.lines if not line.startswith("-") and not is_path(line))
 
     @property
     def names(self) -> frozenset[str]:
-        """The required packages by normalized name."""
+        """The required packages' normalized names."""
         return frozenset(canonicalize_name(requirement.name) for requirement in self.requirements)
 
     @property
     def is_exact(self) -> bool:
-        """True if each requirement names a single release, so a later installation has the same packages.
+        """True if each requirement names a single release, so a later installation installs the same packages.
 
-        A set with an address or a path is never exact, because the code there may change.
+        A set with an address or a path is never exact, because the code at this address or path may change.
         """
         has_path = any(line.startswith(_PATH_OPTIONS) or is_path(line) for line in self.lines)
         return not has_path and all(
@@ -70,7 +70,7 @@ class RequirementSet:
 
 
 class _Line(NamedTuple):
-    """A requirement or an option, and whether it comes from a constraints file."""
+    """A requirement or an option. ``limits`` is true for a line from a constraints file."""
 
     text: str
     limits: bool = False
@@ -79,17 +79,17 @@ class _Line(NamedTuple):
 def requirement_set(
     texts: Iterable[str], constraints: Iterable[Path] = (), python: str | None = None
 ) -> RequirementSet:
-    """Return a set from a command line's words.
+    """Return the requirements from a command line's words.
 
     Example: ``requirement_set(["-r old.txt"])`` reads ``old.txt``, and the files that it names with ``-r`` and ``-c``.
 
     Args:
         texts: Requirements, or ``-r`` with the path to a requirements file.
-        constraints: Constraints files.
-        python: The interpreter; ``None`` for the current interpreter.
+        constraints: The paths to constraints files.
+        python: The path to an interpreter; ``None`` for the current interpreter.
 
     Raises:
-        RequirementError: A text is not valid, or a file cannot be read.
+        RequirementError: A requirement is not valid, or a file cannot be read.
     """
     texts = tuple(texts)
     read = [line for text in texts for line in _lines_of(text)]
@@ -111,9 +111,9 @@ def _lines_of(text: str) -> Iterator[_Line]:
 
 
 def _lines_in(path: Path, within: tuple[Path, ...], *, limits: bool = False) -> Iterator[_Line]:
-    """Yield the lines in a requirements or constraints file, and in the files that it names."""
+    """Yield the lines in a requirements or constraints file, and in the files that it includes with ``-r`` and ``-c``."""
     if path in within:
-        raise RequirementError(f"{path} names itself")
+        raise RequirementError(f"{path} includes itself (-r or -c); remove this line")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -148,5 +148,5 @@ def _checked(line: str, place: str = "") -> str:
 
 
 def _bare(line: str) -> str:
-    """Return a requirement without its own options, such as ``--hash``."""
+    """Return a requirement without the options after it, such as ``--hash``."""
     return line.partition(" --")[0].strip()

@@ -1,4 +1,4 @@
-"""The interface of a backend: a folder or bucket with the store's files."""
+"""The interface of a storage backend: a folder, bucket or commit with the store's files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LARGEST = 2**25
 
 
 class Backend(Protocol):
-    """Storage for text files by relative path.
+    """Storage for text files by relative path, such as ``"cpu-x86_64/tests/test_gpt.py.toml"``.
 
-    Example: ``"cpu-x86_64/tests/test_gpt.py.toml"``. All methods raise `BackendError`.
+    If the storage fails, every method raises `BackendError`.
     """
 
     folder: Path | None = None
@@ -33,11 +33,11 @@ class Backend(Protocol):
         """Return a file's text; ``None`` if the file does not exist."""
 
     def read_many(self, paths: Sequence[str]) -> Mapping[str, str | None]:
-        """Return several files' texts, in the same order as ``paths``."""
+        """Return the texts of several files by path, in the same order as ``paths``."""
         return {path: self.read(path) for path in paths}
 
     def write(self, path: str, text: str) -> None:
-        """Replace a file atomically: a reader sees the old text or the new text, even after a crash."""
+        """Replace a file atomically, so a reader sees either the old text or the new text, even after a crash."""
         raise BackendError(f"{self.shown(path)}: cannot be written")
 
     def remove(self, path: str) -> None:
@@ -45,7 +45,10 @@ class Backend(Protocol):
         raise BackendError(f"{self.shown(path)}: cannot be removed")
 
     def locked(self) -> AbstractContextManager[str | None]:
-        """Hold the writers' lock within a context. If the backend has no lock, the context yields the reason as a clause."""
+        """Lock the store against other writers within a ``with`` block.
+
+        The value of the block is ``None``, or a clause with the reason if the backend has no lock.
+        """
 
     def shown(self, path: str) -> str:
-        """Return the file's location for messages, without credentials."""
+        """Return the location of a file for messages, without credentials."""

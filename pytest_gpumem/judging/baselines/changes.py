@@ -1,4 +1,4 @@
-"""The changes that an update makes in the store. This module reads the store and writes nothing."""
+"""Find the changes that an update makes in the store. This module only reads the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of new entries: the date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
+    """The origin of new entries: the date (``2026-11-02``), the abbreviated commit hash, and the reason for accepting them."""
 
     recorded: str
     commit: str | None
@@ -29,22 +29,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes that an update makes, with the measurements and stored entries behind them."""
+    """The changes that an update makes in the store, and the measurements and stored entries from which they follow."""
 
     measured: Mapping[Key, tuple[Verdict, Baseline]]
-    """Each measurement's verdict, and the entry from this run alone, without stored values."""
+    """The verdict on each measurement, and an entry made from this measurement only, without stored values."""
     stored: Mapping[Key, Baseline | NoBaseline]
-    """The stored entries, by the same keys."""
+    """The stored entry for each key in ``measured``."""
     entries: Mapping[Key, Baseline]
     """The entries to write."""
     removals: tuple[tuple[str, Key], ...]
-    """The entries to remove, as (slug, key), because their tests no longer take these measurements."""
+    """The entries to remove, as (slug, key), because the tests no longer take the measurements of these entries."""
     times_left_out: tuple[str, ...]
-    """A clause for each measurement whose times are accepted but cannot be stored."""
+    """A clause for each measurement whose times the update accepts, although they cannot be stored."""
 
     @property
     def any(self) -> bool:
-        """True if the store changes."""
+        """True if the update changes the store."""
         return bool(self.entries or self.removals)
 
 
@@ -54,11 +54,11 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
     Args:
         store: The store.
         mode: The value for ``--gpumem-update``.
-        tests: The verdicts on the tests whose entries may change, each for a single device.
-        source: The origin to write into the entries.
+        tests: The verdicts on the tests whose entries may change. Each verdict is for a single device.
+        source: The origin that is written into the new entries.
 
     Raises:
-        StoreError: A file in the store is not valid, or a name is not allowed in it.
+        StoreError: A file in the store is not valid, or the name of a device or a test file is not allowed in the store.
         BackendError: The store cannot be read.
     """
     measured: dict[Key, tuple[Verdict, Baseline]] = {}
@@ -77,19 +77,19 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
 
 
 def _no_longer_taken(store: Store, measured: Mapping[Key, tuple[Verdict, Baseline]]) -> Iterable[tuple[str, Key]]:
-    """Return stored baselines, as (slug, key), for measurements that the measured tests no longer take."""
+    """Return the stored baselines, as (slug, key), whose measurements are no longer taken although their test was measured."""
     tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
     worlds = {_world(key.name) for key in measured}
     return [
         (slug, key)
         for slug in sorted({slug for slug, _, _ in tests})
         for _, key in store.keys(slug)
-        # Baselines from jobs with more or fewer ranks stay, because this job could not measure them.
+        # Baselines from jobs with another number of ranks stay in the store, because this job cannot take these measurements.
         if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
     ]
 
 
 def _world(name: str) -> int:
-    """Return how many ranks a job had, from a measurement's name."""
+    """Return the number of ranks in the job that took a measurement, from the measurement's name."""
     rank = rank_in(name)
     return 1 if rank is None else rank.world

@@ -1,13 +1,13 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
-A process takes the lock by creating the object with the next number, which only one process can do. It holds the lock until it
-writes into the object that the lock is released. If other processes have seen the object unchanged for `LOCK_SECONDS`, they
-regard the holder as dead. Time is only measured between two moments of one process, so no two clocks have to agree. The
-highest number is never removed. A process that listed the numbers long ago may create a removed number again, but it then
-finds a higher number.
+A process takes the lock by creating the object with the next number, which only one process can do. This process is the lock's
+holder until it writes into the object that the lock is released. If the object does not change for `LOCK_SECONDS`, other
+processes regard the holder as dead. Time is only measured between two moments of one process, so no two clocks have to agree.
+The object with the highest number is never removed. A process with an old list of numbers may create a removed number again.
+This process then finds the higher number, and does not take the lock.
 
-For example, process A creates object 7 and renews it before a write if 15 s have passed. B sees the object change and waits.
-Then A is killed. B watches the same text for 60 s, creates object 8, and removes object 7.
+For example, process A creates object 7. Before each write, A renews the object if 15 s have passed. B sees that the object
+changes, and waits. Then A is killed. B sees the same text for 60 s, creates object 8, and removes object 7.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOCK_SECONDS = 60.0
-"""Seconds after which an unchanged lock's holder counts as dead."""
+"""If a lock's object does not change for this many seconds, its holder counts as dead."""
 WAIT_SECONDS = 600.0
-"""Seconds to wait for living holders."""
+"""The number of seconds to wait while other processes hold the lock."""
 _RENEWED_AFTER = LOCK_SECONDS / 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
@@ -50,16 +50,17 @@ class LockObjects:
         return [int(number) for number in numbers if number.isdecimal()]
 
     def create(self, number: int, text: str) -> bool:
-        """Create an object, and return True if the object did not exist before."""
+        """Create an object. Return False if an object with this number already existed."""
         try:
             self._files.pipe_file(self._path(number), text.encode(), mode="create")
         except FileExistsError:
             return False
         except TypeError:
-            # An older fsspec cannot refuse to overwrite. `acquire` notices this by creating the same object again.
+            # An older fsspec cannot refuse to overwrite an object. `acquire` notices this by creating the same object again.
             self.replace(number, text)
         except OSError as error:
-            # S3 raises this error if two processes create the object at once. Similar servers do not name the condition.
+            # S3 raises ConditionalRequestConflict if two processes create the object at once. Similar servers may raise another
+            # error, so check whether the object exists.
             if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
                 raise
             return False
@@ -83,7 +84,7 @@ class LockObjects:
 
 
 class DistributedLock:
-    """A single use of the lock: acquire, renew before each write, release."""
+    """The lock for a single session: call `acquire` once, `renew` before each write, and `release` at the end."""
 
     def __init__(
         self,
@@ -101,10 +102,10 @@ class DistributedLock:
         self._renewed = 0.0
 
     def acquire(self) -> bool:
-        """Wait for the lock.
+        """Wait until no other process holds the lock, and take it.
 
         Returns:
-            False if the storage creates an existing object again, because such storage cannot lock.
+            True if this process holds the lock. False if the storage overwrites existing objects, so it cannot lock.
 
         Raises:
             DistributedLockError: Other processes have held the lock, one after the other, for `WAIT_SECONDS`.
@@ -112,7 +113,7 @@ class DistributedLock:
         self._wait_and_create()
         try:
             if self._objects.create(self._number, self._text()):
-                # The object already existed, so a second creation should have failed.
+                # The object existed already, so a storage that can lock would have refused to create it again.
                 self._objects.remove(self._number)
                 return False
             for number in self._objects.numbers():
@@ -125,10 +126,10 @@ class DistributedLock:
         return True
 
     def renew(self) -> None:
-        """Renew the lock's object if 15 s have passed, so other processes see that the holder is alive.
+        """Change the lock's object if the last change is 15 s old, so other processes see that the holder is alive.
 
         Raises:
-            DistributedLockError: Other processes may have taken the lock.
+            DistributedLockError: Another process may have taken the lock.
         """
         started = self._clock()
         if started - self._renewed < _RENEWED_AFTER:
@@ -136,13 +137,13 @@ class DistributedLock:
         self._check_held()
         self._renewals += 1
         self._objects.replace(self._number, self._text())
-        # A process that saw the renewal in time does not take the lock, but another process may have taken it.
+        # If the renewal took 60 s, another process may have taken the lock before the object changed.
         if self._clock() - self._renewed >= LOCK_SECONDS:
             raise DistributedLockError(_lost(self._clock() - self._renewed))
         self._renewed = started
 
     def release(self) -> None:
-        """Release the lock. Raises `DistributedLockError` if another process has taken it."""
+        """Release the lock. Raises `DistributedLockError` if another process has taken the lock meanwhile."""
         self._check_held()
         self._objects.replace(self._number, self._text(released=True))
 
@@ -150,7 +151,7 @@ class DistributedLock:
         started, pause, watched, watched_since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
         while True:
             top = max(self._objects.numbers(), default=0)
-            # Take the time before the request, so `read_at - watched_since` never overstates how long the object was unchanged.
+            # Read the clock before the request. Otherwise a slow request would make the object seem unchanged for too long.
             read_at = self._clock()
             state = self._objects.read(top) if top else None
             free = state is None or _released(state)
@@ -170,7 +171,7 @@ class DistributedLock:
     def _created(self, number: int) -> bool:
         created_at = self._clock()
         text = self._text()
-        # A request without an answer is sent again, and then finds its own object.
+        # fsspec repeats a request that got no answer. The repeated request then fails, because the first created the object.
         if not self._objects.create(number, text) and self._objects.read(number) != text:
             return False
         if max(self._objects.numbers(), default=number) > number:

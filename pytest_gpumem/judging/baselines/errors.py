@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class BackendError(Exception):
-    """The backend cannot be read or written. The message names the file and the reason."""
+    """The storage backend cannot be read or written. The message names the file and the reason."""
 
 
 class IncompleteChangeError(BackendError):
-    """The backend failed while a change was written, for example because the disk is full.
+    """The storage backend failed while a change of the store was written, for example because the disk is full.
 
     Args:
-        error: The backend's error.
+        error: The error from the backend.
         written: The number of entries that were written before the failure.
-        unwritten_tests: The tests, as (file, test), whose entries were neither written nor removed.
+        unwritten_tests: The tests, as (file, test), whose entries should have been written or removed, but were not.
     """
 
     def __init__(self, error: BackendError, written: int, unwritten_tests: frozenset[tuple[str, str]]) -> None:
@@ -23,12 +23,12 @@ class IncompleteChangeError(BackendError):
 
 
 class DistributedLockError(Exception):
-    """Another process holds the lock, or may have taken it. The message is a clause."""
+    """Another process holds the store's lock, or may have taken it from this process. The message is a clause."""
 
 
 class FormatError(ValueError):
-    """A text is not a valid store file. The message names the line or key, and the expected value."""
+    """The text of a store file is not valid. The message names the line or key, and the expected value."""
 
 
 class StoreError(Exception):
-    """A store file is not valid. The message names the file and the key. The file is never overwritten."""
+    """A store file is not valid. The message names the file and the key. An invalid file is never overwritten."""

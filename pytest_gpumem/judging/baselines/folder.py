@@ -1,4 +1,4 @@
-"""A store's files in a folder on this machine, or in a git commit."""
+"""Storage backends for a store in a folder on this machine, and for a store in a git commit."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ _LOCK = ".lock"
 _IGNORE = ".gitignore"
 _ITSELF = f"/{_IGNORE}"
 _IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
-"""The lines in a store's .gitignore."""
+"""The lines in the .gitignore file that a store contains."""
 _LINK = "120000 "
-"""Prefix in git's line for a symbolic link: its mode."""
+"""The file mode of a symbolic link, with which ``git ls-tree`` begins its line."""
 
 
 class Folder(Backend):
-    """A store in a folder.
+    """A store in a folder on this machine.
 
-    Files are replaced atomically, under the system's lock on ``.lock``. ``.gitignore`` ignores itself, the lock and drafts.
+    Each file is replaced atomically, while the writer holds the operating system's lock on the file ``.lock``. The store's
+    ``.gitignore`` lists itself, the lock and drafts.
 
-    A single process writes at the session's end. It merges its entries with entries that other sessions wrote meanwhile. A
-    killed writer leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores the draft, and the next writer removes it.
+    A single process of a session writes, at the session's end. It keeps entries that other sessions wrote meanwhile. A process
+    that is killed while it writes leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores drafts, and the next writer
+    removes them.
 
-    The folder itself may be a symbolic link, for example to a shared disk. A link inside the folder is an error that names the
-    link, even if it appears during a write, because a stranger's branch could use it to write outside the store.
+    The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error, even
+    if the link appears during a write. Otherwise a stranger's branch could make the store write to another folder. The error
+    names the link.
     """
 
     def __init__(self, root: Path) -> None:
@@ -62,7 +65,7 @@ class Folder(Backend):
 
     def write(self, path: str, text: str) -> None:
         try:
-            # Strict, because a test name with replaced characters could not be found again.
+            # Do not replace characters that cannot be encoded, because the test's name could then not be found again.
             write_atomically(self.root / path, text, root=self.root, errors="strict")
         except (OSError, UnicodeEncodeError) as error:
             raise BackendError(f"{self.shown(path)}: cannot be written: {error}") from error
@@ -76,7 +79,7 @@ class Folder(Backend):
                 with open_folder(self.root, folders[: depth - 1]) as folder:
                     folder.remove_folder(folders[depth - 1])
         except OSError as error:
-            # A folder with other files stays.
+            # A folder that contains other files is not removed.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise BackendError(f"{self.shown(path)}: cannot be removed: {error}") from error
 
@@ -87,9 +90,9 @@ class Folder(Backend):
         lock = FileLock(self.root / _LOCK)
         try:
             with open_folder(self.root, make=True) as folder:
-                # filelock also refuses a link, but this message is clearer.
+                # filelock also refuses a symbolic link, but with a less clear message.
                 folder.refuse_link(_LOCK)
-            # The lock file is never deleted, because two processes could then hold the lock at once.
+            # The lock file is never deleted. Otherwise two processes could each hold a lock on a different file.
             lock.acquire()
         except OSError as error:
             raise BackendError(f"{self.root}: cannot be written: {error}") from error
@@ -100,15 +103,15 @@ class Folder(Backend):
             lock.release()
 
     def _tidy(self) -> None:
-        """Write the store's ``.gitignore``, and remove drafts from killed writers.
+        """Write the store's ``.gitignore``, and remove drafts.
 
-        The caller holds the lock, so every draft belongs to a killed writer.
+        The caller must hold the lock. So no other process is writing, and every draft comes from a killed process.
         """
         try:
             lines = [_ITSELF]
             with suppress(FileNotFoundError), self._folder_of(_IGNORE) as (folder, name):
                 lines = folder.read_text(name, LARGEST).splitlines()
-            # Only our .gitignore ignores itself. Any other .gitignore belongs to the user.
+            # A .gitignore that does not list itself was written by the user, so do not change it.
             if _ITSELF in lines and not set(_IGNORED) <= set(lines):
                 write_atomically(
                     self.root / _IGNORE, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED]))
@@ -121,14 +124,17 @@ class Folder(Backend):
             raise BackendError(f"{self.root}: cannot be tidied up: {error}") from error
 
     def _files(self) -> Iterator[str]:
-        """Yield all file paths. Raises ``OSError`` for a link to a folder, whose baselines would be missed."""
+        """Yield the paths of all files in the store.
+
+        A symbolic link to a folder raises ``OSError``. Otherwise the baselines in this folder would be missed silently.
+        """
         for current, folders, names in os.walk(self.root):
             below = Path(current).relative_to(self.root)
-            # Another session may have just removed the folder.
+            # Another session may have just removed this folder.
             with suppress(FileNotFoundError), open_folder(self.root, below.parts) as folder:
                 for name in folders:
                     folder.refuse_link(name)
-            # A folder with a file's name is reported when it is read.
+            # List folders whose name ends in .toml as files. Reading such a folder raises an error that names it.
             files = [*names, *(name for name in folders if name.endswith(SUFFIX))]
             yield from ((below / name).as_posix() for name in files)
 
@@ -143,16 +149,16 @@ class Folder(Backend):
 
 
 class GitBackend(Backend):
-    """A store's files in a commit, read only. Raises `BackendError`."""
+    """A store in a git commit, which can only be read."""
 
     def __init__(self, top: Path, commit: str, folder: str, name: str) -> None:
-        """Read the files.
+        """Read all files of the store from the commit. Raises `BackendError`.
 
         Args:
-            top: The checkout's folder.
-            commit: The commit's hash or name.
-            folder: The path from the checkout to the store.
-            name: The commit's name in messages.
+            top: The folder with the git checkout.
+            commit: The hash or another name of the commit.
+            folder: The path of the store, relative to ``top``.
+            name: The name of the commit in messages.
         """
         self._name = name
         self._folder = folder
@@ -179,7 +185,7 @@ class GitBackend(Backend):
         if path not in self._files:
             return None
         try:
-            # A commit may contain Windows line ends, which reading a file would also convert.
+            # A commit may contain Windows line ends. Convert them, as reading a file in text mode does.
             return self._files[path].decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise BackendError(f"{self.shown(path)}: cannot be read: {error}") from None

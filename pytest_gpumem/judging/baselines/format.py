@@ -1,9 +1,9 @@
-"""The file format: convert TOML text to entries and back. Pure. Every error names the key.
+"""The format of store files: convert TOML text to entries and back. Pure. Every error names the key.
 
-A file contains a test file's baselines on a single device. It is sorted, so equal entries have equal text. A measurement's
-table is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
-counts are integers. Times are seconds with four digits. A file has at most 34 MB, and a key at most 16 parts with dots between
-them.
+A file contains the baselines of a test file on a single device. It is sorted, so equal entries have equal text. The table of a
+measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not contain pytest-xdist's
+``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most
+16 parts, separated by dots.
 
 A step on several GPUs has an additional table for each GPU, with the device in the table's name and in ``step``::
 
@@ -13,12 +13,13 @@ A step on several GPUs has an additional table for each GPU, with the device in 
     step = "on cuda:1"
     peak_allocated = 4060000000
 
-An entry is not rewritten if only lines of code move. Compositions and the parts of counts are only compared if a test is
-explained, and they change together with bytes and counts. A count of 0 has no parts.
+An entry is not rewritten if only lines of code move. The composition and the parts of counts explain growth, but do not decide
+a verdict. So they are rewritten only together with bytes or counts. A count of 0 has no parts.
 
 An invalid file is a usage error that names the file and the key. It is never overwritten. A file is invalid if it is not a
-regular file (for example a FIFO), is truncated, has another ``format``, an unknown key, a wrong type, a number with more than
-64 bits, deep nesting or merge-conflict marks, or if its ``slug`` differs from its folder's name.
+regular file (for example a FIFO), if it is truncated, or if it has another ``format``, an unknown key, a value with a wrong
+type, a number with more than 64 bits, deep nesting or merge-conflict marks. It is also invalid if the ``slug`` in it differs
+from the name of its folder.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from pytest_gpumem.measuring.timing.comparison import Runs
 FORMAT = 1
 
 Entries = Mapping[tuple[str, str], Baseline]
-"""A file's entries: (test, measurement name) -> entry."""
+"""The entries in a file, by (test, measurement name)."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _OPTIONAL = ("commit", "reason", "named_device")
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
-"""The key for the composition's own peak, if it comes from another step than the highest peak."""
+"""The key for the peak of the recorded step, if this step is not the step with the highest peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
@@ -67,61 +68,64 @@ _PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
-"""The ``step`` in a table for a single GPU, for example ``on cuda:1``. No real step has this name."""
+"""The value of ``step`` in a table for a single GPU, for example ``on cuda:1``. No measured step has such a name."""
 FILE_KEYS = {
     "format": f"The format number: {FORMAT}.",
-    "environments": "The environments' tables, by name. They come last, so a truncated file is recognized.",
-    "tests": "The measurements' tables, by test and by name.",
+    "environments": "A table for each environment, by its name. These tables come last, so a truncated file is recognized.",
+    "tests": "A table for each measurement, by the test and the measurement's name.",
 }
-"""The top-level keys in a file, and their meaning."""
+"""The top-level keys in a file, with their descriptions for the reference page."""
 ENTRY_KEYS = {
     "environment": "The name of an environment in the same file.",
-    "recorded": "The recording's date, in UTC.",
-    "commit": "The abbreviated hash of the commit that was checked out while recording: the commit before the change, "
-    "if change and baseline are committed together. Absent without git.",
+    "recorded": "The date of the recording, in UTC.",
+    "commit": "The abbreviated hash of the commit that was checked out during the recording. If a change and its baseline are "
+    "committed together, this is the commit before the change. Absent without git.",
     "reason": "The reason for accepting the entry (`--gpumem-reason`). It belongs to the last change of bytes, "
-    "counts, workload or speed. A further change without a reason removes this reason. Times from a further run keep it. "
-    "It may be edited by hand.",
-    "named_device": "The device that the test's marker names. Absent if the session's device measured the test. It tells "
-    "sessions on other devices that the test is measured on this device.",
+    "counts, workload or speed. A further change without a reason removes this reason, but further times do not. "
+    "The reason may be edited by hand.",
+    "named_device": "The device that the test's marker names. Absent if the test was measured on the session's device. From "
+    "this key, sessions on other devices know that the test is measured on this device.",
     "workspaces": "`Measurement.workspaces`. Only on CUDA, and absent in entries from older versions.",
     "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
-    _STEP_PEAKS: "The peaks of the steps in order, in bytes, if steps differ. `peak_allocated` is the highest.",
-    "step_times": "The median seconds of a step in each of the last accepted runs, the latest last. `step_time` is their "
-    "median. They are compared if `machine` is equal, and absent if other work disturbed the runs too much.",
+    _STEP_PEAKS: "The peak of each step in bytes, in order, if the peaks differ. `peak_allocated` is the highest of them.",
+    "step_times": "The step time in each of the last accepted runs, the latest last: the median over the run's steps, in "
+    "seconds. `step_time` is the median of these times. Only times from the same `machine` are compared. Absent if other "
+    "work disturbed the runs too much.",
     "step_cycles": "The same medians in clock cycles.",
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
-    "`block` means memory that was not seen as a tensor. Absent if nothing was recorded.",
-    _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps differ and the step with the "
-    "highest peak did not come again during the recording.",
-    "phase": "The phase of the peak.",
-    "other_phases": "The rows of other phases with at least half of the peak, with the phase before each "
-    "row: `forward | activation | ...`. The peak may move to such a phase.",
-    "recomputed": 'The modules that ran again in backward: `"4 x blocks.*"`.',
-    "no_grad": "The modules and functions that ran with grad mode off, if they differ from the module around "
-    'them: `"1 of 1 x teacher"`. The first line is `(all)`, for all calls together.',
+    "`block` means memory in which no tensor was seen. Absent if no composition was recorded.",
+    _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps have different peaks and the recorded "
+    "step did not have the highest peak.",
+    "phase": "The phase in which the step has its peak.",
+    "other_phases": "The rows at the peaks of other phases, if such a peak has at least half of the bytes of the step's peak. "
+    "The phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
+    "recomputed": 'The modules that checkpointing ran again in backward, with the number of calls: `"4 x blocks.*"`.',
+    "no_grad": "The modules and functions that ran with grad mode off, with the number of such calls among all calls: "
+    '`"1 of 1 x teacher"`. Modules that do not differ from the module around them are left out. The first line, `(all)`, '
+    "counts all calls together.",
     "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
     'step()"`.',
     **{
-        key: f"The parts of `{metric}`, which add up to it, with a text for each place: `module | line | library's line | "
-        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are stored. The other places have only their "
-        "operators, and a failure shows them at `(other lines)`."
+        key: f"The calls that `{metric}` consists of, with a text for each place: `module | line | library's line | "
+        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are stored. Calls at other places are stored only "
+        "by operator, and a failure shows them at `(other lines)`."
         for key, metric in _AT.items()
     },
 }
-"""The keys in a measurement's table, and their meaning, without metrics and `Workload` fields."""
+"""The keys in a measurement's table, with their descriptions for the reference page. Metrics and the fields of `Workload` are
+described elsewhere."""
 _INTEGER_LIMIT = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
 def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
-    """Return the entries in a file's text.
+    """Return the entries in the text of a store file.
 
     Args:
-        text: The text.
-        file: The test file, for the keys.
-        slug: The file's folder in the store; ``None`` if it is unknown.
+        text: The text of the store file.
+        file: The path of the test file, which becomes a part of each key.
+        slug: The name of the store file's folder, which must be the ``slug`` in the text; ``None`` if the folder is unknown.
 
     Raises:
         FormatError: The text is not valid.
@@ -133,7 +137,7 @@ def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
     except RecursionError:
         raise FormatError("is nested too deeply; restore it from version control") from None
     except (ValueError, OverflowError) as error:
-        # Python does not convert a decimal number with more than 4,300 digits.
+        # Python raises ValueError for a decimal number with more than 4,300 digits.
         raise FormatError(f"has a number that is too large ({error}); restore it from version control") from None
 
 
@@ -142,16 +146,16 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
         raise FormatError(f"has more than {LARGEST} characters; restore it from version control")
     for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(_CONFLICT_MARKS):
-            raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
+            raise FormatError(f"line {number} is a merge-conflict mark; keep one version of the conflicting lines")
     try:
         document = read_toml(text)
     except ValueError as error:
         raise FormatError(f"not TOML: {error}; restore the file from version control") from None
     version = document.pop("format", None)
     if version != FORMAT or isinstance(version, bool):
-        raise FormatError(f"format is {version!r}, this version of pytest-gpumem reads format {FORMAT}")
+        raise FormatError(f"format is {version!r}, but this version of pytest-gpumem reads only format {FORMAT}")
     if not text.endswith("\n"):
-        raise FormatError("the last line has no end: the file is truncated; restore it from version control")
+        raise FormatError("the last line has no newline: the file is truncated; restore it from version control")
     environments = {
         name: _environment(table, f"environments.{name}", slug)
         for name, table in _table(document.pop("environments", {}), "environments").items()
@@ -170,7 +174,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
 
 
 def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
-    """Merge the tables for single GPUs into the entries for their steps."""
+    """Merge each table for a single GPU into the entry for the whole step."""
     merged = {key: entry for key, entry in entries.items() if not _ON_ONE_GPU.fullmatch(entry.workload.step)}
     for key, entry in entries.items():
         if key in merged:
@@ -194,7 +198,7 @@ def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
 
 
 def render(entries: Mapping[Key, Baseline]) -> str:
-    """Return the file text for these entries. It is sorted, and equal for equal entries."""
+    """Return the text of a store file with these entries. The text is sorted, so equal entries have equal text."""
     import tomli_w
 
     environments: dict[str, dict[str, Any]] = {}
@@ -230,7 +234,7 @@ def render(entries: Mapping[Key, Baseline]) -> str:
                 **{metric: device_metrics[metric] for metric in METRICS if metric in device_metrics},
                 **_step_peaks_table(entry.step_peaks_by_device.get(device, ())),
             }
-    # The environments come last. If an entry names a missing environment, the file is truncated.
+    # The environments come last. So if a file is truncated, an entry names an environment that is missing.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)
 
@@ -342,7 +346,9 @@ def _runs(table: Mapping[str, object], where: str) -> Runs | None:
     if not table:
         return None
     if "step_times" not in table:
-        raise FormatError(f"{where}.step_cycles is there without step_times")
+        raise FormatError(
+            f"{where}.step_cycles exists, but step_times is missing; restore the file from version control"
+        )
     numbers = {name: _positive_numbers(value, f"{where}.{name}") for name, value in table.items()}
     try:
         return Runs(numbers["step_times"], numbers.get("step_cycles", ()))
@@ -384,7 +390,9 @@ def _composition_table(entry: Baseline) -> dict[str, Any]:
 def _composition(table: Mapping[str, object], total: int, where: str) -> Composition | None:
     if "composition" not in table:
         for key in table:
-            raise FormatError(f"{where}.{key} is there without a composition")
+            raise FormatError(
+                f"{where}.{key} exists, but composition is missing; restore the file from version control"
+            )
         return None
     peak_key = _COMPOSITION_PEAK if _COMPOSITION_PEAK in table else "peak_allocated"
     total = _typed(table.get(_COMPOSITION_PEAK, total), (int,), f"{where}.{_COMPOSITION_PEAK}")
@@ -407,13 +415,14 @@ def _composition(table: Mapping[str, object], total: int, where: str) -> Composi
         raise FormatError(f"{where}.composition: {error}") from None
     if composition.rest < 0:
         raise FormatError(
-            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than {peak_key} ({total})"
+            f"{where}.composition: its rows have {total - composition.rest} bytes, more than {peak_key} ({total}); "
+            "restore the file from version control"
         )
     return composition
 
 
 def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
-    """Return the compositions at other phases' peaks. Each total is the sum of the rows."""
+    """Return the composition at the peak of each other phase. The total of a composition is the sum over its rows."""
     rows: dict[str, list[Row]] = {}
     for text in _strings(texts, where):
         phase, _, row = text.partition(" | ")
@@ -435,7 +444,7 @@ def _tallies(texts: object, count: float | None, where: str) -> tuple[Tally, ...
     except ValueError as error:
         raise FormatError(str(error) if isinstance(error, FormatError) else f"{where}: {error}") from None
     if count is None:
-        raise FormatError(f"{where} is there without {metric}")
+        raise FormatError(f"{where} exists, but {metric} is missing; restore the file from version control")
     if total(tallies) != count:
         raise FormatError(
             f"{where} adds up to {total(tallies)}, but {metric} is {count}; remove the wrong key, or restore the file"

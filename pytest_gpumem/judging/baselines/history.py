@@ -1,4 +1,4 @@
-"""A baseline's history in git, followed through file renames."""
+"""The history of a baseline in git, also through renames of its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Baseline, Key
 
 _HEADER, _FIELD = "\x1e", "\x1f"
-# These options override the user's git configuration. Paths are literal, because they may contain glob characters.
+# These options override the user's git configuration. The paths of files are literal, because they may contain glob characters.
 _LOG = (
     *("--literal-pathspecs", "-c", "log.showRoot=true", "log", "--date-order", "--date=short", "--no-color"),
     *("--no-show-signature", "--no-relative", "--raw", "--no-abbrev", "-z"),
@@ -25,9 +25,10 @@ _LOG = (
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit: its full hash, the author's date (``2026-11-02``) and name, and its message's first line.
+    """A commit: its full hash, the author's date (``2026-11-02``), the author's name, and the first line of the message.
 
-    ``cut_off`` is true if a shallow clone lacks its parents. The file may then be older than the commit.
+    ``cut_off`` is true if the clone is shallow and lacks the commit's parents. Git then lists all files as new in this commit,
+    although they may be older.
     """
 
     name: str
@@ -39,7 +40,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """A commit's change to a file, as blob names. ``before`` has a name for each parent; ``None`` means no file."""
+    """A change that a commit makes to a file, as names of git blobs.
+
+    ``before`` has the blob in each parent commit, and ``after`` the blob in the commit. ``None`` means that the file does not
+    exist.
+    """
 
     commit: Commit
     before: tuple[str | None, ...]
@@ -48,7 +53,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """Stands for a text that is not a valid store file, so its baseline is unknown."""
+    """Stands for an invalid version of a store file, whose baselines are unknown."""
 
     why: str
 
@@ -57,7 +62,8 @@ class UnreadableFile:
 class Event:
     """A change to a baseline.
 
-    ``commit`` is ``None`` for an uncommitted change. ``before`` and ``after`` are ``None`` without a baseline.
+    ``commit`` is ``None`` if the change is not committed. ``before`` is ``None`` if the baseline was added, and ``after`` is
+    ``None`` if it was removed.
     """
 
     commit: Commit | None
@@ -68,12 +74,13 @@ class Event:
 def file_changes(top: Path, path: str) -> list[FileChange]:
     """Return the changes to a file up to HEAD, the latest last.
 
-    Renames are followed. ``git log --follow`` is not used, because it also follows copies: files in a store are similar, so git
-    often takes a new file for a copy of another. A merge is a change if the file differs from all parents.
+    Renames are followed. ``git log --follow`` is not used, because it also follows copies, and the files in a store are so
+    similar that git often regards a new file as a copy. A merge commit is a change if the file in it differs from the file in
+    each of its parents.
 
     Args:
-        top: The checkout's folder.
-        path: The file's path from the checkout's folder.
+        top: The folder with the git checkout.
+        path: The path of the file, relative to ``top``.
 
     Raises:
         GitError: git failed.
@@ -90,7 +97,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
             if source is None:
                 followed.append(change)
                 continue
-            # Older changes at this path belong to another file.
+            # Before the rename, this path belonged to another file. So continue with the old path.
             path, blob = source
             followed.append(FileChange(change.commit, (blob,), change.after))
             start = f"{change.commit.name}^"
@@ -99,10 +106,10 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
 
 
 def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] | None:
-    """Return the old path and blob, if a change renamed a file to ``path``; otherwise ``None``."""
+    """Return the old path and blob, if the change renamed a file to ``path``; otherwise ``None``."""
     if change.before != (None,) or change.after is None or change.commit.cut_off:
         return None
-    # Without --root, git lists nothing for the first commit, which cannot have renamed a file.
+    # Without the option --root, git lists nothing for the first commit. This is right, because this commit renames no file.
     words = git(top, "diff-tree", "-r", "-M", "-z", "--raw", "--diff-filter=R", "--no-commit-id", change.commit.name)
     listed = iter(words.split("\0"))
     for word in listed:
@@ -115,20 +122,20 @@ def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] |
 
 
 def paths_ever(top: Path, folder: str) -> set[str]:
-    """Return the paths to all files that were ever in a folder. Raises `GitError`."""
+    """Return the paths to all files that any commit up to HEAD has in a folder. Raises `GitError`."""
     listed = git(top, *_LOG, "-m", "--no-renames", "--format=", "--name-only", "--", folder)
     return {path for path in listed.split("\0") if path.strip()}
 
 
 def texts_of(top: Path, changes: Sequence[FileChange]) -> dict[str, bytes]:
-    """Return the contents for all blobs in ``changes``, by blob name. Raises `GitError`."""
+    """Return the contents of all blobs in ``changes``, by blob name. Raises `GitError`."""
     return contents(top, (blob for change in changes for blob in (*change.before, change.after) if blob is not None))
 
 
 def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Key) -> list[Event]:
-    """Return the changes to a baseline among the changes to its file, in the same order. Pure.
+    """Return the changes to a baseline among the changes to its store file, in the same order. Pure.
 
-    Only the key's test and measurement are compared, because the file may have had another name.
+    The baseline is found by its test and measurement only, because the test file may have had another name in an older commit.
     """
     states: dict[str | None, Baseline | UnreadableFile | None] = {None: None}
     states |= {blob: state_in(text, key) for blob, text in texts.items()}
@@ -141,13 +148,13 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
 
 
 def state_in(text: bytes, key: Key) -> Baseline | UnreadableFile | None:
-    """Return a baseline from its file's text; ``None`` if the file lacks it. Pure."""
+    """Return a baseline from the text of its store file; ``None`` if the text does not contain the baseline. Pure."""
     file = _entries(text)
     return file if isinstance(file, UnreadableFile) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
-    """Return the test's measurements, by name, that have a baseline in any text."""
+    """Return the names of the measurements for which a test has a baseline in at least one of the texts."""
     files = (_entries(text) for text in texts.values())
     return {name for file in files if not isinstance(file, UnreadableFile) for owner, name in file if owner == test}
 
@@ -171,16 +178,16 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
             commit = Commit(name, date, author, words[number], name in cut_off)
             number += 1
         elif word.startswith(":") and commit is not None:
-            # ":100644 100644 <before> <after> R094". Each further parent adds a colon, a mode and a blob.
+            # ":100644 100644 <before> <after> M". Each further parent of the commit adds a colon, a mode and a blob.
             parents = len(word) - len(word.lstrip(":"))
             blobs = word.split()[parents + 1 : -1]
             *before, after = (None if not blob.strip("0") else blob for blob in blobs)
             yield FileChange(commit, tuple(before), after)
-            # The next word is the path, which begins with the store's folder and matches no branch above.
+            # The next word is the path. Neither branch above applies, because a path begins with the store's folder.
 
 
 def _cut_off(top: Path) -> frozenset[str]:
-    """Return the commits whose parents are missing in a shallow clone."""
+    """Return the commits whose parents are missing, because the clone is shallow."""
     if not is_shallow(top):
         return frozenset()
     file = Path(git(top, "rev-parse", "--git-path", "shallow").rstrip("\n"))

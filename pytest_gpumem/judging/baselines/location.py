@@ -1,4 +1,4 @@
-"""The backend for a store's location."""
+"""Choose the storage backend for the location of a store, which is a path or a URL."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 
 _BUCKETS = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""URL schemes for folders and buckets. Such a URL does not contain a host: the environment or the library chooses the host."""
+"""URL schemes for folders and buckets. Such a URL contains no host. The environment or the library chooses the host."""
 # A single letter before "://" is a Windows drive. "simplecache::s3://" is a URL inside another URL.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
 def backend_of(location: str, base: Path) -> Backend:
-    """Return the backend for a location.
+    """Return the storage backend for a location.
 
-    Example: ``s3://bucket/baselines`` is a URL, and ``gpumem-baselines`` a folder relative to ``base``. ``~`` is expanded.
+    For example, ``s3://bucket/baselines`` is a URL, and ``gpumem-baselines`` is a folder in ``base``. In a path, ``~`` is the
+    user's home folder.
 
     Args:
         location: A URL or a path.
         base: The folder for relative paths.
 
     Raises:
-        BackendError: The location is not valid, or is a file.
+        BackendError: The location is not valid, or it is a file.
     """
     if not is_url(location):
         try:
@@ -40,7 +41,7 @@ def backend_of(location: str, base: Path) -> Backend:
     *before, scheme = scheme.lower().split("::")
     if scheme in ("file", "local"):
         if before:
-            # fsspec would follow links in the folder.
+            # fsspec would follow symbolic links in the folder, so do not use it for a folder on this machine.
             raise BackendError(f"{location}: a folder on this machine needs no {before[0]}; write {scheme}://{rest}")
         return _folder(_path_in(location, rest))
     from pytest_gpumem.judging.baselines.url_backend import Url
@@ -62,10 +63,10 @@ def is_url(location: str) -> bool:
 
 
 def chooses_host(location: str) -> bool:
-    r"""Return whether a location chooses the host for requests.
+    r"""Return whether a location names the host to which requests are sent.
 
-    The host is in ``https://host/x`` and in the Windows share ``\\host\share``. ``s3://bucket`` and paths name no host. A
-    nested URL such as ``simplecache::s3://bucket`` also counts, because the outer part can write files.
+    ``https://host/x`` and the Windows share ``\\host\share`` name a host. ``s3://bucket`` and other paths do not. The result is
+    also true for a nested URL such as ``simplecache::s3://bucket``, because its outer part can write files.
     """
     if is_url(location):
         return location.partition("://")[0].lower() not in _BUCKETS
@@ -73,7 +74,7 @@ def chooses_host(location: str) -> bool:
 
 
 def _path_in(location: str, rest: str) -> Path:
-    """Return the path in a ``file://`` URL (RFC 8089), which is always absolute."""
+    """Return the absolute path from a ``file://`` URL (RFC 8089)."""
     from urllib.request import url2pathname
 
     host, slash, path = rest.partition("/")
@@ -81,5 +82,5 @@ def _path_in(location: str, rest: str) -> Path:
         raise BackendError(
             f"{location}: a folder's URL needs an absolute path with three slashes, like file:///srv/gpumem-baselines"
         )
-    # `?` and `#` belong to the path. From Python 3.14 on, url2pathname would read them as a query and a fragment.
+    # Quote `?` and `#`, because since Python 3.14 url2pathname takes the text after them for a query and a fragment.
     return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

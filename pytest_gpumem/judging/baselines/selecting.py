@@ -16,34 +16,34 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Key
 
 _OF_SCRIPTS = "loop"
-"""A script's only measurement has this name in the store."""
+"""The name that the only measurement of a script has in the store."""
 _FUNCTIONS = ("test",)
-"""pytest's default for ``python_functions``."""
+"""pytest's default value for the setting ``python_functions``."""
 
 
 def matches(key: Key, pattern: str) -> bool:
-    """Return whether a baseline's text contains ``pattern``, or matches it as a glob.
+    """Return whether a key as text contains ``pattern``, or matches the glob ``pattern``.
 
     Example: ``test_train[fp32]`` and ``tests/*::test_train*`` match ``tests/test_gpt.py::test_train[fp32] (train_step)``.
     """
     text = str(key)
-    # Brackets belong to a parametrised id, and are not a character set.
+    # Brackets belong to the id of a parametrized test, so quote them: they are not a character set.
     glob = pattern.replace("[", "[[]")
     return pattern in text or any(fnmatch.fnmatchcase(name, glob) for name in (text, f"{key.file}::{key.test}"))
 
 
 def selected_keys(keys: Iterable[Key], pattern: str) -> list[Key]:
-    """Return the sorted keys for the test with the id ``pattern``; if no test has this id, all matching keys."""
+    """Return the sorted keys of the test with the id ``pattern``. If no test has this id, return all matching keys."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, pattern)]
 
 
 def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
-    """Return up to three test ids or file names with a similar spelling, the nearest first."""
+    """Return up to three test ids or file names that are spelled like ``pattern``, the most similar first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
-    # In the pattern, the folders or the file may be missing or misspelled.
+    # The pattern may lack the folders or the file, or misspell them. So compare it with shorter names as well.
     targets = {name: name for name in (*tests, *(file.rpartition("/")[2] for file in files))}
     targets |= {test.rpartition("::")[2]: test for test in reversed(tests)}
     close = difflib.get_close_matches(pattern, list(targets), n=3, cutoff=0.6)
@@ -52,22 +52,22 @@ def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
 
 
 def is_of_script(key: Key, python_functions: Sequence[str] = _FUNCTIONS) -> bool:
-    """Return whether a baseline comes from `gpumem run`, and not from a test that pytest collects.
+    """Return whether a baseline comes from a script (`gpumem run`), and not from a test that pytest collects.
 
-    A script is measured as a loop, and its name has no brackets: ``train.py::run (loop)``. A test with ``gpumem.loop()`` has
-    the same form, but a test function's name.
+    A script is measured as a loop, and the name in its key has no brackets: ``train.py::run (loop)``. The key of a test with
+    ``gpumem.loop()`` may look the same, but it has the name of a test function: ``test_gpt.py::test_train (loop)``.
 
     Args:
-        key: The baseline's key.
-        python_functions: pytest's setting ``python_functions``.
+        key: The key of the baseline.
+        python_functions: The value of pytest's setting ``python_functions``.
     """
     is_loop = without_rank(key.name) == _OF_SCRIPTS and not {*"[:"} & {*key.test}
     return is_loop and not is_name_of_test(key.test, python_functions)
 
 
 def is_name_of_test(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches pytest's ``python_functions`` or ``python_classes``."""
-    # Like pytest, a text is a prefix, or a pattern if it contains a pattern character.
+    """Return whether a name matches a pattern from pytest's settings ``python_functions`` or ``python_classes``."""
+    # As in pytest, a pattern is a prefix of the name, or a glob if it contains a glob character.
     return any(
         name.startswith(pattern) or ({*"*?["} & {*pattern} and fnmatch.fnmatch(name, pattern)) for pattern in patterns
     )
@@ -80,14 +80,14 @@ def unused_baselines(
     whole_files: Collection[str],
     exists: Callable[[str], bool],
 ) -> list[tuple[str, Key]]:
-    """Return the stored baselines that belong to no test.
+    """Return the stored baselines whose test no longer exists.
 
-    A test can only be gone if its file was collected completely or no longer exists.
+    A test that was not collected no longer exists if all tests in its file were collected, or if the file no longer exists.
 
     Args:
-        stored: The baselines as (slug, key).
-        measured: The collected and measured tests as (file, test).
-        whole_files: The completely collected test files.
+        stored: The stored baselines as (slug, key).
+        measured: The collected tests as (file, test).
+        whole_files: The test files in which all tests were collected.
         exists: Returns whether a test file exists.
     """
     return [
@@ -98,7 +98,7 @@ def unused_baselines(
 
 
 def unused_line(baselines: Sequence[tuple[str, Key]]) -> str:
-    """Return the line about unused baselines, given as (slug, key)."""
+    """Return a line on unused baselines for the output: their number, the first three, and the command that removes them."""
     shown = ", ".join(str(key) for _, key in baselines[:3]) + (", ..." if len(baselines) > 3 else "")
     pronoun = word_form(len(baselines), "it", "them")
     return f"store: {counted(len(baselines), 'unused baseline')}: {shown}; `{command_name()} prune` removes {pronoun}"

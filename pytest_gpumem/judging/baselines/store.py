@@ -1,4 +1,4 @@
-"""The store: baselines by device, test file and test. Any process reads it. A single process writes it at the session's end."""
+"""The store of all baselines. Any process may read the store. At the end of a session, a single process writes its changes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 class Store:
     """The baselines in a storage backend. Each file is read when it is first needed.
 
-    A baseline's file is ``<device's slug>/<path of the test file from the root directory>.toml``, for example
-    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a folder name. A leading ``..`` in a test file's path becomes a folder
-    ``__up__``, so no path leads outside the store. Any other name from a device, a hook or a listing is refused.
+    A baseline is in the file ``<device's slug>/<path of the test file from the root directory>.toml``, for example
+    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a device's name as a folder. If the path of a test file begins with ``..``,
+    this part becomes a folder ``__up__``, so no path leads outside the store. Any other name that would lead outside the store
+    is refused, whether it comes from a device, a hook or the list of files.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -44,7 +45,7 @@ class Store:
         self._read_files(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
-        """Return the baseline for a device, or a `NoBaseline` that names other devices with a baseline."""
+        """Return the baseline on a device. If there is none, return a `NoBaseline` that names the other devices with one."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
@@ -57,15 +58,15 @@ class Store:
         return NoBaseline(tuple(sorted(set(other_devices))))
 
     def names(self, slug: str, file: str, test: str) -> list[str]:
-        """Return a test's measurements with a baseline for a device, by name and sorted."""
+        """Return the sorted names of the measurements for which a test has a baseline on a device."""
         return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
 
     def keys(self, slug: str | None = None, files: Collection[str] | None = None) -> list[tuple[str, Key]]:
-        """Return the sorted baselines as (slug, key).
+        """Return the stored baselines as (slug, key), sorted.
 
         Args:
-            slug: A device; ``None`` for all devices.
-            files: Test files; ``None`` for all files.
+            slug: The device; ``None`` for all devices.
+            files: The test files; ``None`` for all files.
         """
         paths = [
             path
@@ -78,23 +79,24 @@ class Store:
         return sorted((_slug(path), key) for path in paths for key in self._entries(path))
 
     def files(self) -> set[str]:
-        """Return the test files that have baselines on any device. Reads no file."""
+        """Return the test files that have baselines on any device. Only paths are listed, and no file is read."""
         return set(map(_file, self._known_paths()))
 
     def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> str | None:
-        """Write and remove entries. Entries that other processes wrote meanwhile are kept. Empty files are deleted.
+        """Write and remove entries. Entries that other processes wrote meanwhile are kept. Files without entries are deleted.
 
         Args:
-            entries: The entries to write. Each goes to its device's file.
+            entries: The entries to write. Each entry is written to a file for its own device.
             removals: The entries to remove, as (slug, key).
 
         Returns:
-            A clause, if the backend has no lock and other processes could write at the same time; otherwise ``None``.
+            A clause with a warning, if the backend has no lock, so other processes could write at the same time; otherwise
+            ``None``.
 
         Raises:
-            StoreError: A file is not valid. It is not changed.
+            StoreError: A file is not valid. This file is not changed.
             BackendError: The store cannot be read or locked.
-            IncompleteChangeError: A file could not be written. Earlier files may have been written.
+            IncompleteChangeError: A file could not be written, and the files before it may have been written.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}
@@ -137,7 +139,7 @@ class Store:
         return self._paths
 
     def _check_listed(self, path: str) -> None:
-        """Raise `StoreError` for a listed file at a path to which no baseline would be written."""
+        """Raise `StoreError` if a listed file has a path to which the store would never write a baseline."""
         with suppress(StoreError):
             if path_of(_slug(path), _file(path)) == path:
                 return
@@ -151,7 +153,7 @@ class Store:
         return self._files[path].entries
 
     def _read_files(self, paths: Sequence[str]) -> None:
-        """Read files again, and parse the files whose text has changed."""
+        """Read the files again, and parse each file whose text has changed since it was last read."""
         for path, text in self._backend.read_many(paths).items():
             if path not in self._files or self._files[path].text != text:
                 try:
@@ -162,32 +164,34 @@ class Store:
 
 
 class _StoredFile(NamedTuple):
-    """A file's text, or ``None`` if it does not exist, and its entries."""
+    """The text of a store file and its entries. The text is ``None`` if the file does not exist."""
 
     text: str | None
     entries: Mapping[Key, Baseline]
 
 
 def path_of(slug: str, file: str) -> str:
-    """Return the path for a test file's baselines in a store.
+    """Return the path of the store file with a test file's baselines on a device.
 
     Example: ``path_of("cpu-x86_64", "tests/test_gpt.py")`` is ``"cpu-x86_64/tests/test_gpt.py.toml"``.
 
     Raises:
-        StoreError: A name would lead outside the store.
+        StoreError: The slug or the test file's path would lead outside the store.
     """
     if _SLUG.fullmatch(slug) is None or slug in _RESERVED_NAMES:
-        raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
+        raise StoreError(f"the slug of a device is {slug!r}, but it must be the name of a folder, like 'nvidia-h100'")
     return f"{slug}/{_inside(file)}"
 
 
 def _inside(file: str) -> str:
-    """Return the path for a test file's baselines in a device's folder. Raises `StoreError`."""
-    # A test file outside the root directory has a path that begins with "..". This path must not lead outside the store.
+    """Return the path of the store file with a test file's baselines, relative to the device's folder. Raises `StoreError`."""
+    # The path of a test file outside the root directory begins with "..". Such a path must not lead outside the store.
     parts = [_UP if part == ".." else part for part in file.split("/")]
-    # Stores are shared between systems, so a path that leaves its folder on Windows is refused everywhere.
+    # Several operating systems may share a store, so a path that leads outside it on Windows is refused on all systems.
     if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
-        raise StoreError(f"the test file {file!r} has no place in the store, expected a path from the root directory")
+        raise StoreError(
+            f"the test file {file!r} cannot be in the store, because its path does not begin at the root directory"
+        )
     return "/".join(parts) + SUFFIX
 
 
@@ -196,6 +200,6 @@ def _slug(path: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Return the test file for a path in the store, as the inverse to `path_of`."""
+    """Return the test file whose baselines are in the store file ``path``. This is the inverse of `path_of`."""
     inside = path.partition("/")[2].removesuffix(SUFFIX)
     return "/".join(".." if part == _UP else part for part in inside.split("/"))

@@ -1,4 +1,4 @@
-"""Baselines whose tests no longer exist, according to pytest's collection."""
+"""Find baselines whose tests pytest no longer collects."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """The baselines in a store whose tests no longer exist. The store is read at the first query for a device."""
+    """The baselines in a store whose tests no longer exist. The first call to `on` for a device reads the device's files."""
 
     store: Store
     tests: Collection[tuple[str, str]]
     """All collected tests, measured or not, as (file, test)."""
     whole_files: Collection[str]
-    """The completely collected test files."""
+    """The test files in which all tests were collected."""
     exists: Callable[[str], bool]
     """Returns whether a test file exists."""
     _by_slug: dict[str, list[tuple[Key, Baseline]]] = field(default_factory=dict, init=False)
 
     def on(self, slug: str) -> list[tuple[Key, Baseline]]:
-        """Return a device's unused baselines. Raises `StoreError` and `BackendError`."""
+        """Return the unused baselines on a device. Raises `StoreError` and `BackendError`."""
         if slug not in self._by_slug:
             files = {file for file in self.store.files() if file in self.whole_files or not self.exists(file)}
             unused_keys = unused_baselines(

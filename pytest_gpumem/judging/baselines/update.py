@@ -1,9 +1,10 @@
-"""The entries that a session writes into the store, by the ``--gpumem-update`` mode. Pure.
+"""Choose the entries that a session writes into the store, according to the mode of ``--gpumem-update``. Pure.
 
-For example, a baseline has ``peak_allocated = 100000000`` and ``syncs = 3``, and a run measures 90 MB and 5 syncs. Then
+For example, a baseline has ``peak_allocated = 100000000`` and ``syncs = 3``, and a run measures 90 MB and 5 syncs. The modes
+have these effects:
 
-- ``new`` writes nothing, because no figure is missing.
-- ``improved`` writes 90 MB, and leaves 3 syncs. The test still fails, because 5 syncs are too many.
+- ``new`` writes nothing, because the baseline has all figures.
+- ``improved`` writes 90 MB, and does not change the 3 syncs. The test still fails, because 5 syncs are too many.
 - ``all`` writes 90 MB and 5 syncs.
 """
 
@@ -34,24 +35,25 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
         {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
     ),
 }
-"""The outcomes that each mode accepts. ``all`` also accepts that measurements are missing, and removes their entries."""
+"""The outcomes that do not fail a test in each mode, because the mode writes its figures. If a measurement is missing, ``all``
+removes its entry."""
 
 
 def entries_to_write(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> dict[Key, Baseline]:
-    """Return the entries that an update changes in the store.
+    """Return the entries that an update writes into the store.
 
-    ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
-    leaves all other metrics. ``all`` accepts everything. An entry's times are always written together.
+    The mode ``new`` adds missing entries, and adds missing metrics to stored entries. ``improved`` replaces the metrics that
+    improved, and no others. ``all`` replaces all metrics. The times in an entry are always replaced together.
 
-    An entry's reason belongs to its last accepted change. A further change without a reason removes it, but ``new``
-    leaves it. Times from a further run do not count as a change.
+    The reason in an entry belongs to its last accepted change. If a further change has no reason, the old reason is removed,
+    except in the mode ``new``. Times from a further run do not count as a change.
 
     Args:
-        mode: The value for ``--gpumem-update``.
-        measured: For each accepted measurement, the verdict and the entry from this run.
-        stored: The stored entries, by the same keys.
+        mode: The value of ``--gpumem-update``.
+        measured: For each accepted measurement, its verdict and an entry made from this run only.
+        stored: The stored entry for each key in ``measured``.
     """
     entries: dict[Key, Baseline] = {}
     for key, (verdict, entry) in measured.items():
@@ -77,10 +79,11 @@ def entries_to_write(
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
-    """Return ``earlier`` with the new values of improved metrics.
+    """Return the stored entry ``earlier`` with the values of improved metrics from ``entry``.
 
-    The result is ``None`` if no metric improved. It is also ``None`` if neither this run's nor the stored environment is
-    valid for the lowered and the other figures together, or if a detail in another metric's ``decided_by`` differs.
+    An entry has a single environment, which must fit the improved and the other figures. So the result is ``None`` if neither
+    this run's environment nor the stored environment fits all of them (`_fit`), or if a detail differs that decides another
+    metric (`Metric.decided_by`). It is also ``None`` if no metric improved.
     """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
@@ -88,7 +91,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     decisive = {detail for name in unchanged for detail in METRICS[name].decided_by}
     if not better or any(details.get(detail) != earlier_details.get(detail) for detail in decisive):
         return None
-    # A composition, workspaces and step peaks belong to the peak.
+    # The composition, the workspaces and the step peaks must come from the same run as the peak.
     of_peak = entry if "peak_allocated" in better else earlier
     of_times = entry if "step_time" in better else earlier
     if _fit(unchanged, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
@@ -97,7 +100,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         environment = earlier.environment
     else:
         return None
-    # A metric stays absent if its absence stands for a value (`value_if_absent`).
+    # Do not add a metric if an entry without this metric stands for a value (`value_if_absent`).
     taken = {
         name: value
         for name, value in entry.metrics.items()
@@ -110,7 +113,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         composition=of_peak.composition,
         other_phases=of_peak.other_phases,
         workspaces=of_peak.workspaces,
-        # `unused_before` limits how much the reserved bytes may vary between identical runs.
+        # `unused_before` must come from the same run as `peak_reserved`, because it decides the tolerance for this metric.
         unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
         by_operator=_tallies_of(unchanged, earlier.by_operator) | _tallies_of(better, entry.by_operator),
         by_device=_lowered_by_device(earlier, entry, better),
@@ -121,10 +124,10 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
 
 
 def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
-    """Return whether the figures called ``names`` in ``source`` fit the environment in ``target``.
+    """Return whether the metrics ``names`` in ``source`` could also have been measured in the environment of ``target``.
 
-    A figure fits if it is equal in both entries, or if all details that influence it are equal in both environments. For
-    example, a peak from AVX-512 does not fit an environment with AVX2.
+    This holds for a metric if its value is equal in both entries, or if all details that affect it are equal in both
+    environments. For example, a peak that was measured with AVX-512 does not fit an environment with AVX2.
     """
     details, source_details = target.environment.details, source.environment.details
     return all(
@@ -135,7 +138,7 @@ def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
 
 
 def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return each GPU's bytes, from ``entry`` for ``better`` metrics and from ``earlier`` for others."""
+    """Return the bytes on each GPU. Values of metrics in ``better`` come from ``entry``, and all others from ``earlier``."""
     return {
         device: nbytes
         for device in sorted({*earlier.by_device, *entry.by_device})
@@ -149,7 +152,7 @@ def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
-    """Return a clause for each measurement whose times ``mode`` accepts, although these times cannot be stored."""
+    """Return a clause for each measurement whose times would be written in this mode, but cannot be stored."""
     return [
         reason
         for key, (verdict, entry) in measured.items()
@@ -159,10 +162,10 @@ def times_left_out(
 
 
 def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
-    """Return why a run's times cannot be stored, as a clause; ``None`` if they can, or if the run was not timed.
+    """Return why a run's times cannot be stored, as a clause; ``None`` if they can be stored, or if the run was not timed.
 
-    Times are refused if they are invalid, or if the machine was slower than in the stored runs. They are also refused if the
-    clock rate could not be read although the stored runs have clock rates, unless the speed changed.
+    Times are refused if they are invalid, or if the machine was slower than in the stored runs. If the stored runs have clock
+    rates, times without a clock rate are also refused, unless the step became slower or faster.
     """
     times = verdict.measurement.times
     if times is None:
@@ -171,7 +174,7 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
         return times.best.invalid
     if isinstance(stored, NoBaseline) or not _has_comparable_times(entry, stored) or stored.runs is None:
         return None
-    # Outliers are stored, because without them runs would seem to vary less.
+    # Times that differ much from the stored runs are stored as well. Otherwise the runs would seem to vary less than they do.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
     if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_changed_speed(verdict):
         return "the clock rate during the steps could not be read"
@@ -179,11 +182,11 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
 
 
 def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return ``entry``, completed from ``earlier`` if both have the same workload.
+    """Return ``entry``, completed with values from the stored entry ``earlier`` if both have the same workload.
 
-    If the session took no composition (``--gpumem-explain=never``) and the peak is equal, the stored composition is kept. If
-    the session took no times (``--no-gpumem-time``) or they are refused, the stored times are kept. If the machine
-    differs or the speed changed, this run replaces the stored runs. Otherwise this run is added to them.
+    If this run has no composition (``--gpumem-explain=never``) and the same peak, the stored composition is added. If this run
+    has no times (``--no-gpumem-time``), or if its times are refused, the stored times are added. Otherwise its times are added
+    to the times of the stored runs. But if the machine differs, or if the step became slower or faster, its times replace them.
     """
     if entry.workload != earlier.workload:
         return entry
@@ -191,7 +194,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
         entry = replace(entry, composition=earlier.composition, other_phases=earlier.other_phases)
     entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
-        # Without comparable runs, the latest run's times are stored, even if it was disturbed.
+        # The stored entry has no valid runs. So store this run's times even if the run was disturbed.
         return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
     if "step_time" in entry.metrics and not _has_comparable_times(entry, earlier):
         return entry
@@ -205,12 +208,12 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
 def _tallies_of(
     metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
 ) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies for these metrics."""
+    """Return the tallies in ``by_operator`` for the metrics in ``metrics``."""
     return {name: tallies for name, tallies in by_operator.items() if name in metrics}
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return ``earlier``'s tallies for metrics for which ``entry`` has the same operators and amounts, but no lines."""
+    """Return the tallies from ``earlier`` for each metric whose tallies in ``entry`` are the same, but have no lines."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
@@ -221,7 +224,7 @@ def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally,
 
 
 def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
-    """Return ``entry`` with all runs and times from ``source``, or without times if the machines differ."""
+    """Return ``entry`` with the runs and times from ``source`` only, or without times if the machines differ."""
     metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
     if not _same_machine(source, entry):
         return replace(entry, metrics=metrics, runs=None)
@@ -248,7 +251,7 @@ def _same_machine(entry: Baseline, earlier: Baseline) -> bool:
 
 
 def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
-    """Return whether the store lacks times for an entry and may receive them."""
+    """Return whether the stored entry has no valid times, and may get the times of ``entry``."""
     if isinstance(stored, NoBaseline):
         return True
     may_be_added = time_may_be_added(entry.environment, stored.environment)
@@ -256,7 +259,10 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return ``earlier`` with missing metrics and times from ``entry``, if they fit the environment in ``earlier``."""
+    """Return the stored entry ``earlier``, with missing metrics and times from ``entry``.
+
+    Only metrics and times that fit the environment in ``earlier`` are added.
+    """
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {
         metric.name: entry.metrics[metric.name]
@@ -268,7 +274,7 @@ def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baselin
     added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator, named_device=named_device)
     if entry.runs is None or not _lacks_times(earlier, entry):
         return added
-    # Entries from older versions lack the machine. The added times provide it.
+    # Entries from older versions lack the machine, so add the machine on which the added times were measured.
     details = {**earlier.environment.details, MACHINE: entry.environment.details[MACHINE]}
     environment = replace(earlier.environment, details=details)
     return _with_times_of(entry, replace(added, environment=environment))

@@ -1,4 +1,4 @@
-"""A store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec, with messages for its errors."""
+"""The storage backend for a store behind a URL (``s3://bucket/baselines``, ``https://...``), which uses fsspec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The pytest-gpumem extra that installs the library for a URL scheme."""
+"""The extra of pytest-gpumem that installs the library for each URL scheme."""
 _HIDDEN = "***"
 _CREDENTIAL_ERRORS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
@@ -37,7 +37,7 @@ def scheme_of(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """Return the URL with ``***`` instead of a user name, a password and a query, which may contain tokens.
+    """Return the URL with ``***`` instead of the user name, the password and the query, because a query may contain tokens.
 
     Example: ``https://ada:secret@host/x?token=1`` becomes ``https://***@host/x?***``.
     """
@@ -52,7 +52,7 @@ def has_credentials(url: str) -> bool:
 
 
 def reason_of(error: Exception, url: str) -> str:
-    """Return why an operation on a URL failed, in a single line without secrets, with a remedy if it is known."""
+    """Return why an operation on a URL failed, and the remedy if it is known, as a single line without secrets."""
     kind = EXTRAS.get(scheme_of(url))
     text = " ".join(str(error).split())
     for secret in _userinfo_and_query(url):
@@ -80,22 +80,22 @@ def _authority(url: str) -> str:
 
 
 def _userinfo_and_query(url: str) -> list[str]:
-    """Return a URL's secret parts."""
-    # A question mark is a normal character in an object's name.
+    """Return the parts of a URL that may be secret: the user name with the password, and the query."""
+    # In a bucket, a question mark is a normal character in the name of an object. Only HTTP URLs have a query.
     query = url.partition("?")[2] if scheme_of(url) in _READ_ONLY_SCHEMES else ""
     return [secret for secret in (_authority(url).rpartition("@")[0], query) if secret]
 
 
 _LOCK = ".lock"
 _READ_ONLY_SCHEMES = frozenset({"http", "https"})
-# With these schemes, making a folder would make the bucket.
+# With these schemes, files need no folders. A request to make a folder would make the bucket.
 _SCHEMES_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
-# fsspec's memory file system creates a file in two steps and is not thread-safe.
+# fsspec's memory file system creates a file in two steps. So two threads in a process must not take the lock at once.
 _THREAD_LOCK = threading.Lock()
 
 
 class Url(Backend):
-    """A storage backend for a folder behind a URL. HTTP is read only."""
+    """The storage backend for a folder behind a URL. Behind an HTTP URL, it can only be read."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -114,7 +114,7 @@ class Url(Backend):
 
     def paths(self) -> list[str]:
         with self._as_backend_errors("cannot be read"):
-            # fsspec caches listings until the process ends, but other processes write.
+            # fsspec caches the list of files until the process ends, but other processes may write files.
             self._files.invalidate_cache()
             names = self._files.find(self._root) if self._scheme in EXTRAS else list(self._walk())
         return sorted(self._inside(name) for name in names if name.endswith(SUFFIX))
@@ -124,7 +124,7 @@ class Url(Backend):
 
     def read_many(self, paths: Sequence[str]) -> dict[str, str | None]:
         with self._as_backend_errors("cannot be read"):
-            # Not cat(), because it expands brackets and stars as patterns.
+            # Do not use cat(), because it expands brackets and stars in a path as a pattern.
             contents = self._files.cat_ranges([self._outside(path) for path in paths], None, None, on_error="return")
         return {path: self._text(path, content) for path, content in zip(paths, contents, strict=True)}
 
@@ -180,7 +180,7 @@ class Url(Backend):
             yield from (info["name"] for info in files.values())
 
     def _outside(self, path: str) -> str:
-        """Return a store path as a path for fsspec."""
+        """Return the path for fsspec from a path in the store."""
         return f"{self._root}/{quote(path) if self._scheme in _READ_ONLY_SCHEMES else path}"
 
     def _inside(self, name: str) -> str:
@@ -208,7 +208,7 @@ class Url(Backend):
 
     @contextmanager
     def _as_backend_errors(self, failure: str, path: str = "") -> Iterator[None]:
-        """Turn any exception into a `BackendError` without a cause, because the original text may contain credentials."""
+        """Turn any exception into a `BackendError`. It has no cause, because the original exception may contain credentials."""
         try:
             yield
         except BackendError:
@@ -218,7 +218,11 @@ class Url(Backend):
 
 
 def _creates_once(files: Any) -> bool:
-    """Return whether a file system creates files atomically. fsspec's default first checks, and then writes."""
+    """Return whether a file system can refuse to create an existing file.
+
+    This needs a single request to the server. fsspec's default method first looks for the file and then writes, so another
+    process can create the file in between.
+    """
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 

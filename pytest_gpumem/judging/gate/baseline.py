@@ -42,14 +42,17 @@ class Budget:
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:
-        """Return this budget with missing limits taken from ``fallback``."""
+        """Return this budget, completed by limits from ``fallback``."""
         own = {limit.name: value for limit in fields(self) if (value := getattr(self, limit.name)) is not None}
         return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """The key of a baseline: ``Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")``."""
+    """The key of a baseline: test file, test and name of the measurement.
+
+    Example: ``Key("tests/test_gpt.py", "TestTrain::test_step[fp32]", "train_step")``.
+    """
 
     file: str
     test: str
@@ -61,7 +64,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """An accepted measurement. ``recorded`` is a date (``2026-11-02``), ``commit`` an abbreviated hash."""
+    """An accepted measurement. ``recorded`` is a date (``2026-11-02``), and ``commit`` is an abbreviated hash."""
 
     workload: Workload
     environment: Environment
@@ -69,22 +72,26 @@ class Baseline:
     recorded: str
     commit: str | None = None
     composition: Composition | None = None
-    """The largest rows at the peak; ``None`` if no rows were recorded. If the steps have different peaks, the rows may come
-    from another step than the step with the highest peak."""
+    """The composition of the peak, reduced to its largest rows; ``None`` if no composition was recorded. If the steps have
+    different peaks, the rows may not come from the step with the highest peak."""
     runs: Runs | None = None
-    """The step's times in the last accepted runs; ``None`` if no times were valid."""
+    """The step's times in the last accepted runs; ``None`` if no run had valid times."""
     reason: str | None = None
     """The reason for accepting the measurement, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The operators behind each count, by metric. Baselines from older versions have no operators."""
+    """The calls in each count, by operator and line. The key is the count's metric, such as ``"syncs"``. Baselines from older
+    versions do not list calls."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The judged metrics in bytes on each GPU, if the step used several GPUs. Baselines from older versions have none."""
+    """The judged metrics in bytes on each GPU, if the step used several GPUs. Otherwise, and in baselines from older versions,
+    the mapping is empty."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """Compositions in other phases, because the step's peak may move to one of them. `Explanation.kept` reduces them."""
+    """The compositions at the peaks of other phases, because the step's peak may move to another phase.
+    `Explanation.kept` selects the stored phases and rows."""
     workspaces: int | None = None
-    """`Measurement.workspaces` in bytes; ``None`` if nothing was reserved, and in baselines from older versions."""
+    """`Measurement.workspaces` in bytes; ``None`` on devices without `peak_reserved` (the CPU), and in baselines from older
+    versions."""
     unused_before: int | None = None
-    """`Measurement.unused_before` in bytes; ``None`` under the same conditions as `workspaces`."""
+    """`Measurement.unused_before` in bytes; ``None`` whenever ``workspaces`` is ``None``."""
     step_peaks: tuple[int, ...] = ()
     """Each step's peak in order, in bytes, if the peaks differ. ``peak_allocated`` is the highest peak."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -93,7 +100,7 @@ class Baseline:
     """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # A count of 0 has no operators, even if an older version did not store them.
+        # The store has no text for a count of 0, so add an empty tuple.
         no_operators: dict[str, tuple[Tally, ...]] = {
             name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
         }
@@ -101,22 +108,22 @@ class Baseline:
 
     @property
     def has_lines(self) -> bool:
-        """True if any operator has a known line."""
+        """True if the line of at least one operator call is known."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def has_same_figures(self, other: Baseline) -> bool:
-        """Return whether both baselines have the same workload, bytes and counts."""
+        """Return whether this baseline and ``other`` have the same workload, bytes and counts."""
         return self.workload == other.workload and _repeating(self) == _repeating(other)
 
     def on(self, device: str, current: Mapping[str, Mapping[str, int]]) -> Baseline:
-        """Return this baseline reduced to a single GPU.
+        """Return this baseline with the bytes of a single GPU.
 
-        An unlisted GPU had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
-        GPU with the largest current peak.
+        If the baseline lists its bytes by GPU, an unlisted GPU had 0 bytes. If the baseline lists no GPU, the GPU with the
+        largest current peak gets all its bytes, and every other GPU gets 0 bytes.
 
         Args:
             device: The GPU, such as ``cuda:1``.
-            current: The metrics of the measurement by GPU.
+            current: The metrics of the current measurement, by GPU.
 
         Example:
             The baseline has 4 GB on ``cuda:0`` only. Now ``cuda:0`` and ``cuda:1`` have 2 GB each. On ``cuda:1`` the baseline
@@ -137,29 +144,31 @@ class Baseline:
     def is_equivalent(self, other: Baseline) -> bool:
         """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
-        An update does not write an equivalent baseline. If only the driver or the torch release differs and all bytes are
-        equal, the baselines are equivalent. A different detail matters only if a metric depends on it, because this
-        metric is then uncertain.
+        An update does not write an equivalent baseline. A different environment detail matters only if one of the metrics
+        depends on it. For example, counts depend on the torch release, and ``peak_allocated`` does not.
         """
         return (
             self.has_same_figures(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
-            # Lines move without a change of bytes, so compositions and operators matter only if the other baseline has none.
+            # Lines move without a change of bytes, so a composition or operators matter only if `other` has none.
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.has_lines or not self.has_lines)
             and bool(other.step_peaks or not self.step_peaks)
-            # A tolerance applies to the bytes beside workspaces. Baselines from older versions do not record workspaces.
+            # A tolerance is a ratio of the peak without workspaces, and baselines from older versions lack the workspaces.
             and (other.workspaces is not None or self.workspaces is None)
             and (other.unused_before is not None or self.unused_before is None)
-            # With this device, sessions on other devices can find the test's baselines.
+            # Sessions on other devices find the test's baselines by the named device.
             and self.named_device == other.named_device
         )
 
 
 @dataclass(frozen=True, slots=True)
 class NoBaseline:
-    """The store has no baseline for this environment. ``other_devices`` lists the devices with a baseline."""
+    """The result of a search in the store if a measurement has no baseline on the current device.
+
+    ``other_devices`` names the devices on which it has a baseline.
+    """
 
     other_devices: tuple[str, ...] = ()
 
@@ -173,7 +182,7 @@ def baseline_of(
 ) -> Baseline:
     """Return the baseline of an accepted measurement.
 
-    Times have four significant digits, and five in the list of runs.
+    The step time and the throughput are rounded to four significant digits, and the times in ``runs`` to five.
 
     Args:
         measurement: The accepted measurement.
@@ -185,7 +194,7 @@ def baseline_of(
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
-        # A stored entry without the metric means this value, so do not store it.
+        # This value need not be stored, because a stored entry without the metric stands for this value.
         if value != METRICS[name].value_if_absent
     }
     devices = measurement.by_device if len(measurement.by_device) > 1 else {}
@@ -231,13 +240,13 @@ def baseline_of(
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:
         return entry
-    # Five digits, because medians and ratios are computed from them.
+    # Keep five digits, because medians and ratios are computed from these times.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
 
 
 def _composition_to_keep(peak: Composition) -> Composition:
-    """Return the composition without notes, and with only those modules whose calls differ from the module around them."""
+    """Return the composition without notes. ``no_grad`` and ``no_backward`` are reduced by `outermost`."""
     return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 
@@ -246,11 +255,11 @@ def _differing(peaks: StepPeaks) -> tuple[int, ...]:
 
 
 def with_runs(runs: Runs, entry: Baseline) -> Baseline:
-    """Return a baseline with runs. Its step time is their median, and its throughput follows from this time.
+    """Return ``entry`` with the times of ``runs``. The step time becomes the runs' median, and the throughput follows from it.
 
     Args:
         runs: The times of the accepted runs.
-        entry: The baseline of the last run.
+        entry: The baseline from the latest run.
     """
     step_time = rounded(runs.median)
     times = {"step_time": step_time}
@@ -265,7 +274,7 @@ def rounded(time: float) -> float:
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
-    """Return the metrics that are equal in every run, by GPU. Metrics over all GPUs have an empty key."""
+    """Return the metrics with equal values in every run of the same code, by GPU. The key ``""`` is for the whole step."""
     tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
     return {
         gpu: {name: value for name, value in metrics.items() if METRICS[name].repeats}
@@ -274,6 +283,6 @@ def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:
-    """Return the environment details on which these metrics depend."""
+    """Return the environment details on which at least one of these metrics depends."""
     decisive = {detail for name in metrics for detail in METRICS[name].details}
     return {name: value for name, value in entry.environment.details.items() if name in decisive}

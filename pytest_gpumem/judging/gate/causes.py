@@ -1,10 +1,10 @@
 """Find the causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
-The explanation for a single test has many rows, and most rows are consequences: the peak moved to another moment of the
-step, so other tensors are live. Therefore the causes are a few lines that together explain most of the growth in most tests.
+In a single test, many rows may have grown, and most of them only as a consequence: the peak moved to another moment in the
+step, with other live tensors. So the causes are the few lines that together explain most of the growth in most tests.
 
-Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
-line explains at least 80 % of the growth in each test, it is the only cause.
+Example: six tests have a larger peak. In each test several rows grew, and in all six a row at ``tiny_models/gpt.py:38`` grew.
+If this line explains at least 80 % of the growth in each test, it is the only cause.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""The most modules in a cause's text if their paths have no common end. Further modules are only counted."""
+"""A cause's text names at most this many modules if their paths have no common end. It only counts further modules."""
 _SEVERAL = 2
-"""A budget is a cause if at least this number of tests exceed it. A single test's failure names its budget."""
+"""A budget is a cause if at least this many tests exceed it. A single test names the exceeded budget in its own failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a growth, in the metric's unit: either the part explained by a cause, or the part without a cause."""
+    """A part of a growth: either the part explained by a cause, or the part without a cause."""
 
     growth: Growth
     amount: float
+    """The size of the part, in the metric's unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A change that explains growth in one or several tests.
 
-    ``lines`` begins with the line that explains most. It is empty for packages and budgets, and if only the module or the
-    category is known. For a holder (an object that keeps tensors alive), ``lines`` names the lines that allocated the tensors.
+    ``lines`` begins with the line that explains the largest part. ``lines`` is empty for packages and budgets, and if only the
+    module or the category is known. A holder is an object that keeps tensors alive. If the cause is a holder, ``lines`` has the
+    lines that allocated these tensors.
 
     Example:
         In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
@@ -60,7 +62,7 @@ class Cause:
     """Paths to the modules in which the lines ran, the most frequent first. The model itself is named by its class."""
     operator: str
     tensors: str
-    """The tensors as text. For a budget, the metric and the limit."""
+    """The tensors with the most growth: ``4 x float32[8, 4, 256, 256]``. For a budget, the metric and the limit."""
     category: str
     reason: str
     shares: tuple[Share, ...]
@@ -71,10 +73,10 @@ class Cause:
 
     @property
     def module(self) -> str:
-        """The modules as one text.
+        """The modules in a single text.
 
-        If all paths have a common end, the text is this end: ``*.attn``. Otherwise the text names the first paths:
-        ``blocks.*.attn, Attention``.
+        If the paths of all modules end alike, the text is their common end: ``*.attn``. Otherwise the text names the first
+        paths: ``blocks.*.attn, Attention``.
         """
         if len(self.modules) < 2:
             return "".join(self.modules)
@@ -87,12 +89,12 @@ class Cause:
 
     @property
     def has_tensors(self) -> bool:
-        """True if `tensors` describes tensors, and not a budget."""
+        """True if the text in ``tensors`` is about tensors. For a budget it names the limit, and for packages it is empty."""
         return self.kind in ("line", "holder")
 
     @property
     def lacks_holder(self) -> bool:
-        """True if the step keeps tensors and no holder was found."""
+        """True if the tests keep tensors, and no holder was found."""
         return self.kind == "line" and any(share.growth.metric in KEPT_METRICS for share in self.shares)
 
     @property
@@ -102,9 +104,9 @@ class Cause:
 
     @property
     def metric(self) -> str:
-        """The metric with the most shares. If several metrics have equally many shares, the most important metric counts.
+        """The metric with the most growths from this cause. Among equals, the most important metric is returned.
 
-        For a holder, only the shares in ``growth`` and ``retained`` count, if there are any.
+        For a holder, only growths in the metrics ``growth`` and ``retained`` count, if there are any.
         """
         shares = [
             share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
@@ -114,12 +116,12 @@ class Cause:
 
     @property
     def total(self) -> float:
-        """The sum over the shares in `metric`, in the metric's unit."""
+        """The sum over the shares in the cause's `metric`, in the metric's unit."""
         return sum(share.amount for share in self._counted)
 
     @property
     def largest(self) -> Share:
-        """The largest share in `metric`."""
+        """The largest share in the cause's `metric`."""
         return min(self._counted, key=lambda share: (-share.amount, share.growth))
 
     @property
@@ -128,24 +130,24 @@ class Cause:
 
 
 class CandidateCause(NamedTuple):
-    """Lines or holders that may have caused a growth. Nothing proves which line or holder did."""
+    """Several lines or holders, of which at least one caused a growth. Nothing proves which line or holder did."""
 
     lines: tuple[str, ...]
-    """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
+    """The possible lines, and a clause for each possible holder: ``kept in Net.seen[...]``."""
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes in a session, sorted by their number of tests.
+    """The causes of growth in a session, the cause with the most tests first.
 
-    For each growth, the shares in ``causes`` and ``not_explained`` add up to exactly the growth.
+    For each growth, its shares in ``causes`` and ``not_explained`` add up to the growth exactly.
     """
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
     unproven: tuple[CandidateCause, ...] = ()
-    """Alternatives for parts in `not_explained`, sorted by their number of tests."""
+    """The possible causes of parts in ``not_explained``, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -153,12 +155,12 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """Shares in `not_explained` above 20 % of their growth."""
+        """The shares in ``not_explained`` above 20 % of their growth."""
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
-    """Return the causes of growth in tests. The order of the tests does not matter."""
+    """Return the causes of the growth in these tests. The order of the tests does not matter."""
     growths = growths_of(tests)
     growths = with_proven_places(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
@@ -182,9 +184,9 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the candidate causes: alternatives without proof that are at least `LEAST` of their growth.
+    """Return the candidate causes: unproven alternatives with at least the share `LEAST` of their growth.
 
-    Alternatives with the same lines or holders are joined. Package releases in the lines are ignored.
+    Alternatives with the same lines or holders become a single candidate. Package releases in the lines are ignored.
     """
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
@@ -221,9 +223,9 @@ def _order(cause: Cause) -> tuple[object, ...]:
 
 
 def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
-    """Return few places that together explain the share `ENOUGH` in each growth, if possible.
+    """Return a few places that together explain the share `ENOUGH` of each growth, if possible.
 
-    The algorithm is greedy, so the places are not always the fewest: it always takes the place with the largest gain.
+    The algorithm is greedy: in each round it chooses the place with the largest gain. So there may be a smaller set of places.
 
     Example:
         Two tests grew by 10 MB each. Line A explains 9 MB in both tests, and line B explains 1 MB in the first test. A is
@@ -237,9 +239,10 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
                 growths_at[place].append(explained)
 
     def gain(place: Place) -> tuple[float, float]:
-        """Return the gain from a place, summed over the growths as ratios, and the amount at the place.
+        """Return how much more of the growths this place would explain, and the growth at the place.
 
-        Ratios make metrics with different units comparable.
+        The first number is a sum of ratios, because amounts in different units (bytes, calls) cannot be added. For example, a
+        place that explains half of two growths has a gain of 1.0.
         """
         ratios = [
             min(explained.at(place), unexplained[explained.growth]) / explained.growth.amount
@@ -250,7 +253,7 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
             explained.at(place) for explained in growths_at[place]
         )
 
-    # A place's gain never rises when other places are chosen. So if a place's recomputed gain is still the largest, choose it.
+    # A place's gain never rises when other places are chosen. So if its recomputed gain is still the largest, it is chosen.
     heap = [
         (-first_gain, -total, place) for place in growths_at for first_gain, total in [gain(place)] if first_gain > 0
     ]
@@ -273,8 +276,8 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
     """Join places into causes. Return for each place the first place of its cause.
 
-    A line joins an earlier line's cause if both have the same file and module, and if the line explains no other tests than
-    the cause.
+    A line belongs to an earlier line's cause if both lines have the same file and module, and if the cause has every test in
+    which the line explains growth.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
     for explained in growths:
@@ -297,10 +300,10 @@ def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict
 
 
 def _by_line(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> Collection[list[Place]]:
-    """Return places in groups: all places at a project line form one group, and every other place is its own group.
+    """Group places by their line, if the line is in the project. Every other place is a group by itself.
 
-    A project line is a single cause even if its places name different modules. For example, the same module is called
-    ``blocks.*.attn`` in a model and ``Attention`` in a test that runs only this module.
+    A project line is a single cause even if its places have different modules. For example, the same module is called
+    ``blocks.*.attn`` in a model, and ``Attention`` in a test that runs only this module.
     """
     package_places = {
         place
@@ -321,11 +324,11 @@ def _file(place: Place) -> str:
 def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict[Place, float]:
     """Return each cause's share in a growth, by the cause's first place.
 
-    If other tensors shrank, the growth is smaller than the parts together. The shares are then reduced in proportion.
+    If other tensors shrank, the parts at all causes add up to more than the growth. The shares are then reduced in proportion.
 
     Example:
-        A peak grew by 6 MB: 8 MB more at line A, 2 MB more at line B and 4 MB less elsewhere. The shares are 4.8 MB and 1.2
-        MB.
+        A peak grew by 6 MB, because line A has 8 MB more, line B has 2 MB more, and other lines have 4 MB less. The shares are
+        4.8 MB for A and 1.2 MB for B.
     """
     growth_at: dict[Place, float] = {}
     for place in explained.parts:
@@ -340,11 +343,11 @@ def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict
 
 
 def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[ExplainedGrowth, float]]) -> Cause:
-    """Return the cause at some places.
+    """Return a cause from its places.
 
     Args:
-        places: The places of the cause, the first chosen place first.
-        explained_shares: The growths that the cause explains, each with the cause's share.
+        places: The cause's places, in the order in which they were chosen.
+        explained_shares: Each explained growth, with the cause's share in this growth.
     """
     parts: dict[Place, Part] = {}
     for explained, _ in explained_shares:
@@ -370,7 +373,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
-    """Return the modules at places, the most frequent first. A single module has the path from the largest part."""
+    """Return the modules at these places, the most frequent first. A single module gets the path ``path_of_largest``."""
     counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:
@@ -379,20 +382,21 @@ def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of
 
 
 def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the longest common end of all paths."""
+    """Return the paths' longest common end: ``("attn", "qkv")`` for ``a.attn.qkv`` and ``b.attn.qkv``."""
     from_the_end = zip(*(reversed(path) for path in paths), strict=False)
     return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
 
 
 def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
-    """Return the clauses on packages shared by all growths."""
+    """Return the clauses on changed packages that occur in all growths."""
     return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
-    """Yield the causes of this kind for growths without another cause.
+    """Yield the causes for growths that neither a line nor a holder explains.
 
-    Such causes are packages with other releases, and budgets that several tests exceed.
+    With the kind ``packages``, a cause is a set of packages whose releases differ from the baseline's. With the kind
+    ``budget``, several tests exceed the same budget.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
     for explained in growths:

@@ -1,4 +1,4 @@
-"""The difference between two counts of operators, by operator and line. Pure."""
+"""Compare a baseline's operator calls with the current operator calls, by operator and line. Pure."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ def _file_and_line(tally: Tally) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
-    # The calls are equal if lines have moved.
+    # An edit above a line moves the line.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
-    # The calls are equal if layers differ or are unknown, or if modules were renamed.
+    # Other layers may make the same calls, or the layers may be unknown. A module may also have been renamed.
     lambda tally: (tally.operator, of_any_layer(tally.place)),
     lambda tally: (tally.operator, of_any_layer(tally.place).module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, of_any_layer(tally.place).module),
     lambda tally: (tally.operator, _file_and_line(tally)[0]),
 )
-"""Keys by which calls on both sides are equal, from the strictest to the loosest."""
+"""Keys for finding the baseline's calls among the current calls, from the strictest to the loosest."""
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the new calls, and the disappeared calls with negative amounts. Their amounts add up to the count's change.
+    """Return the new calls, and the disappeared calls with negative amounts. All amounts together are the count's change.
 
-    An operator gets either new or disappeared calls, never both, so moved calls are not shown. If an operator may have appeared
-    at several lines, a line with other new operators is chosen. Without such a line, the line farthest from the operator's
-    old line is chosen.
+    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If an
+    operator may have appeared at several lines, the result has a line with other new operators, or else the line farthest from
+    the operator's line in the baseline.
 
-    A baseline lists only the places with the largest amounts. For all other places it stores amounts by operator. New calls
-    at unlisted places are compared with these amounts. A remaining growth has no line, because any unlisted place is possible.
+    A baseline lists only the places with the largest amounts. For the other places it stores one amount for each operator. New
+    calls at unlisted places are compared with this amount. If they exceed it, the excess has no line, because any unlisted
+    place may have grown.
 
     Example:
         The baseline has 8 ``addmm`` at ``mlp.py:12`` and this step has 8 at ``mlp.py:14`` and 4 at ``head.py:7``. The result
@@ -90,7 +91,7 @@ def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Ta
 
 
 def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) -> list[Tally]:
-    """Split a tally for all layers into equal parts if the other side distinguishes the layers in its module."""
+    """Split each tally for all layers into equal parts, if ``other_side`` has tallies for single layers of the same module."""
     layers: dict[tuple[str, str], set[Numbers]] = {}
     for tally in other_side:
         numbers = layer_of(tally.place)
@@ -102,7 +103,7 @@ def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) ->
 
 
 def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]]:
-    """Return the tallies with a place, and for the other tallies their amounts by operator."""
+    """Return the tallies with a place, and the sum by operator over the tallies without a place."""
     placed, unplaced = [], Counter[str]()
     for tally in tallies:
         if tally.place == NOWHERE:
@@ -113,9 +114,10 @@ def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]
 
 
 def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
-    """Return a function that checks whether new calls may be at a place that ``before`` does not list.
+    """Return a function for checking whether current calls may have existed in the baseline, at a place missing in ``before``.
 
-    The function returns ``False`` if the place is listed, or if the calls have a larger amount than the smallest listed place.
+    The function returns ``False`` if the place is listed. It also returns ``False`` if the calls have a larger amount than the
+    smallest listed place, because the baseline would then have listed them.
     """
     old_amounts, new_amounts = Counter[OperatorSite](), Counter[OperatorSite]()
     for amounts, tallies in ((old_amounts, before), (new_amounts, after)):
@@ -129,9 +131,13 @@ def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callabl
 def _without_common(
     old: list[Tally], new: list[Tally], key: Key, last: Collection[Tally] = ()
 ) -> tuple[list[Tally], list[Tally]]:
-    """Return both sides without each group's common amount, which is subtracted from the tallies in ``last`` last."""
+    """Subtract the common amount of each key from ``old`` and ``new``.
+
+    In ``new``, the amount is first subtracted from tallies at lines without new operators, and from the tallies in ``last`` at
+    the end.
+    """
     groups = grouped(old, new, key).values()
-    # The amount at each line, from groups without tallies on the old side.
+    # The amounts at each current line, from keys without calls in the baseline.
     new_at_line: Counter[tuple[str, str]] = Counter()
     for old_group, new_group in groups:
         for tally in new_group if not old_group else ():
@@ -144,7 +150,7 @@ def _without_common(
         def rank(tally: Tally, lines: Sequence[int] = lines) -> tuple[bool, int, int, int]:
             line = _file_and_line(tally)[1]
             distance = min((abs(line - old_line) for old_line in lines), default=0)
-            # Assume that the layers with the smallest amounts are unchanged.
+            # Layers with small amounts come first, so they count as unchanged.
             return tally in last, new_at_line[_line(tally)], distance, tally.amount
 
         remaining_old += _without_amount(old_group, common)
@@ -153,7 +159,7 @@ def _without_common(
 
 
 def _without_amount(tallies: Iterable[Tally], amount: int) -> list[Tally]:
-    """Return the tallies after subtracting ``amount`` from the first ones."""
+    """Subtract ``amount`` from the tallies, beginning with the first tally. Tallies without a remaining amount are dropped."""
     remaining = []
     for tally in tallies:
         taken = min(amount, tally.amount)

@@ -1,6 +1,6 @@
-"""The difference of two compositions, by pure functions.
+"""Compare the rows in the baseline's composition with the rows in the current composition. Pure.
 
-The changes in a difference add up to the change of the peak. A refactoring has no changes.
+The bytes of all changes add up to the change of the peak. A refactoring that allocates the same tensors causes no changes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Key = Callable[[Row], object]
 _BACKWARD = re.compile(r"Backward\d*$")
 """The end of an autograd node's name, such as ``MulBackward0``."""
 CHANGED_LINE = "changed line"
-"""Beginning of a reason for an increase at a line that only one version of the code has."""
+"""The beginning of a reason for an increase, if the code at the row's line or at a caller's line has changed."""
 AMONG_SMALLER = "among smaller rows in the baseline"
-"""Reason for an increase if the baseline does not list the row, but includes its earlier bytes in a sum over smaller rows."""
+"""The reason for an increase if the baseline does not list the row, but has its earlier bytes in the sum over smaller rows."""
 
 
 def _without_amounts(row: Row) -> Row:
-    """Return a key for a row. It does not depend on layers, bytes, tensor count and package release."""
+    """Return a key for a row, without its layers, bytes, tensor count and package release."""
     return replace(_without_release(row), nbytes=0, count=0, layers=())
 
 
@@ -48,47 +48,47 @@ def _file_and_line(row: Row) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     _without_amounts,
-    # The rows are equal if lines have moved.
+    # An edit above a line moves the line.
     lambda row: (row.category, row.module, row.operator, row.tensor),
-    # The rows are equal if modules were renamed.
+    # A module may have been renamed.
     lambda row: (row.category, row.operator, row.tensor, *_line(row)),
     lambda row: (row.category, row.operator, row.tensor),
-    # The rows are equal if the operator differs. Example: ``a * b + c`` became ``torch.addcmul(c, a, b)``.
+    # Another operator may compute the same tensor. Example: ``a * b + c`` became ``torch.addcmul(c, a, b)``.
     lambda row: (row.category, row.module, row.tensor),
     lambda row: (row.category, row.tensor),
 )
-"""Keys by which rows on both sides are equal, from the strictest to the loosest.
+"""Keys for finding the baseline's rows among the current rows, from the strictest to the loosest.
 
-Example: an edit above ``model.py:88`` moves the line to ``model.py:90``. The first key differs. The second key has no
-line, so ``activation | blocks.*.attn | _softmax | 12 x float32[8, 12, 1024, 1024]`` is still equal to itself."""
+Example: an edit above ``model.py:88`` moves the line to ``model.py:90``. For a row at this line, the first key is different
+now. The second key does not contain the line, so the row ``activation | blocks.*.attn | _softmax`` is found."""
 
 _MOVED_BY: tuple[Key, ...] = (
-    # The same tensor comes from another module or operator.
+    # The same tensors now come from another module or operator.
     lambda row: (row.category, row.tensor, row.nbytes, row.count),
-    # The same tensor is in another category.
+    # The same tensors are now in another category.
     lambda row: (row.tensor, row.nbytes, row.count),
 )
-"""Keys for moved rows: a disappeared row and a row at its new place have the same key."""
+"""Keys for finding moved rows. If a disappeared row and a new row have the same key, the tensors only moved."""
 
 _CHANGED_BY: tuple[Key, ...] = (
     _without_amounts,
     lambda row: (row.category, row.module, row.operator, row.tensor),
-    # The tensor at the same place has another dtype or another shape.
+    # The tensor from the same module and operator has another dtype or another shape.
     lambda row: (row.category, row.module, row.operator, row.shape, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.shape),
     lambda row: (row.category, row.module, row.operator, row.dtype, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.dtype),
-    # The tensor was freed early, and is now kept.
+    # The tensor has another category. Example: a temporary tensor became an activation.
     lambda row: (row.module, row.operator, row.tensor),
     # The module was renamed, and the row grew.
     lambda row: (row.category, row.operator, row.tensor),
     # Another operator makes another dtype: ``x > 0`` became ``(x > 0).float()``.
     lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
-"""Keys for changed rows: a row and its changed form have the same key.
+"""Keys for finding changed rows. A row in the baseline and a current row with the same key become one change.
 
 Example: autocast was lost, so ``bfloat16[8, 4, 256, 256]`` from ``_softmax`` is now ``float32[8, 4, 256, 256]``. The
-third key has the shape and no dtype, and pairs both rows: ``was bfloat16, now float32``."""
+third key contains the shape, but not the dtype. So the two rows are one change: ``was bfloat16, now float32``."""
 
 
 class Change(NamedTuple):
@@ -108,23 +108,25 @@ class Change(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The change in bytes; negative when it shrank."""
+        """The change in bytes; negative if the row shrank or disappeared."""
         return (self.after.nbytes if self.after else 0) - (self.before.nbytes if self.before else 0)
 
     @property
     def row(self) -> Row:
-        """The current row, or the earlier row if it disappeared."""
+        """The current row, or the baseline's row if the row disappeared."""
         row = self.after or self.before
-        assert row is not None, "a change has at least one side"
+        assert row is not None, "a change has a row before or a row after"
         return row
 
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
-        """Return this change with only ``rows`` as alternatives.
+        """Return this change of a sum over smaller rows, with only ``rows`` as alternatives.
 
-        A single row becomes a change of its own, with at most the row's bytes. The sum's change has the remaining bytes.
+        If ``rows`` has a single row, this row gets a change of its own, with at most the row's bytes. The remaining bytes stay
+        in the sum's change.
 
         Example:
-            A sum grew by 900 bytes. If its only row has 700 bytes, the changes are +700 and +200 bytes.
+            The sum grew by 900 bytes, and the only row has 700 bytes. Then the row has grown by 700 bytes, and the sum by 200
+            bytes.
         """
         if len(rows) != 1:
             return (self._replace(alternatives=tuple(rows)),)
@@ -138,7 +140,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMove:
-    """A peak in another phase than the baseline's peak."""
+    """The phases of a moved peak: the step's peak is in another phase than in the baseline."""
 
     before: str
     """The phase of the baseline's peak: ``backward``."""
@@ -148,12 +150,12 @@ class PeakMove:
     """The phase in which the two peaks are compared: ``after`` if the baseline recorded that phase's live tensors, otherwise
     ``before``."""
     peak_before: int | None = None
-    """Bytes of this step's peak in the phase ``before``."""
+    """The bytes of the current step's peak in the phase ``before``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The changes of a peak's composition.
+    """The changes between the baseline's peak and the current peak, row by row.
 
     Example:
         The peak grew from 5,000 to 7,000 bytes. A new ``clone`` has 2,500 bytes, and a buffer is 500 bytes smaller. So
@@ -161,19 +163,19 @@ class Difference:
     """
 
     before: int
-    """The baseline's peak in bytes; if the peak moved, the peak in the compared phase."""
+    """The bytes of the baseline's peak. If the peak moved to another phase, the baseline's peak in the compared phase."""
     after: int
-    """This peak in bytes; if the peak moved, the peak in the compared phase."""
+    """The bytes of the current peak. If the peak moved to another phase, the current peak in the compared phase."""
     changes: tuple[Change, ...]
     """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
-    changes at changed lines come first if they have `LEAST_SHARE` of the growth.
+    changes at changed lines come first, unless they have less than 10 % of the growth.
 
     In JSON, a change is ``[row before, row after, reason, alternatives]``.
     """
     moved: PeakMove | None = None
-    """The phases of the peak, if it moved; otherwise ``None``."""
+    """The phases before and after the move, if the peak moved to another phase; otherwise ``None``."""
     graph: tuple[GraphChange, ...] = ()
-    """Modules that autograd records now and did not record in the baseline, if this made rows grow."""
+    """Modules whose calls autograd records now and did not record in the baseline, if rows grew because of this."""
 
     def __post_init__(self) -> None:
         if any(change.before is None and change.after is None for change in self.changes):
@@ -181,17 +183,17 @@ class Difference:
 
     @property
     def nbytes(self) -> int:
-        """The change in bytes; negative when it shrank."""
+        """The change of the peak in bytes; negative if the peak shrank."""
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
-        """Return the increases that explain a share of the difference, and a few more if they matter.
+        """Return the first increases that together explain a share of the difference.
 
         Args:
             share: The share to explain: 0.8 is 80 %.
-            at_least: The least number of changes. Once the share is explained, smaller changes than 1 % of the difference are
-                left out.
-            at_most: The largest number of changes.
+            at_least: The number of increases to return even if fewer explain the share. Of these, increases below 1 % of the
+                difference are left out once the share is explained.
+            at_most: The upper bound for the number of increases, even if they do not explain the share.
         """
         grown = [change for change in self.changes if change.nbytes > 0]
         target = share * self.nbytes
@@ -214,10 +216,10 @@ def difference_of_peaks(
     callers: Mapping[str, Sequence[Caller]] | None = None,
     function_at: Mapping[str, str] | None = None,
 ) -> Difference:
-    """Return the changes between two peaks.
+    """Return the changes between the baseline's peak and the current peak.
 
-    If the peaks are in different phases, the changes between two moments in the same phase are returned. Tensors that are
-    live in both phases of this step did not grow. They are only at the peak because the peak moved.
+    If the peaks are in different phases, two peaks in the same phase are compared. Otherwise unchanged tensors would seem to be
+    new, although they are at the peak only because the peak moved to their phase.
 
     Example:
         The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
@@ -226,15 +228,15 @@ def difference_of_peaks(
 
     Args:
         before: The composition of the baseline's peak.
-        after: The composition of this peak.
+        after: The composition of the current peak.
         phases_before: The baseline's compositions at the peaks of other phases.
-        phases: The compositions at the peaks of all other phases.
-        callers: The callers of modules and functions in this step.
-        function_at: The function of each line in this step.
+        phases: The current step's compositions at the peaks of all other phases.
+        callers: The callers of modules and functions in the current step.
+        function_at: The function around each line in the current step, such as ``step()``.
     """
     graph = GraphChanges(before, after, callers or {}, function_at or {})
     changes = _difference_of_peaks(before, after, phases_before, phases, graph)
-    # A part of the step may have a backward now. The peak may move there although nothing grew in the compared phase.
+    # A lost no_grad may add a backward pass. The peak may move into it although nothing grew in the compared phase.
     is_open = changes.moved is not None and not changes.graph
     recorded = [row for row in after.rows if graph.explain_for_certain(row)] if is_open else []
     is_cause = sum(row.nbytes for row in recorded) >= LEAST_SHARE * (after.total - before.total)
@@ -260,8 +262,8 @@ def _difference_of_peaks(
 
 
 LEAST_SHARE = 0.1
-"""A row at a changed line comes before larger rows at unchanged lines if it has this share of the increase.
-The same share makes a graph change a cause (`difference`)."""
+"""A row at a changed line comes before larger rows at unchanged lines if it has at least this share of the increase.
+A graph change is reported only if its rows have at least this share of the increase."""
 
 
 def with_changed_lines(
@@ -269,14 +271,15 @@ def with_changed_lines(
 ) -> Difference:
     """Return a difference in which increases at changed lines are marked and come first.
 
-    An increase at an unchanged line is a consequence of a change elsewhere. If some of an increase's alternatives are
-    at changed lines, only these alternatives remain.
+    An increase at an unchanged line is a consequence of a change elsewhere. If an increase has several alternatives, and some
+    are at changed lines, the others are removed.
 
     Args:
         difference: The difference.
         mark: Returns a clause that begins with `CHANGED_LINE` if the code at a row's line, or at one of the line's callers,
             has changed. Otherwise it returns an empty text.
-        is_own: Returns whether the row's own line has changed. Such rows come first, because a caller may lead to many lines.
+        is_own: Returns whether the row's own line has changed. Such rows come before rows with a changed caller, because a
+            caller may lead to many lines.
     """
     changes = [change for unmarked in difference.changes for change in _with_changed_alternatives(unmarked, mark)]
     marked = [
@@ -300,12 +303,12 @@ def _with_changed_alternatives(change: Change, mark: Callable[[Row], str]) -> tu
 
 
 def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
-    """Return a difference whose increases and alternatives show a caller before the allocating line.
+    """Return a difference in which increases and alternatives show a caller's line before the allocating line.
 
     Args:
         difference: The difference.
-        named: Returns the lines to show first for a row. If it returns several lines, the row shows the first, and the reason
-            lists all of them.
+        named: Returns the callers' lines for a row. If there are several, the row shows the first line, and the reason lists
+            all of them.
     """
 
     def of_alternative(row: Row) -> Row:
@@ -327,14 +330,15 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
 def difference(before: Composition, after: Composition, graph: GraphChanges | None = None) -> Difference:
     """Return the changes between two compositions.
 
-    The function removes equal rows from both sides, then moved rows. It pairs the remaining rows with their changed forms. If
-    a side lists only its largest rows, as a baseline does, its other rows are compared as a sum by category.
+    First, equal rows are removed from both compositions, and then moved rows. A remaining row in the baseline and a current row
+    become one change if the current row is a changed form of the baseline's row. A baseline lists only its largest rows. So
+    smaller rows are compared by their sum in each category.
 
     Args:
         before: The baseline's composition.
-        after: This composition.
-        graph: The modules that autograd records now and did not record in the baseline. By default they are taken from the
-            two compositions.
+        after: The current composition.
+        graph: The modules whose calls autograd records now and did not record in the baseline. By default they are taken from
+            the two compositions.
     """
     graph = graph or GraphChanges(before, after, {}, {})
     baseline, current = _side(before), _side(after)
@@ -372,7 +376,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         and graph.explain(change.row)
         and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # Leave out a graph change that explains almost nothing, because reports show it before all rows.
+    # Leave out graph changes with almost no growth, because reports show graph changes before all rows.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -385,8 +389,8 @@ def _joined(*reasons: str) -> str:
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Return the changes sorted by their increase, the largest first.
 
-    Of two equal increases, the increase in forward comes before the increase in backward, because a tensor in backward
-    follows from a tensor in forward. Other equal increases: first the line whose rows grew most in total.
+    If two increases are equal, a row in forward comes before a row in backward, because tensors in backward follow from tensors
+    in forward. Among the other equal increases, the row comes first whose line grew most in total.
     """
     at_line = _growth_by_line((change.row, change.nbytes) for change in changes)
 
@@ -403,13 +407,14 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
 
 
 class _Side(NamedTuple):
-    """The listed rows in a composition, and the sums over all other rows."""
+    """A composition, divided into the listed rows and the sums over all other rows."""
 
     rows: list[Row]
     sums: dict[str, Row]
-    """By category. Baselines from older versions have a single sum for all categories, with a count of 0."""
+    """The sum over the unlisted rows in each category. Baselines from older versions have a single sum for all categories, with
+    a tensor count of 0."""
     smallest: int | None
-    """Bytes of the smallest listed row; ``None`` if no row is listed. No row in a sum has more bytes."""
+    """The bytes of the smallest listed row; ``None`` if no row is listed. An unlisted row has at most this many bytes."""
 
 
 def _side(composition: Composition) -> _Side:
@@ -426,7 +431,7 @@ def _sum_of(category: str, rows: Iterable[Row]) -> Row:
 
 
 def _without_equal_groups(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without groups with equal bytes and equal tensor counts."""
+    """Group rows by ``key``, and drop each group whose bytes and tensor counts are equal in ``old`` and ``new``."""
     unequal_old, unequal_new = [], []
     for old_group, new_group in grouped(old, new, key).values():
         if _sums(old_group) != _sums(new_group):
@@ -436,7 +441,7 @@ def _without_equal_groups(old: list[Row], new: list[Row], key: Key) -> tuple[lis
 
 
 def _without_equal_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return both sides without the layers that are equal on both sides, if the rows name their layers."""
+    """Drop the layers whose rows are equal in ``old`` and ``new``, if the rows name their layers."""
     unequal_old, unequal_new = [], []
     for old_group, new_group in grouped(old, new, _EQUAL_BY[0]).values():
         has_layers = old_group and new_group and any(row.layers for row in (*old_group, *new_group))
@@ -447,13 +452,14 @@ def _without_equal_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], li
 
 
 def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return rows without the layers that both sides have.
+    """Return the remaining rows of ``old`` and ``new`` after equal layers were removed.
 
-    The rows of a side differ only in their layers, bytes and counts.
+    The rows must come from the same line, so they differ only in their layers, bytes, counts and package release.
 
     Example:
-        The baseline has 4 tensors of 100 bytes in all layers. Now layer 3 has 300 bytes, and the layers 0 to 2 have 100 bytes
-        each. The result has one row with 100 bytes for the baseline, and the row of layer 3 for this step.
+        The baseline has a row with 4 tensors of 100 bytes each, for all layers. Now layer 3 has 300 bytes, and the layers 0 to
+        2 have 100 bytes each. Three layers are equal. So 100 bytes remain from the baseline's row, and the row for layer 3
+        remains from the current rows.
     """
     (old_layers, old_unsplit), (new_layers, new_unsplit) = _by_layer(old), _by_layer(new)
     new_by_layer = {numbers: _without_release(row) for numbers, row in new_layers.items()}
@@ -465,7 +471,7 @@ def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[R
 
 
 def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
-    """Return a row for each named layer, and the rows that name no layers."""
+    """Split rows by layer. Return a row for each named layer, and the rows without named layers or equal parts."""
     of_layer: dict[Numbers, Row] = {}
     unsplit = []
     for row in rows:
@@ -476,15 +482,18 @@ def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
 
 
 def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row], dict[Numbers, Row]]:
-    """Subtract the layers on one side from rows without named layers on the other side, the smallest layers first.
+    """Subtract the rows of ``layers`` from the rows in ``unsplit``, which stand for all layers together.
+
+    One of the two arguments comes from the baseline, and the other from the current step. The layers with the fewest tensors
+    are subtracted first.
 
     Returns:
-        The remaining rows, and the remaining layers.
+        The remaining rows in ``unsplit``, and the remaining layers.
     """
     remaining = dict(layers)
     for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
         for index, candidate in enumerate(unsplit):
-            # Only blocks of equal size can be assigned to this layer.
+            # A layer can be subtracted only from a row whose blocks have the same size.
             if candidate.count >= row.count and candidate.nbytes * row.count == row.nbytes * candidate.count:
                 remainder = replace(candidate, nbytes=candidate.nbytes - row.nbytes, count=candidate.count - row.count)
                 unsplit = [*unsplit[:index], *([remainder] if remainder.count else []), *unsplit[index + 1 :]]
@@ -494,30 +503,33 @@ def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[lis
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without rows that only moved. A row whose identity is on both sides grew or shrank instead."""
+    """Drop moved rows: a row in ``old`` and a row in ``new`` with the same ``key`` cancel each other out.
+
+    A row does not move if ``old`` and ``new`` have a row with its category, module, operator and tensor. It grew or shrank.
+    """
     stayed = {_identity(row) for row in old} & {_identity(row) for row in new}
     moved = Counter(key(row) for row in old if _identity(row) not in stayed)
     moved &= Counter(key(row) for row in new if _identity(row) not in stayed)
 
-    def left(rows: list[Row]) -> list[Row]:
+    def without_moved_rows(rows: list[Row]) -> list[Row]:
         remaining = Counter(moved)
-        rows_left = []
+        unmoved = []
         for row in rows:
             if _identity(row) not in stayed and remaining[key(row)] > 0:
                 remaining[key(row)] -= 1
             else:
-                rows_left.append(row)
-        return rows_left
+                unmoved.append(row)
+        return unmoved
 
-    return left(old), left(new)
+    return without_moved_rows(old), without_moved_rows(new)
 
 
 def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
-    """Return ``new`` sorted by the increase at each row's line, the smallest first.
+    """Return ``new`` sorted by the increase at each row's line, the smallest increase first.
 
-    If several rows are equal, the first row is matched with the baseline's row. So few lines get the increase: if an edit
-    saves two more tensors at a line, only this line is named. If lines have equal increases, the line nearest to the old row
-    comes first.
+    If several current rows have the same key as a baseline row, the first is matched with it. In this order, rows at unchanged
+    lines are matched, and the increase is reported at few lines. For example, if an edit saves two more tensors at a line, only
+    this line is reported. If the increases at two lines are equal, the line nearer to the baseline's line comes first.
     """
     at_line = _growth_by_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     old_numbers: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -528,14 +540,14 @@ def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
     def rank(row: Row) -> tuple[int, int]:
         file, number = _file_and_line(row)
         distances = [abs(number - old_number) for old_number in old_numbers[file, row.operator, row.tensor]]
-        # Count the increase in rows of this size, so a few bytes at a line do not matter.
+        # Divide the increase by the row's bytes, so a small increase at a line does not decide.
         return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
 
     return sorted(new, key=rank)
 
 
 def _growth_by_line(row_growths: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
-    """Return the change at each line, in bytes."""
+    """Return the change in bytes at each line, added up over its rows."""
     growth: Counter[tuple[str, str]] = Counter()
     for row, nbytes in row_growths:
         growth[_line(row)] += nbytes
@@ -553,14 +565,16 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
 def _with_sums(
     baseline: _Side, current: _Side, graph: GraphChanges
 ) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
-    """Move rows into the sum of their own side if the other side's sum may include them as well.
+    """Move the rows of a composition into its sum over smaller rows, if the other composition may have them in its own sum.
 
     Example:
-        The baseline lists rows down to 1 MB and has a sum of 8 MB. This step has two rows with 0.9 MB that the baseline does
-        not list. They may be in its sum, so they join this step's sum, and only the sums are compared.
+        The baseline lists rows down to 1 MB, and its sum over smaller rows has 8 MB. The current step has two rows with 0.9 MB,
+        which the baseline does not list. The baseline's sum may include them, so they are added to the current sum, and only
+        the sums are compared.
 
     Returns:
-        The rows and sums on both sides, changes for rows that were partly in a sum, and the alternatives by category.
+        The baseline's rows and sums, the current rows and sums, a change for each row with a known part in the baseline's sum,
+        and by category the rows that may have grown in a sum.
     """
     old_rows, new_rows = baseline.rows, current.rows
     changes: list[Change] = []
@@ -571,10 +585,11 @@ def _with_sums(
             _sum_of(category, side.sums.values() if has_single_sum else filter(None, [side.sums.get(category)]))
             for side in (baseline, current)
         )
-        # If both sides list a place, its row grew or shrank, and is in no sum.
+        # If both compositions list a row, this row grew or shrank, and is in neither sum.
         listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
         of_category = None if has_single_sum else category
-        # A baseline row may have shrunk into this step's sum. Rows with more than twice the sum's bytes disappeared instead.
+        # A row in the baseline may have shrunk into the current sum. But if such rows together have more than twice the sum's
+        # bytes, the largest rows must have disappeared.
         small_old, old_rows = _split_by_size(old_rows, of_category, current.smallest, 2 * new_sum.nbytes, listed)
         small_new, new_rows = _split_by_size(new_rows, of_category, baseline.smallest, None, listed)
         old_total, new_total = _sum_of(category, [old_sum, *small_old]), _sum_of(category, [new_sum, *small_new])
@@ -594,10 +609,10 @@ def _with_sums(
 def _attribution_by_graph(
     rows: list[Row], sum_bytes: int, growth: int, blocks: int, graph: GraphChanges
 ) -> Attribution:
-    """Return which rows grew, like `attribution`, but try rows that follow from a ``graph`` change first.
+    """Return which rows grew, like `attribution`, but begin with rows from modules with a ``graph`` change.
 
-    If autograd recorded no call of a module in the baseline, its rows are new for certain. If they have more bytes than the
-    growth, at least one row grew.
+    If autograd recorded no call of a module in the baseline, the module's rows must be new. If these rows together have more
+    bytes than the growth, only they are passed to `attribution`.
     """
     new_rows = [row for row in rows if graph.is_new(row)]
     remaining_growth = growth - sum(row.nbytes for row in new_rows)
@@ -613,7 +628,7 @@ def _attribution_by_graph(
 
 
 def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
-    """Return a sum without the bytes of listed rows, or an empty list if no bytes remain."""
+    """Subtract the bytes of ``listed_rows`` from a sum. Return the sum as a list, or an empty list if no bytes remain."""
     nbytes = total.nbytes - sum(row.nbytes for row in listed_rows)
     return [Row(total.category, nbytes, operator=REST)] if nbytes else []
 
@@ -621,14 +636,14 @@ def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
 def _split_by_size(
     rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
 ) -> tuple[list[Row], list[Row]]:
-    """Return the rows that the other side may have in a sum, and the larger rows.
+    """Divide a composition's rows into rows that the other composition may have in its sum, and all other rows.
 
     Args:
-        rows: The rows of a side.
-        category: The category of the sum; ``None`` for all.
-        smallest: Bytes in the smallest row on the other side; ``None`` if no row is listed.
-        most: Bytes that the rows may have together; ``None`` for any.
-        listed: Keys of the places on both sides.
+        rows: The rows of a composition.
+        category: The category of the other composition's sum; ``None`` if the sum is over all categories.
+        smallest: The bytes in the other composition's smallest listed row; ``None`` if it lists no row.
+        most: The upper bound for the total bytes in the first returned list; ``None`` for no bound.
+        listed: The keys (`_without_amounts`) of rows listed in both compositions. Such rows are in no sum.
     """
     small: list[Row] = []
     larger: list[Row] = []
@@ -644,10 +659,10 @@ def _split_by_size(
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
-    """Pair the rows with equal keys, the largest with the largest.
+    """Pair rows in ``old`` with rows in ``new`` by key, the largest with the largest.
 
     Returns:
-        The unpaired rows of both sides, and the pairs.
+        The unpaired rows in ``old``, the unpaired rows in ``new``, and a change for each pair.
     """
     unpaired_old, unpaired_new, pairs = [], [], []
     for old_group, new_group in grouped(old, new, key).values():
@@ -661,7 +676,7 @@ def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[R
 
 
 def grouped(old: Iterable[T], new: Iterable[T], key: Callable[[T], object]) -> dict[object, tuple[list[T], list[T]]]:
-    """Return the elements of both sides by key.
+    """Group the elements of ``old`` and ``new`` by key. Each group has a list from ``old`` and a list from ``new``.
 
     Example:
         ``grouped([1, 2], [3], lambda number: number % 2)`` returns ``{1: ([1], [3]), 0: ([2], [])}``.
@@ -683,10 +698,10 @@ _COPYING = frozenset({"clone", "contiguous"})
 def reason(
     old: Row | None, new: Row | None, before: Composition, after: Composition, graph: GraphChanges | None = None
 ) -> str:
-    """Return a clause with the reason why ``old`` became ``new``.
+    """Return a clause with the reason why the row ``old`` became the row ``new``, for example ``"was bfloat16, now float32"``.
 
-    The clause is empty if the reason is unknown, or if no bytes were added. It is also empty if the row follows from a change
-    of the ``graph``, because a report explains this change once for all rows.
+    The clause is empty if the reason is unknown, or if the row did not grow. It is also empty if the growth follows from a
+    graph change, because a report explains a graph change once for all rows.
     """
     if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
         return ""
@@ -701,7 +716,7 @@ def reason(
 
 
 def _lost_checkpointing(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
-    # With another batch size, the tensors have other sizes, and a module may be called less often.
+    # If the tensors have another size, the batch may have changed, and the module may be called less often for this reason.
     if new.category != "activation" or (old is not None and old.tensor != new.tensor):
         return ""
     for path, baseline_calls in before.recomputed.items():
@@ -728,7 +743,7 @@ def _reason_of_change(old: Row, new: Row) -> str:
 
 
 def _reason_of_new_row(new: Row, before: Composition, after: Composition) -> str:
-    """Return why a row without a predecessor exists: a copy, another dtype, or a second saved tensor."""
+    """Return why a row is new: as a copy, as a second saved tensor, or in a wider dtype. Empty if the reason is unknown."""
     if new.category != "activation" or not new.tensor:
         return ""
     if new.operator in _COPYING:
@@ -736,11 +751,11 @@ def _reason_of_new_row(new: Row, before: Composition, after: Composition) -> str
     alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
     saved = {row.operator for row in alike if row.tensor == new.tensor}
     for row in after.rows:
-        # Compare rows at the same line only. At another line of the module, an equally large tensor may be unrelated.
+        # Compare only rows at the same line. A tensor with the same size at another line of the module may be unrelated.
         beside = (row.module, row.category, row.tensor) == (new.module, new.category, new.tensor)
         same_line = _line(row) == _line(new)
         if beside and same_line and row.operator != new.operator and row.operator in saved:
-            return f"saved twice: {row.operator} saves {row.what} as well, as before"
+            return f"saved twice: {row.operator} still saves {row.what} as well"
     for row in alike:
         if row.shape == new.shape and 0 < item_bits(row.dtype) < item_bits(new.dtype):
             return f"was {row.dtype} only, now also {new.dtype}"

@@ -1,7 +1,7 @@
-"""Modules that autograd records now and did not record in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
+"""Find modules whose calls autograd records now, and did not record in the baseline: a lost ``no_grad`` or ``detach``. Pure.
 
-Such a module now saves tensors for backward, and the rows of these tensors grow. The cause is the call to the outermost module
-with such a change. A report describes this call in a sentence before the rows.
+Such a module now saves tensors for backward, so the rows of these tensors grow. The cause is the call to the outermost module
+with this change. A report describes the change in a sentence before the rows.
 
 Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
@@ -28,36 +28,38 @@ _MOST_LINES = 3
 _AND = " and "
 _KEPT = "autograd keeps {} activations for backward"
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""Categories with tensors from autograd's graph or from backward."""
+"""Categories with tensors from autograd's graph, from backward or from the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphChange:
-    """A module whose calls autograd records now, and did not record in the baseline."""
+    """A module or function whose calls autograd records now, and did not record in the baseline."""
 
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if grad mode was on and backward did not reach the module."""
     module: str
-    """The folded path to the outermost module: ``teacher``. Outside any module's ``forward``, a function's name: ``step()``.
+    """The folded path of the outermost module: ``teacher``. For code outside modules, the name of a function: ``step()``.
 
-    Functions that the same function calls are joined: ``left() and right()``.
+    If two changed functions are called by the same function, both are named: ``left() and right()``.
     """
     lines: tuple[str, ...]
-    """The lines that call the module: ``models.py:41``. Some of these lines may not be a cause. If only a part of a function
-    changed, the lines in this part."""
+    """The lines that call the module: ``models.py:41``. If only some calls changed, some of these lines may be unchanged. If
+    only a part of a function changed, these are the lines in this part."""
     before: Calls
-    """The calls in the baseline that autograd did not record, as ``[these calls, all calls]``.
+    """The number of calls to the module that autograd did not record in the baseline, and the number of all calls to the
+    module: ``[6, 12]``.
 
-    If autograd recorded no call, the numbers may count the calls to all modules together.
+    If autograd recorded no call in the baseline, the numbers may count the calls to all modules together.
     """
     now: Calls
-    """The calls in this step that autograd does not record, as ``[these calls, all calls]``."""
+    """The number of calls to the module that autograd does not record in this step, and the number of all calls to the module:
+    ``[0, 12]``."""
     within: tuple[str, ...] = ()
-    """The modules whose tensors grew: ``teacher.blocks.*``. For a function, the lines whose tensors grew."""
+    """The modules with growing rows: ``teacher.blocks.*``. For a function, the lines with growing rows."""
 
     @property
     def sentence(self) -> str:
-        """The change in words.
+        """The change in a sentence.
 
         Example: ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
         activations for backward.``
@@ -89,7 +91,7 @@ class GraphChange:
 
     @property
     def is_of_a_part(self) -> bool:
-        """True if grad mode was off in a part of a function."""
+        """True if the baseline turned grad mode off in only a part of a function."""
         return is_function(self.module) and bool(self.before.others)
 
     def _called_at(self, *, is_partial: bool) -> str:
@@ -98,14 +100,14 @@ class GraphChange:
         shown = list(self.lines[:_MOST_LINES])
         more = len(self.lines) - len(shown)
         shown += [counted(more, "other line")] if more else []
-        # If only some calls changed, the baseline does not show which of these lines changed.
+        # A baseline stores no callers. So if only some calls changed, it is unknown which of these lines made these calls.
         last = " or " if is_partial else " and "
         return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 
 
 @dataclass(frozen=True)
 class GraphChanges:
-    """The modules whose calls autograd records now and did not record in the baseline."""
+    """The modules and functions whose calls autograd records now, and did not record in the baseline."""
 
     before: Composition
     after: Composition
@@ -113,7 +115,7 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that made rows grow, only for the outermost modules and functions."""
+        """Return the graph changes that made these rows grow. Only the outermost changed modules and functions are named."""
         places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
@@ -122,12 +124,12 @@ class GraphChanges:
         return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
 
     def _joined(self, changes: Iterable[GraphChange]) -> Iterator[GraphChange]:
-        """Yield the changes, joined if they come from the same part of a function.
+        """Join graph changes if their modules are called by the same function.
 
         Example:
-            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The change names the call to ``teacher``, because
-            this line says more than a part of ``step()``. If the block calls several modules and functions, the change names
-            ``step()``.
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. Two things changed: the module ``teacher`` and a
+            part of ``step()``. The joined change names the call to ``teacher``, because it says more than "a part of
+            ``step()``". If the function calls several changed modules, the joined change names ``step()``.
         """
         groups: dict[tuple[Kind, str], list[GraphChange]] = {}
         for change in changes:
@@ -147,25 +149,26 @@ class GraphChanges:
                 yield replace(change, within=tuple(sorted(within)), lines=at)
 
     def _function_around(self, change: GraphChange) -> str:
-        """Return the function around all calls, or an empty text if there is no single function."""
+        """Return the function with all calls to a changed module, or an empty text if several functions call the module."""
         functions = {self.function_at.get(line, "") for line in change.lines}
         return functions.pop() if len(functions) == 1 else ""
 
     def explain(self, row: Row) -> bool:
-        """Return whether the growth of a row follows from these changes."""
+        """Return whether the growth of a row may follow from a graph change."""
         return any(True for _ in self._around(row))
 
     def explain_for_certain(self, row: Row) -> bool:
-        """Return whether a row certainly follows from these changes, even if no growth is known for the row.
+        """Return whether a row certainly exists because of a graph change, even if its growth is unknown.
 
-        If only a part of a function changed, its other lines may have kept their grad mode, so this change proves nothing.
+        If only a part of a function changed, the row may come from another part with the same grad mode as before. So this
+        change proves nothing.
         """
         return any(not change.is_of_a_part for change in self._around(row))
 
     def is_new(self, row: Row) -> bool:
-        """Return whether the row is new because autograd recorded no call of its module in the baseline.
+        """Return whether a row must be new, because autograd recorded no call of its module in the baseline.
 
-        Temporary tensors exist with grad mode off as well.
+        This does not hold for temporary tensors, because code allocates them also with grad mode off.
         """
         return row.category != "temporary" and any(not change.before.others for change in self._around(row))
 
@@ -189,9 +192,9 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), baseline_calls, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules and functions around a changed module's calls, or the module itself.
+        """Return the outermost changed modules and functions around a changed module's calls, or else the module itself.
 
-        A function is not returned if only a part of it changed, because the calls may be in another part.
+        A function is left out if only a part of it changed, because the calls may be in another part.
         """
         callers = self.callers.get(module, ())
         around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
@@ -214,7 +217,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Yield the changes, merged if the same function calls both (``left()`` and ``right()``) and all their calls changed."""
+    """Merge changes into one change (``left() and right()``) if all their calls changed. Yield all other changes unmerged."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

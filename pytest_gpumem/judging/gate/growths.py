@@ -1,4 +1,4 @@
-"""Growths in a session: each metric that is worse in a measurement, and the places in the code that explain it. Pure."""
+"""Find the growths in a session: worse metrics in measurements, and the code places that explain them. Pure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""The share of a growth that causes have to explain. The rest counts as a consequence."""
+"""Causes have to explain this share of a growth. The remaining growth counts as a consequence."""
 LEAST = 0.1
-"""A line that explains a smaller share of a growth is not a cause."""
+"""A line has to explain this share of a growth to be a cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Growth:
-    """A worse metric in a test's measurement. The amount is in the metric's unit."""
+    """A metric that is worse than its baseline or budget in a test's measurement."""
 
     test: str
     """The test's id."""
     name: str
+    """The name of the measurement."""
     metric: str
     device: str
     amount: float = field(compare=False)
+    """The difference from the baseline or budget, in the metric's unit."""
 
     def is_beside(self, other: Growth) -> bool:
         """Return whether both growths come from the same measurement."""
@@ -45,10 +47,10 @@ class Growth:
 
 
 class Place(NamedTuple):
-    """A place in the code: a line without its package's release, and a module.
+    """A place in the code to which growth is assigned: a line without its package's release, and a module.
 
-    Tensors from before the step have no line, so their place is a category. The place of kept tensors is the object that keeps
-    them alive (the holder). The line that allocated them does not matter.
+    Tensors from before the step have no line, so their place is their category. The place of kept tensors is the object that
+    keeps them alive (the holder), whichever line allocated them.
 
     Example:
         ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
@@ -63,12 +65,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A growth's rows at one place: their sum, and the values from the largest row, for reports."""
+    """The growth at one place, which may come from several rows. Module, operator and tensors are those of the largest row.
+
+    Example: ``activation`` rows at ``gpt.py:38`` grew by 6 MB and 2 MB. The part has the amount 8 MB and the text of the row
+    with 6 MB.
+    """
 
     amount: float
+    """The growth of all rows together."""
     largest: float
+    """The growth of the largest row."""
     lines: tuple[str, ...]
-    """The lines that allocated the rows, first the line of the largest row."""
+    """The lines that allocated the tensors. The largest row's line comes first."""
     module: str
     operator: str
     tensors: str
@@ -84,24 +92,27 @@ class Part:
 
 
 class Alternatives(NamedTuple):
-    """Possible places for a part of a growth. Nothing proves which place grew."""
+    """Several places, at one or more of which memory grew. Nothing proves which place did."""
 
     amount: float
+    """The growth at all these places together."""
     parts: Mapping[Place, Part]
-    """The part at each place."""
+    """The part at each place, if memory grew there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedGrowth:
-    """A growth, its parts by place, and other possible causes."""
+    """A growth and its possible explanations from the same measurement."""
 
     growth: Growth
     parts: Mapping[Place, Part]
+    """The parts of the growth whose place is proven."""
     packages: tuple[str, ...]
+    """A clause for each package whose release differs from the baseline's."""
     budget: str
-    """The exceeded limit if the metric does not exceed its baseline; otherwise empty."""
+    """The limit, if the metric exceeds only its budget and not its baseline; otherwise empty."""
     alternatives: tuple[Alternatives, ...] = ()
-    """Parts without a proven place."""
+    """The parts of the growth whose place is not proven."""
 
     def at(self, place: Place) -> float:
         """Return the growth at a place, or 0 if nothing grew there."""
@@ -110,7 +121,7 @@ class ExplainedGrowth:
 
 
 def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
-    """Return the growths in tests, sorted. If a line's module has different paths in the tests, the shortest path is used."""
+    """Return the growths in these tests, sorted. If a line's module has different paths in them, the shortest path is used."""
     growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
     return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
 
@@ -118,14 +129,15 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
     """Yield the growths of a measurement.
 
-    Growth in kept bytes, in the peak, in garbage and in syncs is yielded first. If none of these grew, the growth of the first
-    other count is yielded, or else of the time. If no place of the bytes is known, the first other count is yielded as well.
+    Growth in kept bytes, in the peak, in cyclic garbage and in syncs is yielded first. If none of them grew, the most important
+    other count is yielded, or else the time. The count is also yielded if memory grew, but no place in the code is known for
+    this memory.
     """
     worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
-    # More operators often explain a memory growth. A sync is independent, because a value may be read anywhere.
+    # If memory grew, more operators are often a consequence. Syncs are not, because any line may read a value.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
     holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
@@ -133,7 +145,8 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
         holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
         if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
-            # If a line has several holders, some may not be new, and an old holder has no share in the peak's growth.
+            # If several holders keep tensors from a line, some may have kept them in the baseline already. The peak did not
+            # grow because of these holders.
             holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, holders_at) for name in chosen}
     alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
@@ -149,7 +162,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
             (Alternatives(new.missing, {place: kept_parts[place] for place in new.uncertain}),) if new.uncertain else ()
         )
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
-        # No place of the memory is known, for example because the test was not recorded. The counts have places.
+        # No place in the code explains the memory, for example because the test was not recorded. Counts have places.
         parts |= {name: _parts(verdict, name, holders_at) for name in work[:1]}
     for name, metric_parts in parts.items():
         metric = worse[name]
@@ -170,35 +183,35 @@ LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
 
 
 def _baseline_bytes(metric: MetricVerdict) -> float:
-    """Return the bytes in the baseline, or 0 if the metric exceeds only a budget."""
+    """Return the metric's bytes in the baseline, or 0 if the metric exceeds only a budget."""
     return metric.baseline if metric.baseline is not None and metric.value > metric.baseline else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _NewParts(Generic[T]):
-    """The parts of kept bytes, divided into new and possibly new parts since the baseline."""
+    """The certainly new and the possibly new parts of kept bytes, compared with the baseline."""
 
     certain: tuple[T, ...]
-    """Parts that are new."""
+    """The certainly new parts."""
     uncertain: tuple[T, ...] = ()
-    """Parts among which only some are new."""
+    """The parts of which some are new and some were already kept in the baseline."""
     missing: float = 0
-    """The bytes by which the ``uncertain`` parts grew together."""
+    """The bytes by which all ``uncertain`` parts together grew."""
 
 
 def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
-    """Return which kept parts are new since the baseline.
+    """Return which parts of the kept bytes are new since the baseline.
 
-    A baseline stores how many bytes were kept, and not their places. So a part with at most this many bytes may be in the
-    baseline.
+    A baseline stores how many bytes were kept, but not in which rows or by which holders. So any part with at most this many
+    bytes may already have been kept in the baseline.
 
     Example:
-        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
+        In the baseline 1 MB was kept. Now the lists ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
 
     Args:
         kept_bytes: The bytes of each part.
-        amount: The growth in bytes.
-        baseline_bytes: The bytes in the baseline.
+        amount: The growth of all kept bytes since the baseline.
+        baseline_bytes: The kept bytes in the baseline.
     """
     new = tuple(part for part, nbytes in kept_bytes.items() if nbytes - baseline_bytes >= LEAST * amount)
     other_parts = tuple(part for part in kept_bytes if part not in new)
@@ -212,17 +225,19 @@ def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: flo
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The rows of memory kept after a step or call. Rows that are new since the baseline come first."""
+    """The rows in the memory kept by a step or call. New rows since the baseline come first."""
 
     rows: tuple[Row, ...] = ()
+    """All rows: certainly new rows, then ``uncertain`` rows, then rows from the baseline."""
     uncertain: tuple[Row, ...] = ()
-    """The rows after the certainly new rows, if some of them are new and nothing proves which ones."""
+    """The rows of which some are new and some were kept in the baseline, if nothing proves which rows are new."""
     before: float = 0
-    """The kept bytes in the baseline. A baseline does not store their rows."""
+    """The kept bytes in the baseline. A baseline does not store the rows of these bytes."""
     growth: float = 0
+    """The growth of the kept bytes since the baseline."""
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
-        """Return holders in the order of their rows."""
+        """Return the holders, sorted like their kept rows."""
         order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
 
         def first(holder: Holder) -> int:
@@ -232,12 +247,12 @@ class KeptRows:
 
 
 def kept_rows(verdict: Verdict) -> KeptRows:
-    """Return the kept rows of a measurement.
+    """Return the kept rows in a measurement.
 
-    If the baseline kept bytes as well, the rows that grew at the peak decide which kept rows are new.
+    If bytes were kept in the baseline as well, growth at the peak shows which kept rows may be new.
     """
     explanation = verdict.measurement.explanation
-    # A row is negative if blocks from before the step were freed meanwhile. Such a row does not help a reader.
+    # A row has negative bytes if the step freed older blocks. Such a row explains nothing.
     rows = () if explanation is None else explanation.retained.rows
     rows = tuple(row for row in rows if row.operator != REST and row.nbytes > 0)
     worse = [
@@ -264,7 +279,7 @@ def _alike(row: Row) -> tuple[str, ...]:
 
 
 def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
-    """Return the first metric for each kind of memory: kept bytes, peaks and garbage."""
+    """Return the first metric in ``memory`` for kept bytes, the first for peaks, and the first for garbage."""
     first: dict[object, str] = {}
     for name in memory:
         first.setdefault("kept" if name in KEPT_METRICS else METRICS[name].peak or name, name)
@@ -272,14 +287,14 @@ def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
 
 
 def _amount(metric: MetricVerdict) -> float:
-    """Return the amount by which a metric is worse than its baseline, or else than its budget."""
+    """Return by how much a metric is worse than its baseline, or than its budget if it is not worse than its baseline."""
     sign = -1 if METRICS[metric.metric].larger_is_better else 1
     differences = [sign * (metric.value - limit) for limit in (metric.baseline, metric.budget) if limit is not None]
     return next((amount for amount in differences if amount > 0), 0)
 
 
 def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
-    """Return the parts of a metric's growth by place. ``holders_at`` comes from `_holder_places`."""
+    """Return the parts of a metric's growth whose place is proven, by place. ``holders_at`` comes from `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
         return _summed(_part_of_tally(tally) for tally in verdict.count_changes[metric])
@@ -295,7 +310,7 @@ def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_H
 
 
 def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
-    """Return a kept row as a part with its place: the holder, or the row's line if no holder was found."""
+    """Turn a kept row into a part. Its place is the holder, or the row's line if no holder was found."""
     row_part = _part_of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
     if not holder.path:
         return row_part
@@ -304,17 +319,17 @@ def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
 
 
 class _HeldRows(NamedTuple):
-    """Rows at one place with the same holder."""
+    """Kept rows from one line with the same holder."""
 
     holder: Place
     rows: tuple[Row, ...]
     is_again: bool
-    """True if each step keeps these rows again. The peak may then include the rows from several steps."""
+    """True if each step keeps such tensors again. The peak may then include the tensors from several steps."""
 
     def alike(self, row: Row) -> int:
-        """Return the bytes in the holder's tensors with the same operator and shape as a row.
+        """Return how many bytes the holder keeps in tensors with the operator, dtype and shape of ``row``.
 
-        Tensors that the previous step kept are inputs of this step.
+        The category may differ, because tensors kept by the previous step are inputs of the recorded step.
         """
         return sum(
             kept_row.nbytes
@@ -327,15 +342,16 @@ class _HeldRows(NamedTuple):
 def _holder_places(
     of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
 ) -> dict[Place, tuple[_HeldRows, ...]]:
-    """Return the holders for each line that allocated kept tensors. These tensors are at the peak because they are kept.
+    """Return the holders of kept tensors, by the allocating line.
 
-    Lines with an uncertain holder are left out. Kept rows without a line and a module are left out as well, because other
-    rows at the peak without a line may be unrelated tensors.
+    `_at_holders` uses the result to assign a row at the peak to its holder instead of its line, because kept tensors are live
+    only because of their holder. Lines with an uncertain holder are left out. Kept rows without a line and a module are also
+    left out, because a row at the peak without a line may have other tensors.
 
     Args:
-        of_inputs: The holders of inputs.
-        of_kept: The holders of kept tensors.
-        is_again: Whether each step keeps the tensors in ``of_kept`` again.
+        of_inputs: The holders of inputs, from `Explanation.holders_of_inputs`.
+        of_kept: The holders of kept tensors, from `Explanation.holders`.
+        is_again: Whether each step keeps such tensors again.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
     each_step_places: set[Place] = set()
@@ -359,15 +375,15 @@ def _holder_places(
 def _at_holders(
     row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
 ) -> list[tuple[Place, Part]]:
-    """Return a row at the peak as parts. Their places are the row's holders if these are certain, otherwise the row's line.
+    """Turn a row at the peak into parts: one for each holder of its tensors, or a single part at its line without a holder.
 
-    If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
+    If several holders keep tensors from the row's line, the row's bytes are divided in proportion to the holders' bytes.
     """
     row_part = _part_of_row(row, nbytes, reason)
     if row_part is None:
         return []
     place, part = row_part
-    # A holder's rows do not have a `named` caller, so compare the row without its caller.
+    # The rows in holders_at have no named caller, so look up the place of this row without its caller.
     unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
     kept_bytes = {
         held_rows: row_bytes
@@ -376,7 +392,7 @@ def _at_holders(
     }
     total = sum(kept_bytes.values())
     is_again = all(held_rows.is_again for held_rows in kept_bytes)
-    # With several holders, one may keep a tensor from another row, unless this row has all kept bytes.
+    # With several holders, one of them may keep tensors from another row. This is excluded if the row has exactly their bytes.
     is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
     if not kept_bytes or not (is_again or is_all_kept):
         return [row_part]
@@ -386,17 +402,17 @@ def _at_holders(
 
 
 def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
-    """Return the parts of the peak's growth.
+    """Return the parts of the peak's growth whose place is proven, by place.
 
-    If most of the growth is in a sum over small rows, the retained rows are added, because they were live at the
-    peak.
+    If the known rows explain too little, because most of the growth is in a sum over smaller rows, retained rows are added.
+    They were live at the peak as well.
     """
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
     parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
-        # The peak moved to a backward that autograd records now.
+        # The peak moved to a backward pass, which is new because autograd records more calls now.
         graph_rows = (
             (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
         )
@@ -410,19 +426,19 @@ def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRo
 def _alternatives(
     verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]
 ) -> tuple[Alternatives, ...]:
-    """Return the parts of a growth whose place is not proven. ``holders_at`` comes from `_holder_places`."""
+    """Return the parts of a metric's growth whose place is not proven. ``holders_at`` comes from `_holder_places`."""
     explanation = verdict.measurement.explanation
     if METRICS[metric].peak:
         return _alternatives_of_peak(verdict, holders_at)
     if metric not in KEPT_METRICS or explanation is None:
         return ()
     uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
-    # Sums over small rows have no line and are no alternative. So a single remaining alternative proves nothing: leave it out.
+    # A sum over smaller rows may have grown instead, and it is not listed. So a single alternative proves nothing.
     return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:
-    """Return the alternatives for an uncertain holder. The alternative without a holder has the row's line."""
+    """Return a part for each possible holder of kept rows. If a holder was not found, its parts are at the rows' lines."""
     places = (
         _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
         for path in holder.alternatives
@@ -439,18 +455,17 @@ def _alternatives_of_peak(
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
             for place, part in _at_holders(row, min(change.nbytes, row.nbytes), holders_at):
-                # Count a place once, because its rows together cannot grow by more than the change.
+                # Add each place only once, because all rows together cannot have grown by more than the change.
                 parts.setdefault(place, part)
         peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
     return tuple(peak_alternatives)
 
 
 def with_proven_places(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
-    """Return growths in which alternatives are replaced by their line, if another growth has a cause at this line.
+    """Return the growths after choosing among alternatives: an alternative is proven if another growth has a cause at its line.
 
-    Causes in the same measurement decide first. If several alternatives are causes elsewhere, they decide only if they
-    together have no more bytes than the growth. A single alternative proves nothing by itself, because smaller rows may
-    have grown instead.
+    A cause in the same measurement comes before causes in other measurements. If several alternatives have a cause, they are
+    proven only if all of them together are not larger than the growth.
     """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
@@ -479,10 +494,7 @@ def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]
 
 
 def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
-    """Return the largest part at a line.
-
-    If there are several parts, the module is left out, because any of their modules may be right.
-    """
+    """Return the first part at a line. If there are several parts, its module is removed, because any module may be right."""
     place, part = parts[0]
     return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 
@@ -495,7 +507,7 @@ def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
 
 
 def _part_of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
-    """Return a row's place, and the row as a part; ``None`` for a sum over small rows."""
+    """Turn a row into a part, and return it with the row's place; ``None`` for a sum over smaller rows."""
     line = row.named or row.library or row.site
     if row.operator == REST:
         return None
@@ -507,10 +519,10 @@ def _part_of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] 
 def _parts_of_change(
     change: Change, difference: Difference, holders_at: Mapping[Place, Sequence[_HeldRows]]
 ) -> list[tuple[Place, Part]]:
-    """Return a change as parts.
+    """Turn a change into parts.
 
-    If the change follows from a graph change, the place is the caller. Otherwise the place is the holder in ``holders_at``, or
-    the line if there is no holder.
+    If the change follows from a graph change, its place is the module's caller. Otherwise its place is the holder in
+    ``holders_at``, or the allocating line if there is no holder.
     """
     cause = next(
         (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),
@@ -521,30 +533,30 @@ def _parts_of_change(
 
 
 def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
-    """Return the place and the part for a row that follows from a graph change."""
+    """Turn a row into a part whose cause is a graph change, and return it with its place."""
     row_part = _part_of_row(row, nbytes)
     if row_part is None:
         return None
     lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
-    # If several callers are possible, the place names all of them. Calls from other lines are another cause.
+    # The place names all possible callers. So calls from other lines become another cause.
     place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
     return place, replace(row_part[1], lines=lines, module=cause.module, reason=cause.sentence)
 
 
 def _part_of_tally(tally: Tally) -> tuple[Place, Part]:
     line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
-    # Kernels have no known line.
+    # Kernel launches have no line, so their place is the kernel's name.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
     lines = (line,) if line else ()
     return place, Part(tally.amount, tally.amount, lines, module, tally.operator, "", reason=tally.place.reason)
 
 
 def _with_inner_modules(growths: Sequence[ExplainedGrowth]) -> list[ExplainedGrowth]:
-    """Return growths in which a module at a line has the same name in all tests: the shortest one.
+    """Return the growths with a common path for each line's module in all tests: the shortest path.
 
     Example:
-        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs a block, so the module
-        is ``attn``. Both growths then name ``attn``.
+        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs only a block, so the
+        same module is ``attn``. In the result, both growths have the module ``attn``.
     """
     modules: dict[str, set[str]] = defaultdict(set)
     for explained in growths:

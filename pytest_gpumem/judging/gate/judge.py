@@ -1,4 +1,4 @@
-"""The judge compares a measurement with its budget and its baseline, and returns a verdict. Its functions are pure."""
+"""Compare a measurement with its budget and its baseline, and return a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 
 def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
-    """Return the tolerances between figures from an emulated GPU and measured figures.
+    """Return the tolerances for comparing an emulated GPU's figures with a real GPU's figures.
 
-    Each tolerance is at least the metric's error in the benchmark. Metrics without a known error are left out.
+    Each tolerance is at least the metric's error on emulated GPUs (`Metric.emulated`). Metrics without such an error cannot be
+    compared, and are left out.
     """
     return {
         name: Tolerance(max(tolerance.relative, supported.relative), max(tolerance.absolute, supported.absolute))
@@ -50,11 +51,11 @@ def emulated_tolerances(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolera
 
 
 MOST_BY_ENVIRONMENT = 0.40
-"""The most growth in bytes that another environment can explain, as a share of the baseline. Any further growth comes from
-the code.
+"""The upper bound for growth in bytes that another environment can explain, as a ratio of the baseline. The code must have
+caused any larger growth.
 
-Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
-a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
+Kernels for another instruction set allocate different amounts. With AVX-512, the backward of a convolution took 27 % more than
+with SSE4.1, and a bfloat16 product took 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
 
 
 def judge(
@@ -67,10 +68,10 @@ def judge(
 
     Args:
         measurement: The measurement.
-        budget: The limits of its test.
-        baseline: The entry in the store, `NoBaseline` if the store has no entry, or ``None`` if the session compares with no
-            baselines.
-        tolerances: The tolerances by metric. Other metrics are not judged against a baseline.
+        budget: The limits for the measured test.
+        baseline: The entry in the store, `NoBaseline` if the store has no entry, or ``None`` if the session does not compare
+            with baselines.
+        tolerances: The tolerance for each metric. A metric without a tolerance is not compared with the baseline.
 
     Example:
         The baseline has a peak of 86.10 MB, and ``peak_allocated`` has a tolerance of 0.5 %. So the peak may grow by 430.50
@@ -105,14 +106,14 @@ def judge(
 
 
 def origin_of(entry: Baseline) -> Origin:
-    """Return a baseline's origin, as a verdict shows it."""
+    """Return the origin of a baseline for the verdict: its date, device, releases, commit and reason."""
     environment = entry.environment
     torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
     return Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
 
 
 def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
-    """Return a note for each limit whose metric was not measured."""
+    """Return a note for each limit of the budget whose metric was not measured."""
     return [
         f"{METRICS[name].budget} = {format_bytes(limit)} has no effect: there is no {name} on {measurement.environment.device}"
         for name, limit in budget.limits.items()
@@ -127,7 +128,7 @@ MOSTLY_WORKSPACES = (
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
-    """Return a note if another torch release's workspaces changed the peak."""
+    """Return a note if the torch release differs from the baseline's, and cuBLAS workspaces have another size."""
     torch, baseline_torch = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
     if baseline.workspaces is None or torch == baseline_torch or measurement.workspaces == baseline.workspaces:
         return []
@@ -136,7 +137,7 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
     change = "is unchanged"
     if rest != old_rest:
         change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
-    # Code that runs once creates its workspaces while it runs, some of them after the peak, so the rest is unknown.
+    # A call, a loading or a region runs once and may create workspaces after its peak. So the remaining peak is unknown.
     change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     note = (
         f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "
@@ -147,12 +148,12 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
-    """Return the verdict with the changes in the peak's composition, and the operators behind each larger count.
+    """Return the verdict with the changes in the peak's composition, and the changed operators for each larger count.
 
     Args:
         verdict: The verdict on the measurement.
-        measurement: The judged measurement. It may have been explained after the verdict.
-        baseline: The stored entry in the comparison.
+        measurement: The judged measurement. Its explanation may have been recorded after the verdict.
+        baseline: The stored entry, if the session compares with baselines.
     """
     if not isinstance(baseline, Baseline):
         return replace(verdict, measurement=measurement)
@@ -200,12 +201,12 @@ def _judge_on_devices(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric. The step may use several devices.
+    """Return the verdict on a metric over all devices.
 
-    If the metric on a device is worse than in the baseline, the verdict on this device counts. Otherwise the verdict on the
-    measurement's own value counts, and names the device with the most bytes.
+    The metric is judged on each device. If it is worse on any device than the budget or the baseline allows, the verdict on the
+    worst device is returned. Otherwise the verdict on the whole step is returned, and names the device with the most bytes.
 
-    The arguments are the same as for `_judge_metric`.
+    The arguments have the same meaning as in `_judge_metric`.
     """
     overall = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
     by_device = {
@@ -220,7 +221,7 @@ def _judge_on_devices(
         verdict = _judge_metric(metric, limit, _on(measurement, device), device_baseline, why_not, tolerance)
         is_new_device = baseline is not None and device_baseline is not baseline and device not in baseline.by_device
         if is_new_device and verdict.reason is None:
-            verdict = replace(verdict, reason=f"the baseline has no bytes of {device}")
+            verdict = replace(verdict, reason=f"the baseline has no bytes on {device}")
         verdicts.append(replace(verdict, gpu=device))
     return max(
         (verdict for verdict in verdicts if verdict.outcome in WORSE),
@@ -235,14 +236,14 @@ def _judge_on_devices(
 
 
 def _on(measurement: Measurement, device: str) -> Measurement:
-    """Return the measurement with the bytes on a single device."""
+    """Return the measurement with the bytes and step peaks on a single device."""
     device_metrics = measurement.by_device[device]
     step_peaks = measurement.step_peaks_by_device.get(device, StepPeaks())
     return replace(measurement, metrics={**measurement.metrics, **device_metrics}, step_peaks=step_peaks)
 
 
 def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
-    """Return whether the explanation describes the same device as the baseline's composition.
+    """Return whether the explanation and the baseline's composition describe the same device.
 
     A baseline's composition describes the device with the largest peak.
     """
@@ -257,14 +258,15 @@ def _judge_metric(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric on one device.
+    """Return the verdict on a metric on a single device.
 
     Args:
         metric: The metric.
-        limit: The metric's budget; ``None`` without a budget.
+        limit: The metric's budget; ``None`` if the test has no such budget.
         measurement: The measurement.
-        baseline: The measurement's baseline; ``None`` without a baseline.
-        why_not: The outcome if no comparison is possible, for example because the workload differs; otherwise ``None``.
+        baseline: The measurement's baseline; ``None`` if there is none.
+        why_not: The outcome to return if no comparison is possible, for example ``stale`` for another workload. ``None`` if the
+            comparison is possible.
         tolerance: The tolerance of the metric; ``None`` if the metric is not judged against a baseline.
     """
     value = measurement.metrics[metric.name]
@@ -283,7 +285,7 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return comparison
     if tolerance is not None and why_not is not None:
-        # The baseline is for another workload: its figure is shown beside the value, but decides nothing.
+        # No comparison is possible, for example because the workload differs. So the baseline's figure is only shown.
         return MetricVerdict(metric.name, why_not, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
@@ -292,18 +294,18 @@ def _judge_metric(
 def _not_comparable(
     measurement: Measurement, baseline: Baseline | NoBaseline | None
 ) -> tuple[str | None, Outcome | None]:
-    """Return why a measurement cannot be compared, with the outcome.
+    """Return why a measurement cannot be compared with its baseline, and the resulting outcome.
 
     Returns:
-        A sentence and the outcome. Both are ``None`` if the measurement can be compared, or if there is no baseline to
-        compare with.
+        A sentence with the reason, and the outcome. Both are ``None`` if the measurement can be compared, or if the session
+        does not compare with baselines.
     """
     if baseline is None:
         return None, None
     if isinstance(baseline, NoBaseline):
         device = measurement.environment.device
         if baseline.other_devices:
-            return f"there are baselines for {', '.join(baseline.other_devices)}, this is {device}", Outcome.FOREIGN
+            return f"there are baselines for {', '.join(baseline.other_devices)}, but this is {device}", Outcome.FOREIGN
         return f"there is no baseline for {device} yet", Outcome.NEW
     differences = measurement.workload.differences(baseline.workload)
     if differences:
@@ -319,13 +321,13 @@ def _compare(
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
         )
-    # Every model needs workspaces. Relative to them, a small model's increase would be within the tolerance.
+    # A small model's workspaces can be larger than the model. So a ratio of a peak with workspaces would allow any increase.
     workspaces = max(measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
     if metric.name == "peak_reserved":
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
     allowed = tolerance.allowed(max(0, baseline_value - workspaces))
     worsening = baseline_value - value if metric.larger_is_better else value - baseline_value
-    # 0.7 % of 1000 bytes is 7 bytes, even if the floats' product is slightly less.
+    # Rounding must not decide: the tolerance 0.7 % of 1000 bytes is 7 bytes, but 0.007 * 1000 may be slightly less.
     is_beyond_tolerance = abs(worsening) > allowed and not math.isclose(abs(worsening), allowed, rel_tol=1e-12)
     is_peak = metric.name == "peak_allocated"
     outcome, reason = Outcome.OK, None
@@ -339,24 +341,26 @@ def _compare(
     elif is_beyond_tolerance and not (
         is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)
     ):
-        # Warn if another machine may have caused the improvement, because such a baseline would only suit that machine.
+        # Add a reason if another environment may have caused the improvement. An update would store a value for this
+        # environment only.
         outcome, reason = Outcome.IMPROVED, _moved_by(metric.depends_on, metric, measurement, baseline)
     return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
 
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
-"""Bytes that torch's allocator requests from the GPU at once: for small blocks, and for blocks up to 10 MiB."""
+"""Segment sizes in torch's GPU allocator: 2 MiB for blocks up to 1 MiB, and 20 MiB for blocks up to 10 MiB."""
 
 
 def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
-    """Return the bytes by which `peak_reserved` may differ from its baseline in the same step.
+    """Return the bytes by which `peak_reserved` may differ from its baseline although the step is the same.
 
-    The allocator first uses free room in segments from earlier steps. With equal room, the same step reserves the same
-    segments. With more room, a block may fit into an earlier segment, and then the step reserves one segment less.
+    The allocator first fills unused bytes in older segments, and then reserves new segments. If both runs begin with equally
+    many unused bytes, the step reserves the same segments. If one run begins with more unused bytes, a block may fit into an
+    older segment, and this run reserves one segment less.
 
     Example:
-        Both runs start without unused bytes: the step may differ by 2 MiB, one small segment. If this run starts with 30 MiB
-        unused, the step may save two large segments. The limit is then 2 + 2 * 20 = 42 MiB.
+        If both runs begin without unused bytes, the result is 2 MiB, the size of a small segment. If this run begins with 30
+        MiB of unused bytes, it may reserve two large segments less. The result is then 2 + 2 * 20 = 42 MiB.
     """
     baseline_unused, unused = baseline.unused_before, measurement.unused_before
     if baseline_unused is None:
@@ -369,8 +373,8 @@ def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
 def _doubt(
     metric: Metric, baseline_value: float, allowed: float, measurement: Measurement, baseline: Baseline
 ) -> str | None:
-    """Return the reason why a change for the worse may not come from the code; ``None`` without a reason."""
-    # This limit applies to bytes only, because a torch release may change counts by any factor.
+    """Return why something else than the code may have made a metric worse; ``None`` if nothing else explains the change."""
+    # MOST_BY_ENVIRONMENT applies to bytes only, because another torch release may change counts by any factor.
     exceeds_environment = (
         metric.unit == "bytes"
         and measurement.metrics[metric.name] - baseline_value > MOST_BY_ENVIRONMENT * baseline_value
@@ -385,9 +389,7 @@ def _doubt(
     if metric.name == "peak_allocated" and measurement.step_peaks.allocated:
         if not differ_by_chance(_peaks_in(measurement), _peaks_in(baseline), allowed):
             return None
-        return (
-            f"{_of_steps(measurement, baseline)}: by chance, unless a fixed seed makes each step the same in each run"
-        )
+        return f"{_of_steps(measurement, baseline)}: this may be chance, unless a fixed seed makes each step equal in every run"
     return (
         None
         if measurement.settled or exceeds_environment
@@ -396,7 +398,7 @@ def _doubt(
 
 
 def _varied(metric: Metric, baseline_value: float, allowed: float, measurement: Measurement) -> str | None:
-    """Return a clause if a count differs from step to step and its smallest value is within the tolerance."""
+    """Return a clause if a count differs from step to step and its smallest value is within the tolerance; else ``None``."""
     lowest = measurement.lowest_counts.get(metric.name)
     if lowest is None or lowest - baseline_value > allowed:
         return None
@@ -404,7 +406,7 @@ def _varied(metric: Metric, baseline_value: float, allowed: float, measurement: 
 
 
 def _keeps_more(measurement: Measurement) -> bool:
-    """Return whether each step keeps more bytes. Then the peak rises in each step, by the same amount in each run."""
+    """Return whether each step keeps further bytes. Its peak then rises from step to step, by the same bytes in every run."""
     growth = METRICS["growth"].tolerance
     return growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)
 
@@ -416,37 +418,41 @@ def _peaks_in(side: Measurement | Baseline) -> tuple[int, ...]:
 
 
 def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return a clause on how the steps' peaks differ from each other; ``None`` if all are equal in both runs."""
+    """Return a clause on how the peaks differ from step to step; ``None`` if they differ neither now nor in the baseline."""
     current, baseline_peaks = (
         spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline))
     )
     if current is None and baseline_peaks is None:
         return None
-    clause = f"peaks differ from step to step: {current}" if current else "peaks of all steps are alike"
-    return f"{clause}; in the baseline {baseline_peaks or 'they are alike'}"
+    clause = f"peaks differ from step to step: {current}" if current else "all steps have the same peak"
+    return f"{clause}; in the baseline {baseline_peaks or 'all steps have the same peak'}"
 
 
 def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return a clause on the first environment detail with a known difference; ``None`` without a difference."""
+    """Return a clause on the first environment detail in ``names`` that differs from the baseline's.
+
+    The result is ``None`` if all these details are equal. A detail is ignored if only one environment records it.
+    """
     current, stored = measurement.environment.details, baseline.environment.details
     for name in names:
         if name in current and name in stored and current[name] != stored[name]:
-            # All metrics of a kind share this text, so reports can print it once.
+            # The text does not name the metric. So all metrics in bytes have the same text, and reports print it once.
             figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
-            return f"{name} was {stored[name]}, now {current[name]}, which moves {figures} by itself"
+            return f"{name} was {stored[name]}, now {current[name]}, which can change {figures} without a code change"
     return None
 
 
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes for which the gate must fail a test: none if the test has failed by itself.
+    """Return the outcomes because of which the gate fails a test. If the test has already failed by itself, there are none.
 
     Args:
         verdict: The verdict on the test.
-        strict: Whether everything has to be compared (``--gpumem-strict``).
-        compares: Whether a regression is a failure (``--gpumem-baseline``). An update compares only to choose what to write.
-        accepts: The outcomes to write into the store in this session. They do not fail the test.
+        strict: Whether a test also fails if a figure was not compared (``--gpumem-strict``).
+        compares: Whether a regression is a failure (``--gpumem-baseline``). Without this option, an update compares only to
+            choose the figures to write.
+        accepts: The outcomes whose figures this session writes into the store. They do not fail the test.
     """
     if verdict.failed_by_itself:
         return frozenset()
@@ -456,7 +462,7 @@ def failing_outcomes(
     if verdict.missing:
         outcomes.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # If a test measured nothing, the session neither writes nor removes its baselines.
+        # If a test measured nothing, an update does not remove its baselines. So `missing` still fails the test.
         accepts -= {Outcome.MISSING}
     if strict:
         failing = outcomes - PASSING
@@ -470,7 +476,7 @@ def failing_outcomes(
 
 
 def failing_metrics(verdict: Verdict, failing: Collection[object], kind: Kind = "memory") -> list[str]:
-    """Return the metrics of a kind whose outcome is in ``failing``."""
+    """Return the metrics of a kind, such as ``"memory"``, whose outcome is in ``failing``."""
     return [
         metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].kind == kind
     ]

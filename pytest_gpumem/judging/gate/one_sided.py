@@ -1,4 +1,4 @@
-"""Metrics on one side only: why they are not compared, and which option adds them. Pure."""
+"""Notes on metrics that only the measurement or only its baseline has. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environment) -> bool:
-    """Return whether a metric may be added to a baseline.
+    """Return whether a missing metric may be added to a baseline.
+
+    Bytes and counts may be added if all environment details that affect the metric are equal.
 
     Args:
         metric: The metric.
-        measured_in: The environment of the new value.
-        recorded_in: The environment of the baseline.
+        measured_in: The environment in which the new value was measured.
+        recorded_in: The environment in which the baseline was recorded.
     """
     return metric.unit in WHOLE and all(
         measured_in.details.get(name) == recorded_in.details.get(name) for name in metric.details
@@ -28,7 +30,7 @@ def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environm
 
 
 def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str:
-    """Return a clause on a metric without a baseline: why it is not compared, and which option adds it."""
+    """Return a clause on a metric without a baseline value: why it is not compared, and which option adds it."""
     torch = baseline.environment.details.get("torch", "?")
     lacking = f"not compared: the baseline ({baseline.recorded}, torch {torch}) has no {metric.title}"
     if may_be_added(metric, measurement.environment, baseline.environment):
@@ -37,11 +39,11 @@ def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str
 
 
 def not_measured(measurement: Measurement, baseline: Baseline, comparable: Container[str]) -> list[str]:
-    """Return a clause for each metric in bytes or counts that only the baseline has.
+    """Return a clause for each metric in bytes or counts that the baseline has, but that cannot be compared.
 
     Args:
         measurement: The measurement.
-        baseline: Its baseline.
+        baseline: The measurement's baseline.
         comparable: The metrics that may be compared. Some metrics cannot be compared between an emulated GPU and a real GPU.
     """
     notes = []

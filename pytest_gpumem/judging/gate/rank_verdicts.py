@@ -1,4 +1,4 @@
-"""The verdict on a test that several ranks ran: the worst verdict on any rank. Pure."""
+"""Merge the verdicts of all ranks on a test, so the worst verdict on any rank counts. Pure."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of a test on a rank."""
+    """The way in which a test ended on one rank."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
-    """``judged`` if the gate judged the test, ``raised`` after an exception, ``skipped``, or ``followed`` if the test ended
-    here because it had ended on another rank."""
+    """``judged``: the gate judged the test. ``raised``: the test raised an exception. ``skipped``: the test was skipped.
+    ``followed``: the test ended on this rank only because it had ended on another rank."""
     verdict: TestVerdict | None = None
     why: str = ""
     """The exception in one line, or the reason for the skip."""
     when: str = ""
-    """The phase with the exception: ``set-up`` or ``call``."""
+    """The phase in which the test raised the exception: ``set-up`` or ``call``."""
     text: str = ""
-    """pytest's text of the exception."""
+    """The exception and its traceback, as pytest shows them."""
 
     @property
     def failure(self) -> str:
-        """The exception's text after a line with the phase. Empty if the test did not raise."""
+        """A line with the phase and the exception, followed by pytest's text. Empty if the test raised no exception."""
         return f"in its {self.when}: {self.why}\n\n{self.text}" if self.how == "raised" else ""
 
 
 def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict | None:
-    """Return the verdict on a test from its ends on all ranks.
+    """Return the verdict on a test that all ranks ran.
 
     Args:
-        ends: The end on each rank, in order.
-        nothing: The verdict on the test without a measurement.
+        ends: How the test ended on each rank, by rank number.
+        nothing: A verdict on the test without measurements. It is used if the test was not judged on every rank.
 
     Returns:
-        A combination of all ranks' verdicts. If the test failed by itself on some ranks, the ``failure`` names them.
-        ``None`` if every rank skipped the test.
+        A verdict with the measurements from all ranks. If the test failed by itself on some ranks, the ``failure`` names them.
+        The result is ``None`` if every rank skipped the test.
     """
     if {end.how for end in ends} == {"skipped"}:
         return None
@@ -56,7 +56,7 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return a text on the ranks that failed or skipped a test; ``None`` if all ranks judged it or all skipped it."""
+    """Return a text on the ranks that failed or skipped a test; ``None`` if all ranks judged the test or all skipped it."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]
@@ -66,7 +66,7 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
         lines += [f"  rank {number} failed, too: {ends[number].why}" for number in raised[1:]]
         unjudged = [number for number in range(world) if number not in raised]
         if unjudged:
-            lines.append(f"  {in_words(unjudged)}: not judged for that")
+            lines.append(f"  {in_words(unjudged)}: not judged, because another rank failed")
         return "\n".join([*lines, "", text])
     if skipped and len(skipped) < world:
         return (
@@ -78,7 +78,7 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
 
 
 def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
-    """Merge the verdicts from all ranks. Measurements are sorted by name and then by rank."""
+    """Merge the verdicts from all ranks. Measurements with the same name follow each other, in the order of their ranks."""
     by_name: dict[str, list[Verdict]] = {}
     for test in verdicts:
         for verdict in test.verdicts:
@@ -93,7 +93,7 @@ def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
 
 
 def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
-    """Return a clause with the reasons why ranks measured nothing. The clause names no ranks if all have the same reason."""
+    """Return a clause with the reasons why ranks measured nothing. If all ranks have the same reason, no rank is named."""
     ranks: dict[str, list[int]] = {}
     for number, why in enumerate(unmeasured):
         if why is not None:

@@ -1,4 +1,4 @@
-"""Tests that may have been renamed: unused baselines with the same step, batch and device as a new measurement. Pure."""
+"""Find former names of a new test: unused baselines with the same step, config, batch and device. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import MetricVerdict
 
 MOST_CANDIDATES = 20
-"""The most former tests for a measurement. The tests with the nearest names are used."""
+"""A measurement has at most this many former tests. If there are more, those with the most similar names are listed."""
 
 
 def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline) -> bool:
-    """Return whether the test of ``old`` may now be the test of ``key``.
+    """Return whether a new test may be a deleted test under another name.
 
-    Both measurements have the same name, step, config and batch. The tests are in the same file, or they have the same name
-    in different files. For example, ``tests/test_gpt.py::test_train`` may have been ``test_step`` in this file, or
+    Both measurements must have the same name, step, config and batch. The two tests must be in the same file, or have the same
+    name in different files. For example, ``tests/test_gpt.py::test_train`` may have been ``tests/test_gpt.py::test_step`` or
     ``tests/test_old.py::test_train``.
 
     Args:
         key: The key of the new measurement.
         measurement: The new measurement.
-        old: The key of the unused baseline.
+        old: The key of the deleted test's unused baseline.
         entry: The unused baseline.
     """
     workload, old_workload = measurement.workload, entry.workload
@@ -47,12 +47,12 @@ def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline
 def candidates_of(
     key: Key, measurement: Measurement, unused: Iterable[tuple[Key, Baseline]], tolerances: Mapping[str, Tolerance]
 ) -> tuple[FormerTest, ...]:
-    """Return the possible former names of a new test, the nearest first.
+    """Return the possible former names of a new test, the most similar names first.
 
     Args:
         key: The key of the new measurement.
         measurement: The new measurement.
-        unused: Baselines of deleted tests on the same device.
+        unused: The baselines of deleted tests on the same device.
         tolerances: The tolerances of the test, by metric.
     """
     candidates = [(old, entry) for old, entry in unused if may_be_renamed(key, measurement, old, entry)]
@@ -76,5 +76,5 @@ def _not_alike(
 
 
 def likeness(old: str, new: str) -> float:
-    """Return the similarity of two test names, from 0 to 1 (equal)."""
+    """Return the similarity of two test names, from 0 (nothing in common) to 1 (equal)."""
     return SequenceMatcher(None, old, new, autojunk=False).ratio()

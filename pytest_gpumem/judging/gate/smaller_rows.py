@@ -1,9 +1,9 @@
-"""Growth among rows that a baseline sums up as ``smaller rows``, and rows proven to be new by the sums. Pure.
+"""Decide which rows grew, if a baseline has them only in its sum over smaller rows. Pure.
 
-A baseline lists its largest rows. For all other rows it keeps only their bytes and block count.
+A baseline lists its largest rows. For all other rows together, it stores only the sum of their bytes and blocks.
 
-Example: the smaller rows of a baseline have 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each.
-Either row may be new.
+Example: the baseline's sum has 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each. Either row may be
+new. If the baseline's sum has only 1 MB, both rows are new.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.composition import Row
 
 MOST_ALTERNATIVES = 100
-"""The most alternatives for a growth. If more rows may have grown, only a proven row has a line."""
+"""If more rows than this may have grown, none of them is named."""
 MAY_BE_ALL = 0.8
-"""A row with this share of the growth may have grown alone."""
+"""A row whose bytes are at least this share of the growth may be the only row that grew."""
 MAY_BE_A_PART = 0.1
-"""A row with this share of the growth may have grown together with other rows."""
+"""A row whose bytes are at least this share of the growth may have grown together with other rows."""
 _NEGLIGIBLE = 0.01
-"""A growth by less than this share of the sum has no alternatives. Example: a counter with 4 B beside 40 rows names no row."""
+"""If the growth is a smaller share of the baseline's sum, no rows are named for it. Example: a new counter has 4 bytes, and any
+of 40 rows could have grown by 4 bytes."""
 
 
 class Attribution(NamedTuple):
-    """Rows with proven growth, and rows with possible growth."""
+    """The rows that certainly grew, and the rows that may have grown."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """Each proven row, after its part in the baseline's sum: for example 4 of its 12 blocks, or ``None``."""
+    """For each row that certainly grew, its part in the baseline's sum, and the current row. For example, the part has 4 of 12
+    blocks. The part is ``None`` if the row is new."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
 
 def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -> Attribution:
-    """Return which rows grew.
+    """Return which of ``rows`` grew since the baseline.
 
-    A row certainly grew if only its blocks add up to the growth, and all other rows are unchanged. Otherwise a row certainly
-    grew only if it is larger than the sum. This rule does not depend on the listed rows, so growth without a line is never
-    much larger than the sum.
+    If only the blocks of certain rows add up to the growth, in bytes and in blocks, these rows certainly grew. Otherwise a row
+    certainly grew only if it has more bytes than the baseline's sum.
 
     Example:
-        Workspaces of 33.5 MB are listed, and the sum has 65.5 kB. A row with 6.5 MB is larger than the sum, so this row is new.
+        A baseline lists a workspace of 33.5 MB, and its sum over smaller rows has 65.5 kB. Now there is a row with 6.5 MB. It
+        has more bytes than the sum, so it must be new.
 
     Args:
-        rows: The rows that the baseline does not list. The smallest listed row is at least as large as each of them.
-        sum_bytes: Bytes of the sum.
-        growth: Bytes by which the rows exceed the sum.
-        blocks: Blocks by which the rows exceed the sum, or 0 if the baseline does not record a block count.
+        rows: Current rows that the baseline does not list. Each has at most the bytes of the baseline's smallest listed row.
+        sum_bytes: The bytes of the baseline's sum.
+        growth: The bytes by which ``rows`` together exceed the baseline's sum.
+        blocks: The blocks by which ``rows`` together exceed the baseline's sum. 0 if the baseline has no number of blocks.
     """
     if growth <= 0:
         return Attribution()
@@ -61,7 +63,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
         return _attributed(new_blocks)
     remaining = growth - sum(row.nbytes for row in larger)
     if len(larger) == 1 and remaining < 0 and blocks < larger[0].count:
-        # The other rows cannot fill the sum, so this row already had the missing bytes in the baseline.
+        # All other rows have fewer bytes than the baseline's sum. So some bytes of this row were already in the sum.
         (row,) = larger
         return Attribution(((replace(row, nbytes=-remaining, tensor="", count=row.count - max(blocks, 0)), row),))
     smaller = [row for row in rows if row not in larger]
@@ -71,17 +73,18 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
 
 
 class _Blocks(NamedTuple):
-    """New blocks in rows with equal block sizes."""
+    """A number of new blocks with the same size, and the rows that may contain these blocks."""
 
     rows: list[Row]
     number: int
 
 
 def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
-    """Return the new blocks if the sums prove them.
+    """Return the new blocks, if no others add up to the growth in bytes and in blocks; otherwise an empty list.
 
-    If the largest blocks add up to the growth, they are proven, because all other blocks have fewer bytes. Otherwise blocks of
-    equal size are proven, unless two rows add up to the same bytes and blocks.
+    Example:
+        4 blocks and 8 MB are new. If the 4 largest blocks have 2 MB each, they must be new, because any other 4 blocks have
+        fewer bytes. If there are larger blocks, the blocks of 2 MB are new unless two rows together have 4 blocks and 8 MB.
     """
     if blocks <= 0:
         return []
@@ -129,9 +132,9 @@ def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
 
 
 def _alternatives(rows: Sequence[Row], growth: int, blocks: int) -> tuple[Row, ...]:
-    """Return the rows that may have grown alone, or else the rows that may have grown together.
+    """Return the rows that may have grown alone. If there are none, return the rows that may have grown together.
 
-    A row cannot have grown alone if it has fewer blocks than the growth.
+    A row with fewer blocks than ``blocks`` cannot have grown alone.
     """
     alone = [row for row in rows if row.nbytes >= MAY_BE_ALL * growth and row.count >= blocks]
     return _at_most(alone or [row for row in rows if row.nbytes >= MAY_BE_A_PART * growth])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Baseline, Budget
 
 MACHINE = "machine"
-"""The environment detail that must be equal to compare times."""
+"""Times are compared only if this environment detail is equal in the measurement and the baseline."""
 
 NO_TIME = "no baseline of time yet"
 
@@ -41,7 +41,7 @@ def judge_step_time(
     Args:
         measurement: The measurement.
         budget: The limits of the test.
-        baseline: The baseline of the same device and workload; ``None`` if there is none.
+        baseline: The baseline for the same device and workload; ``None`` if there is none.
         tolerance: The tolerated slowdown; ``None`` if times are not judged.
     """
     times = measurement.times
@@ -54,7 +54,9 @@ def judge_step_time(
         return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
     if machine is None or machine != baseline_machine:
         baseline_machine, current = (name or "an unknown machine" for name in (baseline_machine, machine))
-        reason = f"time is not compared: the baseline's was taken on {baseline_machine}, this is {current}"
+        reason = (
+            f"time is not compared: the baseline's time comes from {baseline_machine}, and this machine is {current}"
+        )
         return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
     baseline_time = baseline.runs.median
     allowed = tolerance.allowed(baseline_time)
@@ -74,8 +76,8 @@ def time_may_be_added(measured_in: Environment, recorded_in: Environment) -> boo
     """Return whether a time may be added to a baseline without times.
 
     Args:
-        measured_in: The environment of the time.
-        recorded_in: The environment of the baseline.
+        measured_in: The environment in which the time was measured.
+        recorded_in: The environment in which the baseline was recorded.
     """
     machine = measured_in.details.get(MACHINE)
     return machine is not None and recorded_in.details.get(MACHINE) in (None, machine)
@@ -86,13 +88,13 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
         "the stored time is only shown, because its run was disturbed; " if "step_time" in baseline.metrics else ""
     )
     if time_may_be_added(environment, baseline.environment):
-        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
+        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'a valid time' if only_shown else 'it'}"
     machine = baseline.environment.details.get(MACHINE, "an unknown machine")
-    return f"{NO_TIME}: {only_shown}{_update('all')} records one, because the baseline comes from another machine ({machine})"
+    return f"{NO_TIME}: {only_shown}{_update('all')} adds a time, because the baseline comes from another machine ({machine})"
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode that ``metric.reason`` names for a time without a baseline; ``"all"`` for any other reason."""
+    """Return the update mode for storing a time without a baseline, as named in ``metric.reason``; otherwise ``"all"``."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 
@@ -101,14 +103,15 @@ def _update(mode: UpdateMode) -> str:
 
 
 def not_compared_with(count: int, why: str) -> str:
-    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: WHY"``."""
+    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: <why>"``."""
     return f"{counted(count, 'time')} will not be compared with: {why}"
 
 
 def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
     """Return the verdict on the throughput; ``None`` if it was not measured.
 
-    The throughput is over budget if the interval of each sample is below ``minimum`` and interference cannot explain this.
+    The throughput is ``over_budget`` if the confidence interval of every sample is below ``minimum``, and interference from
+    other programs cannot explain the difference.
 
     Example:
         The budget is 1,000 tokens/s. The median is 950 tokens/s, but one sample's interval reaches 1,020 tokens/s, so the
@@ -134,9 +137,9 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 
 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
-    """Return the unit and the amount of a step's work; ``None`` if the work is unknown.
+    """Return the unit and the amount of work in a step, such as ``("tokens", 2048)``; ``None`` if the work is unknown.
 
-    The budget decides the unit, also for a number from ``items=``.
+    If there is a budget ``minimum``, the result has the budget's unit. A number from ``items=`` is then taken in this unit.
     """
     work = measurement.work
     if minimum is not None:
@@ -150,14 +153,14 @@ def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``max_slowdown`` has no effect on ``measurements``; otherwise ``None``."""
+    """Return a sentence if ``max_slowdown`` has no effect, because no measurement was timed; otherwise ``None``."""
     if any(measurement.times is not None for measurement in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``min_throughput`` has no effect on ``measurements``; otherwise ``None``."""
+    """Return a sentence if ``min_throughput`` has no effect, because no timed measurement has its unit; otherwise ``None``."""
     timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")
@@ -167,7 +170,7 @@ def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -
     clause = (
         f"the work of its steps is only known in {' and '.join(units)}" if units else "the work of its steps is unknown"
     )
-    return f"min_throughput={str(minimum)!r} has no effect: {clause}; give items=, the number of {minimum.of} in a step"
+    return f"min_throughput={str(minimum)!r} has no effect: {clause}; pass items=, the number of {minimum.of} in a step"
 
 
 def _nothing_timed(limit: str) -> str:

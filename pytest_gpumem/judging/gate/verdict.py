@@ -27,47 +27,50 @@ class Outcome(str, Enum):
     """
 
     RECORDED = "recorded"
-    """Measured and shown, but nothing was compared: there is no budget, and the session compares with no baseline.
-    ``--gpumem-strict`` fails a test if none of its figures was compared with anything."""
+    """Measured and shown, but not compared, because there is no budget and the session does not compare with baselines.
+    ``--gpumem-strict`` fails a test if none of its figures was compared."""
     OK = "ok"
-    """Within the budget, and within the tolerance of the baseline. A test that measures nothing is ``ok`` if a relation that it
-    asserts holds (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
+    """Within the budget, and within the tolerance of the baseline. A test without a measurement is ``ok`` if it asserts a true
+    relation (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
     IMPROVED = "improved"
     """Better than the baseline by more than the tolerance."""
     NEW = "new"
     """The test has no baseline on any device.
 
-    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds the metric. In the
-    opposite case, only the baseline has a metric in bytes or counts, or the metric cannot be compared between an emulated GPU
-    and a real GPU. This is a note and no verdict.
+    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds the metric. If
+    only the baseline has a metric in bytes or counts, the metric has no verdict, and a note says so. The same holds for a
+    metric that cannot be compared between an emulated GPU and a real GPU.
 
     A time is ``new`` if the baseline has no times. Memory and counts were compared, so the measurement keeps their verdict, for
-    example ``ok``. A note and the last line of the output count such tests, and only ``--gpumem-strict`` fails them."""
+    example ``ok``. A note and the last line of the output count the tests with such a time, and only ``--gpumem-strict`` fails
+    them."""
     FOREIGN = "foreign"
-    """The test has baselines on other devices only. The output names these devices. A time with ``max_slowdown`` is ``foreign``
-    if the baseline's time comes from another machine."""
+    """The test has baselines on other devices only. The output names these devices. If a test has ``max_slowdown``, its time is
+    ``foreign`` if the baseline's time comes from another machine."""
     STALE = "stale"
     """The baseline belongs to another workload, for example to another batch size, and no figure in bytes grew by more than its
     tolerance. The output says what differs, and shows both figures."""
     UNMEASURED = "unmeasured"
-    """Nothing could be measured, for example without a GPU, or the device held no tensor at any time. The output says why.
-    ``--gpumem-strict`` does not fail a test that pytest skipped."""
+    """Nothing could be measured, for example because the machine has no GPU, or because the test put no tensor on the device.
+    The output says why. ``--gpumem-strict`` does not fail a test that pytest skipped."""
     UNCERTAIN = "uncertain"
-    """Worse than the baseline, but possibly not because of the code:
+    """Worse than the baseline, but perhaps not because of the code. There are four such cases:
 
-    - the peaks of the steps differ, and the increase may be chance
-    - a count differs from step to step, and its smallest value is within the tolerance
-    - an environment detail differs, and this metric depends on it. For example, counts depend on the torch release. Each
-      [metric](metrics.md) names its details
-    - for a time: the samples do not show a slowdown
+    - The peak differs from step to step, and the increase may be chance.
+    - A count differs from step to step, and its smallest value is within the tolerance.
+    - An environment detail on which the metric depends differs from the baseline's. For example, counts depend on the torch
+      release. Each [metric](metrics.md) names its details.
+    - A time is longer, but its samples do not prove a slowdown.
 
-    A difference between environments never explains more than 40 % of growth in bytes."""
+    If a figure in bytes grew by more than 40 %, no other environment explains this growth. The only exception is
+    ``emulated_cudnn``: if it differs, the figures of an emulated GPU are ``uncertain``."""
     MISSING = "missing"
-    """The test ended, and a baseline on this device belongs to a measurement that the test no longer takes.
+    """The test ran to its end, but did not take a measurement that has a baseline on this device.
 
-    A test is also ``missing`` if it was not measured although its baseline's device is available. For example, the test lost
-    its marker, its fixture or its pattern in ``mark``, or its marker or the settings now name an unavailable device. The
-    baseline's device is the session's device, or the device that the marker named when the baseline was recorded."""
+    A test is also ``missing`` if it was not measured although the device with its baseline is available. For example, the test
+    lost its marker, its fixture or its pattern in the setting ``mark``, or its marker or the settings now name an unavailable
+    device. The device with the baseline is the session's device, or the device that the marker named when the baseline was
+    recorded."""
     REGRESSED = "regressed"
     """Worse than the baseline by more than the tolerance. A figure in bytes regresses even if the baseline belongs to another
     workload."""
@@ -80,7 +83,7 @@ class Outcome(str, Enum):
 
     @property
     def importance(self) -> int:
-        """The outcome's index, in ascending order by importance."""
+        """The outcome's position among all outcomes: 0 is the least serious."""
         return list(Outcome).index(self)
 
 
@@ -93,11 +96,11 @@ PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
 WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-"""The outcomes for a metric that is worse or may be worse, in ascending order by importance."""
+"""The outcomes for a metric that is worse or may be worse, the least serious first."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the most important outcome, or `Outcome.RECORDED` if there are no outcomes."""
+    """Return the most serious outcome, or `Outcome.RECORDED` if there are no outcomes."""
     return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
 
 
@@ -114,21 +117,21 @@ class MetricVerdict:
     baseline: float | None = None
     """The value in the baseline; ``None`` without a baseline."""
     allowed: float | None = None
-    """The tolerated change; ``None`` if nothing was compared."""
+    """The tolerated change from the baseline; ``None`` if the value was not compared with a baseline."""
     budget: float | None = None
-    """The limit; ``None`` without a limit."""
+    """The limit in the budget; ``None`` if the budget does not limit this metric."""
     reason: str | None = None
-    """The reason why the value was not compared, or is uncertain."""
+    """A clause on the outcome, for example why the value was not compared or is uncertain."""
     interval: tuple[float, float] | None = None
-    """The ends of the 95 % confidence interval of a time's ratio to the baseline."""
+    """The 95 % confidence interval of the ratio between a time and the baseline's time, as its lower and its upper end."""
     of: str | None = None
     """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
     gpu: str | None = None
-    """The GPU whose bytes decided, ``cuda:1``, if the step used several GPUs."""
+    """The GPU whose bytes decided the verdict, such as ``cuda:1``, if the step used several GPUs."""
 
     @property
     def gated(self) -> bool:
-        """True if the value was compared with anything: a budget, or a comparable baseline."""
+        """True if the value was compared with a budget or with a baseline."""
         return self.budget is not None or self.outcome in COMPARED
 
     @property
@@ -143,32 +146,33 @@ UNKNOWN_RELEASE = "?"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a baseline."""
+    """The origin of a baseline: the date, device, releases, commit and reason with which it was recorded."""
 
     recorded: str
     """The date of the recording, in UTC: ``2026-11-21``."""
     device: str
-    """The name of the device for people."""
+    """The name of the device as reports show it, such as ``NVIDIA H100 80GB HBM3``."""
     torch: str
-    """The version of torch."""
+    """The torch release."""
     commit: str | None = None
     """The abbreviated hash of the checked-out commit; ``None`` outside a git repository."""
     reason: str | None = None
     """The reason for accepting the baseline, in one line; ``None`` without a reason."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions by name, as `Environment.packages`."""
+    """The releases of other packages by name, as in `Environment.packages`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormerTest:
-    """A deleted test with an unused baseline: a new test may be this test under another name."""
+    """A deleted test whose baseline is unused. A new test may be this test under another name."""
 
     file: str
     """The file of the former test, from the root directory."""
     test: str
     """The id of the former test without its file."""
     metrics: tuple[MetricVerdict, ...] = ()
-    """The verdicts on bytes and counts against this baseline, except for ``ok``, the most important first."""
+    """The verdicts on the new test's bytes and counts against this baseline, the most serious first. Metrics that are ``ok`` or
+    ``recorded`` are left out."""
     accept: str = ""
     """The command for accepting the new test's figures."""
     prune: str = ""
@@ -176,7 +180,7 @@ class FormerTest:
 
     @property
     def fits(self) -> bool:
-        """True if all bytes and counts equal the baseline's, within their tolerances."""
+        """True if the new test's bytes and counts equal this baseline's, within their tolerances."""
         return not self.metrics
 
 
@@ -191,21 +195,22 @@ class Verdict:
     origin: Origin | None = None
     """The origin of the baseline; ``None`` without a baseline."""
     reason: str | None = None
-    """A sentence with the reason why no comparison was possible; ``None`` after a comparison."""
+    """The reason why the measurement cannot be compared, as a sentence; ``None`` if it was compared, or if the session does not
+    compare with baselines."""
     elsewhere: tuple[str, ...] = ()
-    """The devices with baselines, if this device has none."""
+    """The devices on which the measurement has baselines, if it has none on this device."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
-    """The changes in the peak's composition, if both sides have a composition."""
+    """The changes in the peak's composition, if the baseline and this measurement have a composition."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """The changed operators for each larger count, if both sides know its operators. Disappeared operators have
-    negative numbers."""
+    """The changed operators for each larger count, if the baseline and this measurement list its operators. Disappeared
+    operators have negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
-    """The unused baselines with the same step, batch and device, if the measurement has no baseline, because the test may have
-    been renamed."""
+    """Deleted tests that may be this test under a former name. They are listed if this measurement has no baseline, and their
+    baselines have the same step, config, batch and device."""
 
     @property
     def outcome(self) -> Outcome:
-        """The most important outcome among its metrics. A time without a baseline does not count."""
+        """The most serious outcome among the metrics. A time without a baseline is left out."""
         return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
 
     @property
@@ -230,10 +235,10 @@ class Verdict:
 
     @property
     def deciding(self) -> MetricVerdict | None:
-        """The metric with the measurement's outcome, or ``None`` if no metric changed.
+        """The deciding metric for the measurement's outcome, or ``None`` if every metric is ``ok`` or was not compared.
 
-        If several metrics have this outcome, the result is the metric for a failure's headline. Example: ``retained``, if a
-        test keeps more bytes and its peak is unchanged.
+        If several metrics have this outcome, the result is the metric for a failure's headline. For example, ``growth`` comes
+        before ``peak_allocated``.
         """
         changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
         return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)
@@ -248,31 +253,32 @@ class Cell:
     """A test's cell in one matrix of step configs (``gpumem_configs``)."""
 
     matrix: str
-    """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
+    """The common id of all tests in the matrix: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     """The text of the step config."""
     index: int
-    """The row's number. Reports compare all rows with the lowest number, which is 0 if the test has no other parameters."""
+    """The number of this config's row in the matrix. Reports compare every row with the row that has the lowest number. This
+    number is 0 if the test has no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a test's function."""
+    """The file and the line at which a test's function is defined."""
 
     file: str
-    """The file, from the root directory."""
+    """The path of the file from the root directory."""
     line: int
-    """The line, from 1."""
+    """The number of the line. The first line in the file has the number 1."""
 
 
 SKIPPED = "it was skipped"
 """The reason why a test that skipped itself was not measured."""
 
-NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of mark matches it"
-"""The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
+NOT_MARKED = "it no longer has the marker or the fixture gpumem, and no pattern in the setting mark matches it"
+"""The reason why a test with baselines was not measured, if it lost its marker, its fixture or its pattern in the settings."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""The parts of a test's run in which it can fail: a pytest phase, a subtest, or the process (by a crash)."""
+"""The parts of a test's run in which the test can fail. ``worker`` means that the process crashed."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -282,7 +288,7 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
     "worker": "the process that ran it crashed",
     None: "it failed in its set-up, its tear-down or a subtest",
 }
-"""A clause with the reason why a test failed by itself. ``None`` stands for an unknown part of the test's run."""
+"""A clause for each part of a test's run: why the test failed by itself. ``None`` stands for an unknown part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +308,21 @@ class TestVerdict:
     failed_by_itself: bool = False
     """True if the test failed for another reason than the gate."""
     relations: int = 0
-    """The number of relations that the test asserted with the fixture, all of them true."""
+    """The number of true relations that the test asserted with the fixture, for example by ``assert_no_growth``."""
     cell: Cell | None = None
     """The test's cell in a matrix of step configs; ``None`` outside a matrix."""
     location: Location | None = None
-    """The location of the test's function; ``None`` if pytest does not know the location."""
+    """The location of the test's function; ``None`` if pytest does not know this location."""
     failure: str | None = None
-    """The text of the gate's failure; ``None`` if the test passed the gate."""
+    """The text with which the gate failed the test; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of measurements that the test did not take although they have baselines on this device."""
     missing_on: tuple[str, ...] = ()
-    """The slugs of these baselines' devices, if the test names another device and this machine lacks that device."""
+    """The slugs of the devices with the ``missing`` baselines, if the test was not measured because its device is absent."""
     accept: str | None = None
-    """The command for accepting the change behind the gate's failure; ``None`` without such a command."""
+    """The command for accepting the figures for which the gate failed the test; ``None`` if no command can accept them."""
     bisect: str | None = None
-    """The command for finding the package behind a regression; ``None`` if the packages equal the baseline's."""
+    """The command for finding the package release behind a regression; ``None`` if no package differs from the baseline's."""
     named_device: str | None = None
     """The device that the test's marker names; ``None`` if the test runs on the session's device."""
 
@@ -334,18 +340,18 @@ class TestVerdict:
         return worst([*outcomes, *map(self.outcome_of, self.verdicts)])
 
     def outcome_of(self, verdict: Verdict) -> Outcome:
-        """Return a measurement's outcome. A time without a baseline counts only if the test failed."""
+        """Return the outcome of one measurement. A time without a baseline counts only if the gate failed the test."""
         counts = verdict.lacks_time and self.failure is not None
         return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
 
     @property
     def lacks_time(self) -> bool:
-        """True if the only open point about the time is its missing baseline."""
+        """True if the test passed the gate, but a time in it has no baseline yet."""
         return not self.unmeasured and self.failure is None and any(verdict.lacks_time for verdict in self.verdicts)
 
     @property
     def missing_text(self) -> str | None:
-        """Return a sentence that names the baselines without a measurement; ``None`` if there are none."""
+        """A sentence on the baselines whose measurements the test no longer takes; ``None`` if there are none."""
         if not self.missing:
             return None
         names = ", ".join(self.missing)

@@ -1,1 +1,1 @@
-"""Relations between steps, which are true on every machine and need no baseline."""
+"""Assertions about steps that hold on every machine and need no baseline, such as equal gradients under two step configs."""

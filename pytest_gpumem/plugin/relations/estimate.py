@@ -1,4 +1,4 @@
-"""The bytes of a training step's state (parameters, gradients, optimizer), by formula and as measured."""
+"""Compare a training step's state (parameters, gradients, optimizer), as measured in bytes, with formulas."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.relations.state import Share, StateBytes
 
 MOST_DIFFERENCE = 0.02
-"""The largest relative difference between a state's bytes and its formula that is not a finding."""
+"""If the measured bytes differ from the formula by more than this ratio, the difference is a finding."""
 _COPY = 0.1
-"""If the bytes differ from a multiple of the formula by at most this ratio, the state counts as several copies."""
+"""If the measured bytes are two or more times the formula, up to this ratio, the finding says that several copies are alive."""
 _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A training step's state by formula and as measured. ``print()`` shows its table."""
+    """A training step's state in bytes, by formula and as measured. ``print()`` shows a table."""
 
     measurement: Measurement
     """The step's measurement."""
     state: StateBytes
-    """Each state by formula and as measured."""
+    """Parameters, gradients and other state in bytes, by formula and as measured."""
     findings: tuple[str, ...]
-    """A sentence for each state that differs from its formula by more than 2 %, and for memory between steps without owner."""
+    """A sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on memory without a
+    known owner between steps."""
 
     @property
     def parameters(self) -> int:
-        """Bytes by formula: elements x bytes per element in the precision's dtype.
+        """The parameters' bytes by formula: elements x bytes per element in the precision's dtype.
 
-        With sharding, only this rank's elements count, with rows rounded up for ``fully_shard``. The result is 0 with
-        ``offload=params``.
+        With sharding, only the elements on this rank count. For ``fully_shard``, this rank's rows are rounded up. The result is
+        0 with ``offload=params``.
 
         Example: 858,880 parameters in float32 take 3,435,520 bytes.
         """
@@ -43,42 +44,42 @@ class Estimate:
 
     @property
     def gradients(self) -> int:
-        """Bytes by formula, as for ``parameters``."""
+        """The gradients' bytes by formula: the same as for ``parameters``, but only for trained parameters."""
         return _formula(self.state.gradients)
 
     @property
     def gradient_buckets(self) -> int:
-        """Bytes by formula: equal to the gradients under ``ddp`` and ``zero1``, otherwise 0."""
+        """The gradient buckets' bytes by formula: the same as for ``gradients`` under ``ddp`` and ``zero1``, otherwise 0."""
         return _formula(self.state.gradient_buckets)
 
     @property
     def optimizer_state(self) -> int:
-        """Bytes by formula, or as measured for an optimizer without a formula.
+        """The optimizer state's bytes by formula, or as measured if there is no formula for the optimizer.
 
-        Adam and AdamW keep two averages for each parameter, SGD keeps one with momentum, Adafactor keeps a row and a column for
-        each matrix, and torchao's 8-bit Adam keeps a byte for each value with scales.
+        Adam and AdamW keep two averages for each parameter. SGD with momentum keeps one average. Adafactor keeps a row and a
+        column for each matrix. torchao's 8-bit Adam keeps two averages with a byte for each value, and scales.
         """
         return _formula(self.state.optimizer_state)
 
     @property
     def master_weights(self) -> int:
-        """Bytes by formula: 0. Under AMP the float32 parameters are the master weights."""
+        """The master weights' bytes by formula: always 0. Under AMP, the float32 parameters are the master weights."""
         return _formula(self.state.master_weights)
 
     @property
     def activations(self) -> int:
-        """Bytes as measured: saved and temporary tensors at forward's peak."""
+        """The measured bytes in saved and temporary tensors at forward's peak."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Return the table's lines, with a row for each state, and the findings.
+        """Return the table's lines, with a row for parameters, gradients and so on, followed by the findings.
 
         Args:
-            units: ``"si"`` for kB, MB and GB, ``"iec"`` for KiB, MiB and GiB.
+            units: ``"si"`` for kB, MB and GB, or ``"iec"`` for KiB, MiB and GiB.
         """
         state = self.state
         shares = {name.replace("_", " "): getattr(state, name) for name in _KINDS}
-        # Only DDP has gradient buckets.
+        # Only DDP and ZeRO-1 have gradient buckets, so leave out their row if the formula is 0.
         rows = [
             _row(title, share, units)
             for title, share in shares.items()
@@ -96,7 +97,9 @@ class Estimate:
 
 
 def findings_of(state: StateBytes) -> tuple[str, ...]:
-    """Return a sentence for each state that differs from its formula by more than 2 %, and for other memory at rest.
+    """Return a sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on other memory.
+
+    Other memory exists between two steps ("at rest"), but belongs to neither the model, the optimizer nor the batch.
 
     Example: ``"optimizer state: 13.74 MB held, 6.87 MB by formula (+100.0 %): two copies of the optimizer state are alive"``.
     """
@@ -124,7 +127,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """Return a clause such as ``": two copies of the optimizer state are alive"``; empty if the bytes are near no multiple."""
+    """Return a clause such as ``": two copies of the gradients are alive"``; empty if ``measured`` is near no multiple."""
     if not formula:
         return ""
     copies = round(measured / formula)

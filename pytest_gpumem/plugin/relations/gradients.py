@@ -1,4 +1,4 @@
-"""Compare a step's gradients under two configs, because a config that saves memory must not change gradients."""
+"""Compare a step's gradients under two step configs, because a config that saves memory must not change gradients."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
     "amp-bf16": 1e-1,
     "bf16": 1e-1,
 }
-"""``rtol`` by precision, relative to the root mean square of a parameter's gradient.
+"""The default ``rtol`` for each precision, relative to the root mean square of a parameter's gradient.
 
-Errors add up over the layers, so each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32 and
-float16 and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is thousands of times larger, because kernels sum in
-different orders. A wrong gradient's error is about as large as the gradient.
+Rounding errors add up over the layers. So each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32
+and float16, and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is over a thousand times the unit roundoff, because kernels
+sum in different orders. If a gradient is wrong, its error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
-"""The number of loss scales to try: 65536, 4096, 256, 16 and 1. An overflow at a large scale is not an error."""
+"""The number of loss scales to try under float16: 65536, 4096, 256, 16 and 1. An overflow at a large scale is not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """A step's gradients on the host, by parameter name; ``None`` for a parameter without a gradient."""
+    """A step's gradients under one step config, copied to the host."""
 
     config: str
     by_name: Mapping[str, torch.Tensor | None]
+    """The gradients by parameter name; ``None`` for a parameter without a gradient."""
     precisions: tuple[str, ...] = ("fp32",)
-    """The words for the precisions in which the gradients were computed."""
+    """The step config's words for the precisions in which the gradients were computed."""
 
 
 def assert_same_gradients(
@@ -70,9 +71,11 @@ def assert_same_gradients(
     atol: float | None = None,
     loss: Loss | None = None,
 ) -> None:
-    """Run a step under each config, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
+    """Run a step under two step configs, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
     if existing_model_in(model_factory) is not None:
-        raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
+        raise TypeError(
+            "assert_same_gradients builds the model twice: pass a class or function that builds it, not a model"
+        )
     for config in configs:
         config.only_for("train_step")
         if config.sharding is not None:
@@ -95,10 +98,10 @@ def assert_same_gradients(
 def difference(
     first: Gradients, second: Gradients, rtol: float, atol: float | None = None, hint: str = ""
 ) -> str | None:
-    """Return the difference between two steps' gradients as a message; ``None`` if they are equal within the tolerance.
+    """Return a message if two steps' gradients differ; ``None`` if they are equal within the tolerance.
 
     For each parameter, the root mean square of the error may be at most ``atol`` + ``rtol`` x the root mean square of the
-    second gradient. Single entries are not compared, because rounding can move a value across a ReLU's corner.
+    second gradient. Single entries are not compared, because near a ReLU's corner a rounding error changes an entry completely.
 
     Example: with ``rtol=1e-4`` and a largest gradient of 0.02, the default ``atol`` is 0.01 x 1e-4 x 0.02 = 2e-8. A gradient
     of size 0.01 may then have an error of 2e-8 + 1e-6.
@@ -107,15 +110,15 @@ def difference(
         first: The first gradients.
         second: The second gradients.
         rtol: The relative tolerance.
-        atol: The absolute tolerance. By default, 0.01 x ``rtol`` x the largest gradient, because a gradient that is 0 except
-            for rounding (the bias of an attention's keys) has no meaningful size.
-        hint: The text to add after the message if values differ.
+        atol: The absolute tolerance. The default is 0.01 x ``rtol`` x the largest gradient. Without it, gradients with nothing
+            but rounding errors (for the bias in an attention's keys) would differ.
+        hint: The text to add to the message if values differ.
     """
     names = list(second.by_name)
     if first.by_name.keys() != second.by_name.keys():
         unshared = sorted(first.by_name.keys() ^ second.by_name.keys())
         return (
-            f"the models have different parameters: {unshared[0]} is only in one model; build the same model each time"
+            f"the models have different parameters: {unshared[0]} is in only one model; build the same model each time"
         )
     missing = [
         (name, without, other)
@@ -152,30 +155,30 @@ def difference(
 
 
 def _hint(config: StepConfig, other: StepConfig) -> str:
-    """Return why gradients can differ although both configs are right, as text after a message; empty if unknown."""
+    """Return why gradients can differ although both configs are right. The text is added to a message; empty if unknown."""
     if config.compile != other.compile or "none" not in (config.compile, other.compile):
-        return "; compiled code draws its own random numbers: compare with dropout switched off"
+        return "; compiled code draws other random numbers: compare with dropout switched off"
     if config.accumulate != other.accumulate:
         return (
-            "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal numbers of tokens differs "
-            "from the mean over the batch"
+            "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal token counts differs from "
+            "the mean over the batch"
         )
     if config.precision != other.precision:
         return (
-            "; rounding moves values across a ReLU's corner, and gradients then change by much more than the rounding: pass "
-            "rtol, or compare within the same precision"
+            "; rounding can change the sign at a ReLU, and the gradient then changes by much more than the rounding error: "
+            "pass rtol, or compare two configs with the same precision"
         )
     return ""
 
 
 def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """Return the difference between two gradients as a clause; ``None`` if they are equal within the tolerance."""
+    """Return a clause on the difference between two gradients; ``None`` if they are equal within the tolerance."""
     if first.shape != second.shape:
         return f"shape {list(first.shape)} against {list(second.shape)}"
     if not first.numel():
         return None
     error, allowed = _size(first - second), atol + rtol * _size(second)
-    # Do not write `error > allowed`, because a comparison with NaN is false.
+    # Do not test `error > allowed`, because this comparison is false if the error is NaN.
     if error <= allowed:
         return None
     index = int((first - second).abs().nan_to_num(nan=float("inf")).argmax())
@@ -191,9 +194,9 @@ def _gradients(
     loss: Loss | None,
     weights: dict[str, Any],
 ) -> Gradients:
-    """Run forward and backward, and return the gradients.
+    """Run forward and backward under one step config, and return the gradients.
 
-    The first call stores the model's weights in ``weights``. The second call loads them, so both models are equal.
+    The first call stores the model's weights in ``weights``. The second call loads these weights, so both models are equal.
     """
     import torch
 
@@ -206,9 +209,9 @@ def _gradients(
     runs = BlockRuns()
     cast = AutocastDetector(config.precision)
     with ExitStack() as stack:
-        # The comparison must not change the test's random numbers.
+        # Restore the random number generators at the end, so the comparison does not change the test's random numbers.
         stack.enter_context(restored_random_numbers(device))
-        # With the same seed, buffers outside the state dict are equal in both models.
+        # Loading the weights does not make buffers outside the state dict equal, so build both models with the same seed.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
         initialise(model, batch, StepConfig(), device, training=True)
@@ -244,12 +247,12 @@ def _gradients(
 
 
 def _size(gradient: torch.Tensor) -> float:
-    """Return the root mean square of a gradient's entries."""
+    """Return the root mean square over a gradient's entries."""
     return float(gradient.abs().double().square().mean().sqrt()) if gradient.numel() else 0.0
 
 
 def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense copy on the host, in single precision or higher."""
+    """Copy a gradient to the host, as a dense tensor in float32 or float64."""
     dense = gradient.detach().to_dense().cpu()
     return dense.float() if dense.element_size() < 4 else dense
 
@@ -263,7 +266,7 @@ def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | 
 
 
 def _not_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Return the first parameter whose gradient is not finite, by name; ``None`` if all are finite."""
+    """Return the first parameter's name whose gradient is not finite; ``None`` if all gradients are finite."""
     import torch
 
     return next(

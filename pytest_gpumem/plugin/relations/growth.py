@@ -1,4 +1,4 @@
-"""Assertion that a repeated step's memory does not grow."""
+"""Assert that memory does not grow if a step is repeated."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ MOST_KINDS = 3
 
 
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
+    """Call a step repeatedly, and fail if memory still grows in the calls' second half.
 
-    If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this call replaces, such as a batch,
-    does not count as kept. With several ranks this call is left out, because the other ranks may not make the same call.
+    If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this further call replaces, such as a
+    batch, does not count as kept. With several ranks there is no further call, because the other ranks may not make it.
 
     Example: a step that appends a ``float32[1024, 1024]`` output to a list fails with ``memory grows: 4.19 MB a step``.
 
     Args:
-        device: The device.
-        step: The step.
+        device: The device whose memory is read after each call.
+        step: The function to call.
         steps: The number of calls, at least 2.
 
     Raises:
         AssertionError: Memory grows. The message names the kept tensors and their holders.
-        MeasuringError: The steps held nothing on the device.
+        MeasuringError: The step allocated nothing on the device.
     """
-    steps = number_of_steps(steps, 2, "growth is seen over two steps or more")
+    steps = number_of_steps(steps, 2, "growth is seen only over two steps or more")
     half = steps // 2
     with cyclic_collector_off():
         window = device.open_window()
@@ -54,7 +54,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             step()
         device.quiesce()
         live = [sum(live_everywhere(device))]
-        # Weak references, because a tensor that the steps replace must be freed.
+        # These references are weak, because a tensor that later steps replace must be freed.
         references = [weakref.ref(tensor) for tensor in _tensors(device).values()]
         kinds_before = _kinds(device)
         for _ in range(half, steps):
@@ -66,7 +66,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
         if not grows(live):
             return
-        # Only living tensors count, because Python reuses a freed tensor's id.
+        # Read the ids of living tensors only, because Python may give a freed tensor's id to a new tensor.
         old = {id(reference()) for reference in references}
         fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
         survivors: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
 
 
 def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:
-    """Return new tensors whose dtype and shape became more frequent, for example entries in a growing cache."""
+    """Return new tensors whose dtype and shape are now more frequent than before, for example entries in a growing cache."""
     kinds = _kinds(device)
     return [
         tensor
@@ -92,12 +92,12 @@ def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[s
 
 
 def _kinds(device: Device) -> Counter[str]:
-    """Count the tensors with each dtype and shape."""
+    """Count the living tensors by dtype and shape."""
     return Counter(map(describe, _tensors(device).values()))
 
 
 def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
-    """Return the paths to the three holders with the most bytes, the largest first."""
+    """Return the paths to the three holders that keep the most bytes, the largest first."""
     nbytes: Counter[str] = Counter()
     for address, path in paths.items():
         nbytes[path] += blocks[address] if path else 0
@@ -105,13 +105,13 @@ def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
 
 
 def growth_text(total: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:
-    """Return the message about growing memory: bytes for each step, the kept tensors by kind, and their holders.
+    """Return the message about growing memory: bytes per step, the kept tensors by dtype and shape, and their holders.
 
     Args:
-        total: The bytes kept by all steps in total.
+        total: The bytes that all steps together keep.
         steps: The number of steps.
-        tensors: The kept tensors. The three kinds with the most bytes are shown.
-        holders: Paths to the tensors' holders.
+        tensors: The kept tensors. The message shows the three dtypes and shapes with the most bytes.
+        holders: The paths to the objects that keep these tensors.
     """
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -134,16 +134,16 @@ def growth_text(total: int, steps: int, tensors: list[torch.Tensor], holders: Se
     rest = total - sum(sizes.values())
     if rest > 0:
         lines.append(
-            f"  kept: {format_bytes(rest)} more: in tensors that replace smaller tensors, or saved for backward"
+            f"  kept: {format_bytes(rest)} more, in tensors that replace smaller tensors, or in tensors saved for backward"
         )
     lines += [f"  kept in: {holder}" for holder in holders]
     return "\n".join(lines)
 
 
 def _tensors(device: Device) -> dict[int, torch.Tensor]:
-    """Return the tensors with memory on the device, by id.
+    """Return the living tensors with memory on the device, by id.
 
-    Tensors in frozen objects (``gc.freeze``) are left out, because the garbage collector does not list them.
+    The garbage collector does not list frozen objects (``gc.freeze``), so tensors in them are not in the result.
     """
     import torch
 

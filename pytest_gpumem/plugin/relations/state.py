@@ -1,4 +1,4 @@
-"""Bytes for parameters, gradients and optimizer state in a training step, by formula and as measured."""
+"""Measure how many bytes a training step has in parameters, gradients and optimizer state, and compute them by formula."""
 
 from __future__ import annotations
 
@@ -23,51 +23,58 @@ if TYPE_CHECKING:
 
 
 COUNT = 4
-"""Bytes for the float32 step count that an optimizer keeps for each parameter."""
+"""The bytes in the step count (a float32) that an optimizer keeps for each parameter."""
 LEAST_IN_8_BITS = 4096
-"""Tensors with fewer elements keep full-precision state, in both torchao and bitsandbytes."""
+"""For a parameter with fewer elements, 8-bit optimizers (torchao, bitsandbytes) keep their state in full precision."""
 BLOCK_IN_8_BITS = 256
-"""The number of values that share a scale (torchao's ``block_size``)."""
+"""Consecutive 8-bit values that share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes for a state, for example for the gradients."""
+    """The bytes in one kind of state, for example in the gradients."""
 
     formula: int | None
-    """Bytes by formula; ``None`` if there is no formula."""
+    """The bytes by formula; ``None`` if there is no formula for the optimizer."""
     measured: int
-    """Bytes as measured."""
+    """The measured bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """A training step's states, in bytes."""
+    """A training step's parameters, gradients and other state in bytes."""
 
     parameters: Share
-    """Parameters."""
+    """The parameters."""
     gradients: Share
-    """Gradients, which exist from backward until ``zero_grad``."""
+    """The gradients, which exist from backward until ``zero_grad``."""
     optimizer_state: Share
-    """Optimizer state."""
+    """The optimizer's state without master weights."""
     master_weights: Share
-    """Full-precision copies of half-precision parameters in an optimizer. torch's optimizers have no copies."""
+    """An optimizer's full-precision copies of half-precision parameters. torch's optimizers do not make such copies."""
     buffers: int
     """The model's buffers."""
     batch: int
     """The batch."""
     other: int
-    """Memory between two steps without a known owner."""
+    """Memory without a known owner between two steps."""
     activations: int
     """Saved and temporary tensors at forward's peak."""
     peak: int
-    """The step's peak."""
+    """The whole step's peak."""
     gradient_buckets: Share = Share(0, 0)
-    """Gradient copies that ``DistributedDataParallel`` keeps for sending."""
+    """Gradient copies in ``DistributedDataParallel``, which sends them to other ranks."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
-    """Run another step, and return the bytes for model, optimizer and batch when all gradients exist."""
+    """Run another step, and return its parameters, gradients and other state in bytes.
+
+    The bytes are read just before the optimizer's step, when all gradients exist.
+
+    Args:
+        prepared: The measured step.
+        figures: The measured step's figures.
+    """
     training = prepared.training
     model = training.model
     optimizer = None if training.optimizer is None else local_optimizer(training.optimizer)
@@ -83,7 +90,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     def read_bytes() -> None:
         weights = blocks_of((part for parameter in parameters for part in parts_of(parameter)), device)
         gradients = _gradient_blocks(parameters, device)
-        # A device mesh describes the sharding. Its own tensors are on the host.
+        # A device mesh, which describes how parameters are sharded, has tensors of its own on the host. Count them separately.
         meshes = blocks_of(
             reachable_tensors(getattr(parameter, "device_mesh", None) for parameter in parameters), device
         )
@@ -116,11 +123,11 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     training.before_optimizer = read_bytes
     run_phases(training.phases())
     training.before_optimizer = None
-    # Gradients remain after the step if zero_grad fills them with zeros, or if the optimizer lacks their parameters.
+    # Gradients exist after the step as well, if zero_grad fills them with zeros or if the optimizer lacks their parameters.
     remaining = sum(_gradient_blocks(parameters, device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + remaining
     metrics = figures.memory.memory_metrics()
-    # From the second micro-batch on, earlier gradients exist during forward.
+    # From the second micro-batch on, gradients from earlier micro-batches exist during forward.
     during_forward = bytes_of["gradients"] - remaining if training.config.accumulate > 1 else 0
     word = training.config.precision
     other = figures.memory.own - figures.memory.workspaces_before - at_rest
@@ -128,12 +135,12 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With other ranks, DDP does not expose its buckets, so take their bytes from the memory without a known owner.
+            # With several ranks, DDP does not expose its buckets. Move their bytes here from the memory without a known owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded
     state_formula = state_bytes(optimizer, trained) if optimizer is not None and has_state else 0
-    # If forward and backward alternate, only their common peak is known.
+    # In a pipeline stage, forward and backward alternate, so only their common peak is known.
     forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
@@ -150,7 +157,10 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
 
 
 def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: torch.device) -> int:
-    """Return elements on the device x bytes per element in the precision, by default in the parameter's dtype."""
+    """Return parameters' bytes by formula: elements on the device x bytes per element.
+
+    An element has the precision's dtype. If ``word`` is ``None``, it has the parameter's own dtype.
+    """
     import torch
 
     precision = precision_named(word)
@@ -164,21 +174,22 @@ def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: to
 
 
 def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
-    """Count a parameter's elements on this rank, or all elements if it is not sharded.
+    """Count a parameter's elements on this rank, or all elements if the parameter is not sharded.
 
-    A dimension with n rows is split like ``torch.chunk``: each of N ranks has ceil(n / N) rows, and the last ranks have fewer
-    or none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
+    A dimension with n rows is split over N ranks as by ``torch.chunk``: each rank gets ceil(n / N) rows, but the last ranks get
+    fewer or none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
 
     Args:
         parameter: A tensor, or a DTensor.
-        padded: True to count the first rank's number of rows on every rank. ``fully_shard`` pads parameters and gradients,
-            because its collectives need equal parts, but does not pad optimizer state.
+        padded: True to assume that every rank has as many rows as the first rank. ``fully_shard`` pads parameters and gradients
+            to this number, because its collectives need equal parts. It does not pad the optimizer's state.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
     if mesh is None or placements is None:
         return parameter.numel()
     sizes = list(parameter.shape)
-    # Go through the mesh in reverse: tensor parallelism comes last in the mesh and splits first. fully_shard splits the rest.
+    # Go through the mesh in reverse, because its last dimension (tensor parallelism) is split first. fully_shard then splits
+    # the parts.
     for number in reversed(range(len(placements))):
         dim = getattr(placements[number], "dim", None)
         if dim is not None:
@@ -198,7 +209,7 @@ def _without_parameters(group: dict[str, object]) -> dict[str, object]:
 
 
 def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the tensors that the optimizer's state calls "master" for half-precision parameters."""
+    """Return the tensors in the optimizer's state for half-precision parameters whose name contains "master"."""
     import torch
 
     return [
@@ -211,16 +222,16 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
-    """Return an optimizer's state in bytes by formula; ``None`` for an optimizer without a formula.
+    """Return an optimizer state's bytes by formula; ``None`` if there is no formula for the optimizer.
 
-    - Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a step count.
-    - SGD: a momentum buffer, if momentum is used.
-    - Adafactor (Shazeer and Stern 2018): a row and a column for each matrix.
-    - torchao's 8-bit Adam (Dettmers 2021): two averages with a byte for each value, a float32 scale for each block of
-      256 values, and a table of 256 float32.
+    - Adam and AdamW (Kingma and Ba 2014) keep two averages in the parameter's dtype (three with ``amsgrad``) and a step count.
+    - SGD keeps a momentum buffer, if momentum is used.
+    - Adafactor (Shazeer and Stern 2018) keeps a row and a column for each matrix.
+    - torchao's 8-bit Adam (Dettmers 2021) keeps two averages. Each has a byte for each value, a float32 scale for 256 values,
+      and a table with 256 float32 numbers.
 
-    torch keeps the step count on the host unless the optimizer is fused or capturable. It is then not counted for a model on
-    another device.
+    If the optimizer is neither fused nor capturable, torch keeps the step count on the host. The step count then counts only
+    for a model on the host.
 
     Example: fused AdamW keeps 2 x 4 x 1,000,000 + 4 = 8,000,004 bytes for a parameter with a million float32.
     """
@@ -238,7 +249,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.
 
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
-    """Return the state's bytes for a single parameter; ``None`` for an optimizer without a formula."""
+    """Return the state's bytes for a single parameter; ``None`` if there is no formula for the optimizer."""
     elements = shard_elements(parameter)
     nbytes = elements * parameter.element_size()
     is_counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
