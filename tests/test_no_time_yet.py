@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.facts.values.times import Round, Sample, Times
-from pytest_gpumem.judging.gate.judge import failing_outcomes
+from pytest_gpumem.judging.gate.failing import failing_outcomes
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.reports.html.page import page_of
 from pytest_gpumem.reporting.reports.json_report import from_json, to_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_gpumem.base.units import format_bytes, format_ratio
 from pytest_gpumem.facts.metrics import METRICS, Metric, MetricAttributes, Tolerance
-from pytest_gpumem.judging.gate.judge import MOST_BY_ENVIRONMENT
+from pytest_gpumem.judging.gate.doubts import MOST_BY_ENVIRONMENT
 from reference.markdown import attribute_docstrings, page, paragraphs, table
 
 INTRODUCTION = """

@@ -18,8 +18,11 @@ from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.facts.values.unknown_reads import UnknownReads
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline, baseline_of
+from pytest_gpumem.judging.gate.changes import with_changes
 from pytest_gpumem.judging.gate.difference import difference
-from pytest_gpumem.judging.gate.judge import MOSTLY_WORKSPACES, emulated_tolerances, failing_outcomes, judge
+from pytest_gpumem.judging.gate.failing import failing_outcomes
+from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
+from pytest_gpumem.judging.gate.notes import MOSTLY_WORKSPACES
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.failure import failure_text
@@ -40,7 +43,7 @@ def stored(environment=H100, workload=TRAIN, **metrics) -> Baseline:
 
 def judged(measurement, baseline=None, **budget: int) -> Verdict:
     """The verdict with the default tolerances; ``budget`` is the most of each metric."""
-    return judge(measurement, Budget(budget), baseline, DEFAULT_TOLERANCES)
+    return with_changes(judge(measurement, Budget(budget), baseline, DEFAULT_TOLERANCES), baseline)
 
 
 def outcome_of(measurement, budget=None, baseline=None, tolerances=DEFAULT_TOLERANCES, metric="peak_allocated"):

@@ -12,6 +12,7 @@ from pytest_gpumem.facts.metrics import Tolerance
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+from pytest_gpumem.judging.gate.comparison import Comparison
 from pytest_gpumem.judging.gate.speed import (
     idle_slowdown,
     idle_throughput,
@@ -51,6 +52,10 @@ def stored(*seconds: float, machine: str | None = HERE) -> Baseline:
     return Baseline(TRAIN, on(machine), {"peak_allocated": 1}, "2026-11-02", runs=runs)
 
 
+def time_verdict(measurement, budget, baseline, tolerance) -> MetricVerdict:
+    return judge_step_time(Comparison.of(measurement, budget, baseline, {"step_time": tolerance}))
+
+
 # Against the baseline
 
 
@@ -66,7 +71,7 @@ def stored(*seconds: float, machine: str | None = HERE) -> Baseline:
     ],
 )
 def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
-    verdict = judge_step_time(measured(*now), Budget(), stored(*[1.0] * 10), TOLERANCE)
+    verdict = time_verdict(measured(*now), Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert verdict.outcome is outcome
     assert (verdict.value, verdict.baseline, verdict.allowed) == (min(now), 1.0, 0.05)
     assert verdict.interval[0] < min(now) < verdict.interval[1]
@@ -75,27 +80,27 @@ def test_a_step_time_is_judged_by_all_samples_against_all_runs(now, outcome):
 
 def test_the_value_is_of_the_sample_that_decides_and_not_of_a_slower_valid_one():
     confirmed_by_none = measured(1.2, sample_of(*[1.0] * 12, invalid=THROTTLED, slowed=Slowdown(1e6)))
-    verdict = judge_step_time(confirmed_by_none, Budget(), stored(*[1.0] * 10), TOLERANCE)
+    verdict = time_verdict(confirmed_by_none, Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.value) == (Outcome.OK, 1.0)
     assert verdict.interval[0] < verdict.value < verdict.interval[1]
 
 
 def test_of_a_relative_and_an_absolute_tolerance_the_larger_one_holds():
     for tolerance, allowed in ((Tolerance(0.0, absolute=0.4), 0.4), (Tolerance(0.3, absolute=0.1), 0.6)):
-        verdict = judge_step_time(measured(2.3), Budget(), stored(*[2.0] * 10), tolerance)
+        verdict = time_verdict(measured(2.3), Budget(), stored(*[2.0] * 10), tolerance)
         assert (verdict.outcome, verdict.allowed) == (Outcome.OK, allowed)
-    verdict = judge_step_time(measured(2.3), Budget(), stored(*[2.0] * 10), Tolerance(0.0, absolute=0.1))
+    verdict = time_verdict(measured(2.3), Budget(), stored(*[2.0] * 10), Tolerance(0.0, absolute=0.1))
     assert (verdict.outcome, verdict.allowed) == (Outcome.REGRESSED, 0.1)
 
 
 def test_what_is_uncertain_has_its_reason():
     sample = sample_of(*[1.2] * 12, invalid=THROTTLED, slowed=Slowdown(1e6))
-    verdict = judge_step_time(measured(sample), Budget(), stored(*[1.0] * 10), TOLERANCE)
+    verdict = time_verdict(measured(sample), Budget(), stored(*[1.0] * 10), TOLERANCE)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, THROTTLED)
 
 
 def test_a_step_time_that_nobody_compares_is_recorded():
-    assert judge_step_time(measured(1.0), ASKED, None, TOLERANCE) == MetricVerdict("step_time", Outcome.RECORDED, 1.0)
+    assert time_verdict(measured(1.0), ASKED, None, TOLERANCE) == MetricVerdict("step_time", Outcome.RECORDED, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -108,20 +113,20 @@ def test_a_step_time_that_nobody_compares_is_recorded():
 )
 def test_times_of_another_machine_are_not_compared_and_the_verdict_says_so(here, there, machines):
     reason = f"time is not compared: the baseline's time comes from {machines}"
-    verdict = judge_step_time(measured(9.0, machine=here), Budget(), stored(1.0, machine=there), TOLERANCE)
+    verdict = time_verdict(measured(9.0, machine=here), Budget(), stored(1.0, machine=there), TOLERANCE)
     assert verdict == MetricVerdict("step_time", Outcome.RECORDED, 9.0, reason=reason)
     assert not verdict.gated
 
 
 def test_who_asked_for_a_limit_is_told_that_another_machine_cannot_hold_it():
-    verdict = judge_step_time(measured(9.0), ASKED, stored(1.0, machine=THERE), TOLERANCE)
+    verdict = time_verdict(measured(9.0), ASKED, stored(1.0, machine=THERE), TOLERANCE)
     assert (verdict.outcome, verdict.gated) == (Outcome.FOREIGN, False)
     assert THERE in verdict.reason
 
 
 @pytest.mark.parametrize("budget", [Budget(), ASKED], ids=["by default", "asked for"])
 def test_a_baseline_without_times_is_nothing_to_compare_with_and_the_verdict_says_so(budget):
-    verdict = judge_step_time(measured(1.0), budget, stored(), TOLERANCE)
+    verdict = time_verdict(measured(1.0), budget, stored(), TOLERANCE)
     reason = "no baseline of time yet: --gpumem-update=new adds it"
     assert verdict == MetricVerdict("step_time", Outcome.NEW, 1.0, reason=reason)
     assert not verdict.gated
@@ -130,7 +135,7 @@ def test_a_baseline_without_times_is_nothing_to_compare_with_and_the_verdict_say
 @pytest.mark.parametrize(("machine", "mode"), [(HERE, "new"), (THERE, "all")])
 def test_a_stored_time_that_is_not_compared_with_is_told_and_one_update_named(machine, mode):
     only_shown = replace(stored(machine=machine), metrics={"step_time": 2.0})
-    verdict = judge_step_time(measured(1.0), ASKED, only_shown, TOLERANCE)
+    verdict = time_verdict(measured(1.0), ASKED, only_shown, TOLERANCE)
     assert verdict.reason is not None
     assert verdict.reason.startswith(
         "no baseline of time yet: the stored time is only shown, because its run was disturbed; "

@@ -14,8 +14,10 @@ from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Row
 from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+from pytest_gpumem.judging.gate.changes import with_changes
 from pytest_gpumem.judging.gate.difference import Change, Difference, difference
-from pytest_gpumem.judging.gate.judge import failing_metrics, judge
+from pytest_gpumem.judging.gate.failing import failing_metrics
+from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.verdict import FAILING, Outcome, Verdict
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.explanation import (
@@ -64,7 +66,11 @@ def verdict_of(
     measurement = Measurement("call", Workload("call"), CPU, metrics, explanation=explanation)
     earlier = {"peak_allocated": then.total if then is not None else total // 2}
     entry = Baseline(Workload("call"), CPU, earlier, "2026-11-02", "abc1234", then)
-    return judge(measurement, Budget(), entry if baseline else None, DEFAULT_TOLERANCES)
+    return _verdict(measurement, entry if baseline else None)
+
+
+def _verdict(measurement: Measurement, baseline: Baseline | None) -> Verdict:
+    return with_changes(judge(measurement, Budget(), baseline, DEFAULT_TOLERANCES), baseline)
 
 
 # What grew
@@ -110,7 +116,7 @@ def test_calls_at_places_that_a_baseline_did_not_keep_are_of_other_lines():
     workload = Workload("call")
     entry = Baseline(workload, CPU, {"operators": 14}, "2026-11-02", by_operator={"operators": (kept, Tally("mm", 6))})
     measurement = Measurement("call", workload, CPU, {"operators": 21}, by_operator={"operators": now})
-    (told,) = explanation_blocks(judge(measurement, Budget(), entry, DEFAULT_TOLERANCES), ["operators"], "si")
+    (told,) = explanation_blocks(_verdict(measurement, entry), ["operators"], "si")
     assert told == literal_lines(
         """
         more operators  change  module       line

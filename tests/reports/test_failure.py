@@ -20,7 +20,8 @@ from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, Tally
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline
-from pytest_gpumem.judging.gate.judge import failing_outcomes, judge
+from pytest_gpumem.judging.gate.failing import failing_outcomes
+from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measuring.timing.comparison import Runs
 from pytest_gpumem.measuring.timing.intervals import LEVEL

@@ -48,32 +48,3 @@ def spread(peaks: Sequence[int]) -> str:
     """Return peaks as a text: ``"between 7.24 MB and 45.00 MB in 19 steps, median 12.10 MB"``."""
     lowest, highest, middle = map(format_bytes, (min(peaks), max(peaks), median_low(peaks)))
     return f"between {lowest} and {highest} in {len(peaks)} steps, median {middle}"
-
-
-def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
-    """Return whether chance may explain that one measurement's highest peak exceeds another's, because steps' peaks vary.
-
-    In four cases, chance does not explain the difference:
-
-    - The peaks in ``lower`` are all equal.
-    - Each step in ``higher`` needs at least as much as the same step in ``lower``. With a fixed seed, a regression looks like
-      this. With chance, some steps would need less.
-    - Even the lowest peak in ``higher`` exceeds all peaks in ``lower``.
-    - The maximum of ``higher`` exceeds the maximum of ``lower`` by more than the range of ``lower`` (maximum minus minimum).
-
-    Example:
-        ``differ_by_chance((10, 30, 20), (25, 10, 12), 1)`` is ``True``. The maximum grew from 25 to 30, but the peaks in
-        ``lower`` range from 10 to 25, and the first step needs less than in ``lower``.
-
-    Args:
-        higher: Each step's peak in bytes. The maximum exceeds the maximum of ``lower`` by more than ``allowed``.
-        lower: Each step's peak in the other measurement, in bytes.
-        allowed: A difference of at most this many bytes counts as equal.
-    """
-    most = max(lower)
-    if max(higher) - most > allowed + most - min(lower) or min(higher) - most > allowed:
-        return False
-    same_steps = list(zip(higher, lower, strict=False))
-    return max(peak for peak, _ in same_steps) - most <= allowed or any(
-        peak < lower_peak - allowed for peak, lower_peak in same_steps
-    )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from pytest_gpumem.facts.measurement import Environment, Measurement
+    from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.metrics import Metric
     from pytest_gpumem.judging.gate.baseline import Baseline
 
@@ -29,30 +27,10 @@ def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environm
     )
 
 
-def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str:
+def why_new(metric: Metric, measured_in: Environment, baseline: Baseline) -> str:
     """Return a clause on a metric without a baseline value: why it is not compared, and which option adds it."""
     torch = baseline.environment.details.get("torch", "?")
     lacking = f"not compared: the baseline ({baseline.recorded}, torch {torch}) has no {metric.title}"
-    if may_be_added(metric, measurement.environment, baseline.environment):
+    if may_be_added(metric, measured_in, baseline.environment):
         return f"{lacking}; --gpumem-update=new adds it"
     return f"{lacking}; --gpumem-update=all replaces the baseline, because it was recorded in another environment"
-
-
-def not_measured(measurement: Measurement, baseline: Baseline, comparable: Container[str]) -> list[str]:
-    """Return a clause for each metric in bytes or counts that the baseline has, but that cannot be compared.
-
-    Args:
-        measurement: The measurement.
-        baseline: The measurement's baseline.
-        comparable: The metrics that may be compared. Some metrics cannot be compared between an emulated GPU and a real GPU.
-    """
-    notes = []
-    for name in baseline.metrics:
-        metric = METRICS[name]
-        if metric.tolerance is None or metric.unit not in WHOLE:
-            continue
-        if name not in measurement.metrics:
-            notes.append(f"not compared: {metric.title}, which the baseline has, could not be measured")
-        elif name not in comparable:
-            notes.append(f"not compared: {metric.title} of an emulated GPU, which cannot be compared with a real GPU's")
-    return notes

@@ -13,9 +13,9 @@ from pytest_gpumem.measuring.timing.intervals import LEVEL
 if TYPE_CHECKING:
     from pytest_gpumem.base.units import ThroughputLimit
     from pytest_gpumem.facts.measurement import Environment, Measurement
-    from pytest_gpumem.facts.metrics import Tolerance
     from pytest_gpumem.facts.values.option_words import UpdateMode
-    from pytest_gpumem.judging.gate.baseline import Baseline, Budget
+    from pytest_gpumem.judging.gate.baseline import Baseline
+    from pytest_gpumem.judging.gate.comparison import Comparison
 
 MACHINE = "machine"
 """Times are compared only if this environment detail is equal in the measurement and the baseline."""
@@ -30,25 +30,20 @@ OUTCOMES: dict[SpeedOutcome, Outcome] = {
 }
 
 
-def judge_step_time(
-    measurement: Measurement, budget: Budget, baseline: Baseline | None, tolerance: Tolerance | None
-) -> MetricVerdict:
+def judge_step_time(comparison: Comparison) -> MetricVerdict:
     """Return the verdict on a step's time.
 
     A time from another machine is not compared. Its outcome is ``foreign`` if the test has a ``max_slowdown``, otherwise
     ``recorded``. If the baseline has no times, for example because its runs were disturbed, only the time is ``new``.
 
-    Args:
-        measurement: The measurement.
-        budget: The limits of the test.
-        baseline: The baseline for the same device and workload; ``None`` if there is none.
-        tolerance: The tolerated slowdown; ``None`` if times are not judged.
     """
+    measurement, tolerance = comparison.measurement, comparison.tolerances.get("step_time")
+    baseline = comparison.baseline if comparison.obstacle is None else None
     times = measurement.times
     value = measurement.metrics["step_time"]
     if times is None or baseline is None or tolerance is None:
         return MetricVerdict("step_time", Outcome.RECORDED, value)
-    has_limit = budget.max_slowdown is not None
+    has_limit = comparison.budget.max_slowdown is not None
     machine, baseline_machine = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
     if baseline.runs is None:
         return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
@@ -60,15 +55,15 @@ def judge_step_time(
         return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
     baseline_time = baseline.runs.median
     allowed = tolerance.allowed(baseline_time)
-    comparison = compare(times.samples, baseline.runs, allowed / baseline_time)
+    speed = compare(times.samples, baseline.runs, allowed / baseline_time)
     return MetricVerdict(
         "step_time",
-        OUTCOMES[comparison.outcome],
+        OUTCOMES[speed.outcome],
         value,
         baseline_time,
         allowed=allowed,
-        reason=comparison.reason,
-        interval=(comparison.low, comparison.high),
+        reason=speed.reason,
+        interval=(speed.low, speed.high),
     )
 
 

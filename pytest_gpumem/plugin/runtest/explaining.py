@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.judging.baselines.update import entries_to_write
 from pytest_gpumem.judging.gate.baseline import Baseline, baseline_of
-from pytest_gpumem.judging.gate.judge import failing_metrics
+from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.reporting.reports.explanation import out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import reads_any

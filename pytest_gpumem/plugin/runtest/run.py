@@ -107,7 +107,8 @@ class TestRun:
         if self.lost is not None:
             verdict, judged = self.judging.measured.not_measured(self.lost), []
         else:
-            verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
+            judged = [judged_measurement.with_changes() for judged_measurement in self.judged]
+            verdict = self.judging.verdict(judged, self.relations)
         missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
         return replace(verdict, missing=missing)
 

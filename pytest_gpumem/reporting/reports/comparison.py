@@ -14,6 +14,7 @@ from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, baseline_of
+from pytest_gpumem.judging.gate.changes import with_changes
 from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.speed import OUTCOMES
 from pytest_gpumem.judging.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict, worst
@@ -335,7 +336,7 @@ def changes_of(
     # A baseline stores no timed rounds, only their medians. So a baseline's times are shown but not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     if isinstance(old, Baseline):
-        verdict = judge(measurement, Budget(), old, tolerances)
+        verdict = with_changes(judge(measurement, Budget(), old, tolerances), old)
     else:
         verdict = judged_by(old, "the old side", measurement, tolerances)
     verdict_by_metric = {metric.metric: metric for metric in verdict.metrics}
@@ -370,7 +371,7 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
         tolerances: The tolerances by metric.
     """
     baseline = baseline_of(old, "", None)
-    verdict = judge(new, Budget(), baseline, tolerances)
+    verdict = with_changes(judge(new, Budget(), baseline, tolerances), baseline)
     explanation = verdict.measurement.explanation
     if explanation is None or baseline.composition is not None:
         return verdict

@@ -10,7 +10,7 @@ from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.units import UnitSystem, format_ratio
 from pytest_gpumem.facts.metrics import METRICS, Kind
 from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
-from pytest_gpumem.judging.gate.judge import failing_metrics
+from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.judging.gate.speed import update_that_adds_time
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.measuring.timing.intervals import LEVEL

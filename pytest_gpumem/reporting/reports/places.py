@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.units import format_bytes, format_bytes_change
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS
+from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.judging.gate.growths import KEPT_METRICS, kept_rows
-from pytest_gpumem.judging.gate.judge import failing_metrics
 from pytest_gpumem.judging.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.reporting.reports.explanation import (
     alternatives_title,

@@ -10,7 +10,7 @@ from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.selecting import nearest_tests, selected_keys
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.baseline import Key
-from pytest_gpumem.judging.gate.judge import failing_outcomes
+from pytest_gpumem.judging.gate.failing import failing_outcomes
 from pytest_gpumem.judging.gate.verdict import WHY_FAILED, Outcome
 from pytest_gpumem.reporting.reports.values import on_device, shown
 from pytest_gpumem.reporting.reports.view import headline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.facts.values.step_peaks import differ_by_chance
+from pytest_gpumem.judging.gate.doubts import differ_by_chance
 
 
 @pytest.mark.parametrize(

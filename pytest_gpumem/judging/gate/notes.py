@@ -1,0 +1,85 @@
+"""Notes beside a verdict: limits and metrics without effect, and workspaces in the peak. All functions are pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.units import format_bytes, format_bytes_change
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_gpumem.judging.gate.comparison import Comparison
+
+
+MOSTLY_WORKSPACES = (
+    "cuBLAS workspaces take more than half of the peak, and they have the same size in every step; use a larger batch to "
+    "see more of this step's own memory"
+)
+
+
+def notes_on(comparison: Comparison) -> tuple[str, ...]:
+    """Return the notes on a comparison, each as a sentence."""
+    return (
+        *_idle_limits(comparison),
+        *_incomparable(comparison),
+        *_changed_workspaces(comparison),
+        *_workspaces(comparison),
+    )
+
+
+def _idle_limits(comparison: Comparison) -> Iterator[str]:
+    """Yield a note for each limit of the budget whose metric was not measured."""
+    measurement = comparison.measurement
+    for name, limit in comparison.budget.limits.items():
+        if name not in measurement.metrics:
+            device = measurement.environment.device
+            yield f"{METRICS[name].budget} = {format_bytes(limit)} has no effect: there is no {name} on {device}"
+
+
+def _incomparable(comparison: Comparison) -> Iterator[str]:
+    """Yield a clause for each metric in bytes or counts that the baseline has, but that cannot be compared.
+
+    Some metrics cannot be compared between an emulated GPU and a real GPU.
+    """
+    if comparison.baseline is None or comparison.obstacle is not None:
+        return
+    for name in comparison.baseline.metrics:
+        metric = METRICS[name]
+        if metric.tolerance is None or metric.unit not in WHOLE:
+            continue
+        if name not in comparison.measurement.metrics:
+            yield f"not compared: {metric.title}, which the baseline has, could not be measured"
+        elif name not in comparison.tolerances:
+            yield f"not compared: {metric.title} of an emulated GPU, which cannot be compared with a real GPU's"
+
+
+def _workspaces(comparison: Comparison) -> Iterator[str]:
+    """Yield `MOSTLY_WORKSPACES` if workspaces take more than half of the peak."""
+    measurement = comparison.measurement
+    if 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf):
+        yield MOSTLY_WORKSPACES
+
+
+def _changed_workspaces(comparison: Comparison) -> Iterator[str]:
+    """Yield a note if the torch release differs from the baseline's, and cuBLAS workspaces have another size."""
+    measurement, baseline = comparison.measurement, comparison.baseline
+    if baseline is None:
+        return
+    torch, baseline_torch = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
+    if baseline.workspaces is None or torch == baseline_torch or measurement.workspaces == baseline.workspaces:
+        return
+    old_rest = int(baseline.metrics["peak_allocated"]) - baseline.workspaces
+    rest = measurement.peak_allocated - measurement.workspaces
+    change = "is unchanged"
+    if rest != old_rest:
+        change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
+    # A call, a loading or a region runs once and may create workspaces after its peak. So the remaining peak is unknown.
+    change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
+    yield (
+        f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "
+        f"took {format_bytes(baseline.workspaces)} with torch {baseline_torch}; the torch release causes this part of the "
+        f"change{change}"
+    )
