@@ -846,7 +846,7 @@ def test_a_store_of_any_name_keeps_its_lines_ends(repository, store):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("init", ["It proposes `[tool.gpumem]` in `pyproject.toml`,", "Existing files and sections are not changed."]),
+        ("init", ["settings in `[tool.gpumem]`", "Text that is already in these files stays unchanged."]),
         ("doctor", ["compares the current environment", "writes only the compiled libraries of an emulated GPU"]),
     ],
 )

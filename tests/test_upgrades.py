@@ -656,7 +656,7 @@ def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_ou
     (commits.path / "shipped.py").write_text(f"PEAK = {12 * MB}\n", encoding="utf-8")
     result = gpumem("bisect", "--good", "main", "--bad", "HEAD~10", *FIND[5:])
     assert result.exit_code == 0, result.output
-    assert "1 file is changed and not committed: only commits are compared\n" in result.stderr
+    assert "1 file has uncommitted changes, which are left out: only commits are compared\n" in result.stderr
     mended = commits.git("rev-parse", "HEAD")[:9]
     assert f"gpumem bisect: {mended} change 64 (Ada, " in result.stdout
     assert "mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
