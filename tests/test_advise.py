@@ -320,7 +320,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
         (
             ["hf.py:make", "--fits", "1GB"],
-            "write it under another module's name, because hf: is a source of models: from hf ",
+            "write a module with another name that contains `from hf import make`, because hf: ",
         ),
         (["advised_models:make", "--shard", "fsdp"], "shard=fsdp needs the number of ranks; add world=N"),
         (

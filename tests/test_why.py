@@ -248,7 +248,7 @@ def test_several_tests_are_listed(report):
     done = of_report(report, "test_b")
     assert done.exit_code == 2
     assert done.output.splitlines() == [
-        "Error: 'test_b' matches 2 tests; name one of them:",
+        "Error: 'test_b' matches 2 tests; choose one of them:",
         "  a.py::test_b",
         "  a.py::test_bb",
     ]

@@ -144,8 +144,8 @@ report_option = click.option(
     multiple=True,
     type=FilePath(writable=True),
     callback=_reports,
-    help="Also write the result to this file. `FILE.json` contains JSON, and `FILE.md` contains Markdown for a comment, an issue "
-    "or a job summary; `-` writes JSON to standard output. May be repeated.",
+    help="Also write the result to this file. `FILE.json` contains JSON. `FILE.md` contains Markdown for a comment, an issue "
+    "or a job summary. `-` writes JSON to standard output. May be repeated.",
 )
 
 
@@ -212,8 +212,8 @@ def ab(
     Exit status: 0 if nothing regressed, 1 if a test regressed or fails only in HEAD, 2 if nothing could be compared, for wrong
     usage, or if a run could not start its tests, 130 after Ctrl-C, 143 after SIGTERM.
     \f
-    After Ctrl-C and SIGTERM, the command prints the result so far. It ends the runs, and removes the worktrees and the temporary
-    folder.
+    After Ctrl-C and SIGTERM, the command prints the result so far. It ends the runs, and removes the worktrees and the
+    temporary folder.
 
     ## Runs
 
@@ -236,22 +236,23 @@ def ab(
 
     - Each verdict contains the change and its 95 % interval. The printed times are geometric means over the pairs, so the ratio
       of the two times is the change.
-    - If the interval of a step that is `not slower` reaches beyond `--max-slowdown`, the line says so: a slowdown up to the
-      interval's upper end is possible.
+    - If the interval of a step that is `not slower` reaches beyond `--max-slowdown`, the line names the largest slowdown that
+      these runs could have missed.
     - The runs end when every test has a verdict, after 4 pairs at the earliest.
 
     ## Bytes and counts
 
     - The tolerances come from `[tool.gpumem]` in `HEAD`. The marker's limits, budgets and the hook for tolerances are not
       applied.
-    - If a figure differs between the runs of `BASE`, or between the runs of `HEAD`, a note says so. The comparison then uses the
-      two figures that are closest to each other.
-    - Growth is explained by module and line, from the first run of `BASE` and the first run of `HEAD`. Changed lines come first.
+    - If a figure differs between the runs of `BASE`, or between the runs of `HEAD`, a note says so. The comparison then uses
+      the two figures that are closest to each other.
+    - Growth is explained by module and line, from the first run of `BASE` and the first run of `HEAD`. Changed lines come
+      first.
 
     ## Tests that are not compared
 
-    The report lists these tests, each with a reason: the test ran only in `BASE` or only in `HEAD`, was skipped, failed, or used
-    another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
+    The report lists these tests, each with a reason: the test ran only in `BASE` or only in `HEAD`, was skipped, failed, or
+    used another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
 
     ## Worktrees
 
@@ -269,8 +270,8 @@ def ab(
     - **Environments.** Requirements are installed into a virtual environment that also contains the packages of the current
       environment. The command installs the newest release of each named package that meets the requirement, and only those
       dependencies that the current environment lacks. So `BASE` and `HEAD` differ only in the packages that you named.
-    - **Another Python.** With `--base-python` or `--head-python`, the packages of the current environment are not used. Name all
-      packages that the tests need (`--base-with "-r requirements.txt"`).
+    - **Another Python.** With `--base-python` or `--head-python`, the packages of the current environment are not used. Name
+      all packages that the tests need (`--base-with "-r requirements.txt"`).
     - **Requirements** are written as for pip: `torch==2.15.*`,
       `transformers @ git+https://github.com/huggingface/transformers@main`.
     - **Paths in a requirements file** are resolved as pip resolves them. `-e ../x` and `./x.whl` begin in the current folder.
@@ -278,8 +279,8 @@ def ab(
       applied like `--constraint`.
     - **Reports** shorten absolute paths in requirements to the parts that differ between `BASE` and `HEAD`: `old/gpt` and
       `new/gpt`.
-    - **uv** installs the packages if it is on the `PATH`, otherwise pip does. If the requirements exclude each other, the command
-      shows the installer's message.
+    - **uv** installs the packages if it is on the `PATH`, otherwise pip does. If the requirements exclude each other, the
+      command shows the installer's message.
     - **Cached environments** are used again for the same packages on top of the same environment. Requirements without exact
       releases (`torch==2.15.*`) are installed again in each comparison. `gpumem cache` lists and removes the environments.
     - **torch:** if the device is an emulated GPU (`--gpumem-device=emulated:h100` in `PYTEST_ARGS`, or `device` in the

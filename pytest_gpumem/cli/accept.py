@@ -135,8 +135,8 @@ def accept(
 
     ## The questions on a terminal
 
-    - The command asks `accept (a), skip (s) or quit (q)` for each cause that concerns several tests, and then for each remaining
-      test. After `q`, it writes the baselines of the tests that you accepted before.
+    - The command asks `accept (a), skip (s) or quit (q)` for each cause that concerns several tests, and then for each
+      remaining test. After `q`, it writes the baselines of the tests that you accepted before.
     - A test with several causes is accepted when you accept the last of its causes. It is skipped when you skip any of them.
     - Without a terminal, as in a workflow, the command asks nothing and accepts all tests.
 
@@ -148,7 +148,7 @@ def accept(
     | refused | because |
     |---|---|
     | over budget | the test needs more than its budget, which a baseline does not change |
-    | failed by itself | the test, a subtest, its set-up or tear-down failed; or the report has an old format that does not say why |
+    | failed by itself | the test, a subtest, its set-up or tear-down failed; or an old report does not say why |
     | did not pass, not measured | a test that you named was skipped, failed as expected, or measured nothing |
     | nothing to accept | a test that you named passed, and its figures equal its baseline |
     | not by baselines | no baseline makes the test pass, for example if `max_slowdown` limits a test without times |
@@ -163,9 +163,9 @@ def accept(
     - The session ran without `--gpumem-baseline` and `--gpumem-update`, or with `--gpumem-against`.
     - The report has another format.
     - The store cannot be read or written, or has a newer format.
-    - The session ran at another commit than `HEAD`, and files outside the store differ between the two commits. A job for a pull
-      request checks out a merge commit, which has the same files if your branch is up to date. Fetch it with
-      `git fetch origin pull/NUMBER/merge`. Outside a git repository, a report without a commit is accepted.
+    - The session ran at another commit than `HEAD`, and files outside the store differ between the two commits. A job for a
+      pull request checks out a merge commit, which has the same files if your branch is up to date. Fetch it with `git fetch
+      origin pull/NUMBER/merge`. Outside a git repository, a report without a commit is accepted.
     """
     if tests and causes:
         raise click.UsageError("name tests or use --cause, not both")

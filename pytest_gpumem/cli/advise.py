@@ -256,14 +256,15 @@ def advise(
       `2 x layers x key heads x head size x (prompt tokens + N - 1) x samples` numbers, because the last token is not fed back.
       While the cache grows, the keys or values of a single layer exist twice.
     - The peak with few tokens does not predict the peak with many tokens. With few tokens, the prompt decides the peak. For
-      example, a small GPT-2 with prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384 tokens. With
-      many tokens, the allocator reserves more and more unused memory, because a longer block rarely fits into the space of a
-      shorter block. For example, a two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB in tensors after 32 tokens,
-      170 MB for 109 MB after 96 tokens, and 3.11 GB for 299 MB after 384 tokens.
-    - If N is 84 or more, an emulated GPU runs only 41 tokens: the first 28 tokens after the prompt, and the last 13 tokens after
-      another prompt that is as long as all text before them. If the allocations repeat from token to token, PyTorch's allocator
-      then repeats them for all N tokens. So allocated and reserved peaks are exact to the byte, but the peak's tensors are not
-      listed. If the allocations do not repeat, for example because the text reaches a sliding window, all N tokens run.
+      example, a small GPT-2 with prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384 tokens.
+      With many tokens, the allocator reserves more and more unused memory, because a longer block rarely fits into the space
+      of a shorter block. For example, a two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB in tensors after 32
+      tokens, 170 MB for 109 MB after 96 tokens, and 3.11 GB for 299 MB after 384 tokens.
+    - If N is 84 or more, an emulated GPU runs only 41 tokens: the first 28 tokens after the prompt, and the last 13 tokens
+      after another prompt that is as long as all text before them. If the allocations repeat from token to token, PyTorch's
+      allocator then repeats them for all N tokens. So allocated and reserved peaks are exact to the byte, but the peak's
+      tensors are not listed. If the allocations do not repeat, for example because the text reaches a sliding window, all N
+      tokens run.
 
     ## `--lora`
 
@@ -272,7 +273,8 @@ def advise(
       `targets=all-linear`. Models from other libraries need `targets`.
     - The model's own weights have no gradients and no optimizer state. They are stored in the config's precision.
     - With `bf16`, the adapters are stored in bfloat16 as well, and the printed code does the same. PEFT's default is float32.
-    - `--infer` and `--generate` are refused, because adapters are merged into the weights for inference and then need no memory.
+    - `--infer` and `--generate` are refused, because adapters are merged into the weights for inference and then need no
+      memory.
 
     ## `--all`
 
@@ -299,14 +301,15 @@ def advise(
     - a checkpoint, or a `backbone` in another repository;
     - attention or experts that are implemented outside transformers, for example `"attn_implementation": "org/kernel"`.
 
-    The values `sdpa`, `eager` and `flash_attention_2` are accepted. If the package `kernels` is installed, transformers may load
-    kernels that it chooses itself. `USE_HUB_KERNELS=NO` prevents most of them.
+    The values `sdpa`, `eager` and `flash_attention_2` are accepted. If the package `kernels` is installed, transformers may
+    load kernels that it chooses itself. `USE_HUB_KERNELS=NO` prevents most of them.
 
     **transformers.**
 
     - The class is the first entry of `architectures` that transformers has. Weights are made in the precision that the
       configuration names, or else in float32.
-    - The random batch contains tokens, images or sounds, and the labels that the class expects. There is no padding and no mask.
+    - The random batch contains tokens, images or sounds, and the labels that the class expects. There is no padding and no
+      mask.
     - Training uses no cache of keys and values.
     - If `--batch` sets another side for images, the model gets as many positions as an image has patches.
     - If the command cannot make a batch, for example for texts with images, the message says which function to write.
@@ -337,8 +340,8 @@ def advise(
       because `FACTORY` uses NumPy arrays or a random generator on the CPU, `FACTORY` is called again without a default device.
       The command then moves the model and the batch to the device.
     - For emulated GPUs, each measuring process imports `MODULE` and calls `FACTORY`. What they print goes to standard error.
-    - A module must not be named like a source of models, such as `hf`. Write `my_project.hf:make` if the module is in a package,
-      or else import the function into a module with another name.
+    - A module must not be named like a source of models, such as `hf`. Write `my_project.hf:make` if the module is in a
+      package, or else import the function into a module with another name.
 
     ## Search
 
@@ -354,8 +357,8 @@ def advise(
     - In the table, `lacks` is the missing memory. If there are more GPUs than configs, each GPU has a row.
     - "cannot run" means that torch has no kernels for the GPU, or that the GPU lacks a feature. For example, flash attention
       needs compute capability 8.0.
-    - A precision that torch has to emulate on the GPU, such as bfloat16 on a T4, is measured. It is recommended only if no other
-      config fits.
+    - A precision that torch has to emulate on the GPU, such as bfloat16 on a T4, is measured. It is recommended only if no
+      other config fits.
 
     ## Output
 
@@ -375,12 +378,12 @@ def advise(
     |---|---|
     | `format`, `exit_status` | 1, and the command's exit status |
     | `finished` | `false` after Ctrl-C |
-    | `subject`, `step`, `new_tokens`, `lora` | the model, the kind of step, the number after `--generate`, and the text after `--lora` |
+    | `subject`, `step`, `new_tokens`, `lora` | the model, the kind of step, and the values of `--generate` and `--lora` |
     | `attention` | the implementation of attention; `null` if transformers chose none for the model |
-    | `emulated`, `shard` | whether the devices are emulated, and the text after `--shard` |
+    | `emulated`, `shard` | whether the devices are emulated, and the value of `--shard` |
     | `largest_of` | `samples` with `--largest-batch`, `tokens` with `--longest-sequence` |
-    | `devices` | a list; each device has `device`, `limit`, `recommended` and `configs` |
-    | `recommended` | a list; each recommended config has `config`, `device`, `code`, `made_of_bytes`, `phase`, `made_of`, `why_not` |
+    | `devices` | each device: `device`, `limit`, `recommended` and `configs` |
+    | `recommended` | each recommended config: `config`, `device`, `code`, `made_of_bytes`, `phase`, `made_of`, `why_not` |
     | `notes`, `warnings` | the texts below the table |
 
     Each entry in `configs` has `config`, `peak` (the bytes that must fit), `peak_allocated` (the bytes in tensors in the same

@@ -118,8 +118,8 @@ def _name(text: str) -> str:
     metavar="URL",
     default="",
     callback=parsed(_address),
-    help="Link to the whole report at this address, for example `https://example.org/report.html`. Default with --run: the page "
-    "of the run.",
+    help="Link to the whole report at this address, for example `https://example.org/report.html`. Default with --run: the "
+    "page of the run.",
 )
 @click.option(
     "--artifact",
@@ -164,8 +164,9 @@ def comment(
     \f
     ## `--run`
 
-    - The command trusts nothing that the run wrote. It asks GitHub about the run, and searches the open pull requests for a pull
-      request whose branch, repository and newest commit were run. If there is not exactly one, the command writes no comment.
+    - The command trusts nothing that the run wrote. It asks GitHub about the run, and searches the open pull requests for a
+      pull request whose branch, repository and newest commit were run. If there is not exactly one, the command writes no
+      comment.
     - Only JSON files with at most 32 MiB are read, and their texts are escaped.
     - If a report is missing or broken, the comment says so. The comment also says if a report passed although its run failed.
 
@@ -218,8 +219,8 @@ def comment(
             "no issue was written, because the token may not write issues: give the job the permission issues: write "
             f"({error})"
             if issue is not None
-            else "no comment was written, because the token may not write comments. This is usual in a pull request from a fork. "
-            f"In other jobs, set the permission pull-requests: write ({error})"
+            else "no comment was written, because the token may not write comments. This is usual in a pull request from a "
+            f"fork. In other jobs, set the permission pull-requests: write ({error})"
         )
     except GitHubError as error:
         kind = "comment" if issue is None else "issue"
@@ -339,8 +340,8 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
         texts[content.file] = content.text if content.result is None else content.result.markdown(left)
         if len(texts[content.file]) > left:
             raise InputError(
-                f"{content.file} has {len(texts[content.file]):,} characters, but only {left:,} more fit into the comment: give "
-                "the report as JSON, which is shortened to its most important parts"
+                f"{content.file} has {len(texts[content.file]):,} characters, but only {left:,} more fit into the comment: "
+                "give the report as JSON, which is shortened to its most important parts"
             )
         left -= len(texts[content.file])
     return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"

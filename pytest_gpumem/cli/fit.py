@@ -223,8 +223,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
         )
     if fits[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError(
-            "the program uses no GPU memory: PyTorch allocated nothing on a CUDA device; check that the program moves its model "
-            "to cuda"
+            "the program uses no GPU memory: PyTorch allocated nothing on a CUDA device; check that the program moves its "
+            "model to cuda"
         )
     status = exit_status(fits, every=bool(words))
     _print(fits, arguments, status, as_json=form == "json")

@@ -128,8 +128,8 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
       in a job that runs no tests. GitHub starts this workflow only after it has been merged into the default branch. It is
       not proposed if `gpumem.yml` already exists.
     - `requirements-gpumem.txt`: the packages that the workflow installs.
-    - `.gitattributes`: `text eol=lf` for the store, so git never changes the line ends of baselines. The command adds no rule that
-      hides baselines in diffs, or that merges two versions of a baseline.
+    - `.gitattributes`: `text eol=lf` for the store, so git never changes the line ends of baselines. The command adds no rule
+      that hides baselines in diffs, or that merges two versions of a baseline.
 
     Rules:
 

@@ -111,8 +111,8 @@ def main(context: click.Context) -> None:
     ## Names
 
     `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. On PyPI, another project is named `gpumem`.
-    Its package installs a command `gpumem`, too. If that command comes first on the `PATH`, messages of this project tell you to
-    type `pytest-gpumem`, and `pytest-gpumem doctor` names its file. This project never runs the other command.
+    Its package installs a command `gpumem`, too. If that command comes first on the `PATH`, messages of this project tell you
+    to type `pytest-gpumem`, and `pytest-gpumem doctor` names its file. This project never runs the other command.
 
     ## Standard streams
 
