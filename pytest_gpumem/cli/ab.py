@@ -69,9 +69,9 @@ _RENDERERS: dict[str, Callable[[ComparisonResult], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
-"""The functions that write the result of a comparison for ``--report``, by the suffix of the file."""
+"""Functions to write the result of a comparison for ``--report``, by the suffix of the file."""
 _ERROR_RENDERERS: dict[str, Callable[[str], str]] = {".json": failure_as_json, ".md": failure_as_markdown}
-"""The functions that write an error for ``--report``, if nothing could be compared, by the suffix of the file."""
+"""Functions to write an error for ``--report`` if nothing could be compared, by the suffix of the file."""
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -98,13 +98,13 @@ def _python_option(side: str) -> Callable[[FC], FC]:
     return click.option(
         f"--{side}-python",
         metavar="PYTHON",
-        help=f"Run {side.upper()} with this Python, for example `python3.12`, in a new environment that contains only this "
-        f"plugin and the requirements in --{side}-with. Default: the current Python.",
+        help=f"Run {side.upper()} with this Python, for example `python3.12`, in a new environment with only this plugin "
+        f"and the requirements in --{side}-with. Default: the current Python.",
     )
 
 
 def with_pip_options(command: FC) -> FC:
-    """Add the option ``--constraint``, which limits the versions that pip installs."""
+    """Add the option ``--constraint``, which limits the versions of installed packages."""
     return click.option(
         "--constraint",
         "constraints",
@@ -120,7 +120,7 @@ def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
     """Return the option ``--max-slowdown``.
 
     Args:
-        condition: A sentence for the end of the help text that says when the option has an effect.
+        condition: A sentence for the end of the help text. It says when the option has an effect.
     """
     return click.option(
         "--max-slowdown",
@@ -368,7 +368,7 @@ def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], s
 
     Args:
         files: The files from ``--report``.
-        renderers: For each suffix, the function that turns the result into the file's text.
+        renderers: Functions to turn the result into the file's text, by suffix.
         result: The result to write.
 
     Raises:

@@ -68,8 +68,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests that grew because of cause N, for example `1`. N is the number of a row in the table of causes that "
-    "the session printed. May be repeated.",
+    help="Accept the tests that grew because of cause N, for example `1`. N is a row's number in the session's table of "
+    "causes. May be repeated.",
 )
 @store_option
 @click.option(
@@ -260,7 +260,9 @@ def _source(report: SessionReport, reason: str | None, backend: Backend, *, forc
 
 
 def _on_the_session(report: SessionReport) -> Iterator[str]:
-    """Yield sentences that say why, and for how many tests, the report has no result. Yield nothing for a complete report."""
+    """Yield the reason why the report lacks results, and the number of tests without a result. For a complete report, yield
+    nothing.
+    """
     if report.ended_early is not None:
         yield f"the session ended early: {report.ended_early}"
     if report.not_run:
@@ -274,7 +276,7 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
 def _accepted_by_a_person(
     changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
 ) -> list[Candidate]:
-    """Ask the user about each cause that concerns several tests, then about each remaining test, and return the accepted tests.
+    """Ask the user about each cause of growth in several tests, then about each remaining test, and return the accepted tests.
 
     Raises:
         click.Abort: Standard input ended before all questions were answered.
@@ -331,9 +333,9 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield a refusal for each test that the user named and whose figures equal its baseline.
+    """Yield a refusal for each test whose figures equal its baseline, if the user named the test.
 
-    If a pattern also matches a test with something to accept, no test that the pattern matches is refused.
+    If a pattern also matches a test with something to accept, none of its tests is refused.
     """
     for test in tests:
         titles = {result.verdict.nodeid for result in selected_results(report, [test])}
@@ -344,7 +346,7 @@ def _with_nothing_to_accept(
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each baseline that is written or removed if this test is accepted."""
+    """Yield a line for each written or removed baseline if this test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():

@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     "--fits",
     metavar="SIZE",
     callback=parsed(parse_size),
-    help="Limit the step to this much memory, for example `24GB` or `80GiB`. Default on an emulated GPU: the memory of that "
-    "GPU. On other devices there is no default: give --fits, or measure without a limit by --config or --all.",
+    help="Limit the step to this much memory, for example `24GB` or `80GiB`. Default on an emulated GPU: the GPU's "
+    "memory. On other devices there is no default: give --fits, or measure without a limit by --config or --all.",
 )
 @click.option(
     "--device",
@@ -135,8 +135,8 @@ if TYPE_CHECKING:
     "--all",
     "everything",
     is_flag=True,
-    help="Measure every combination of the values that the search tries, even after a config fits. A training step has up to "
-    "96 combinations.",
+    help="Do not stop when a config fits, but measure every combination of the search's values. A training step has up to 96 "
+    "combinations.",
 )
 @click.option(
     "--largest-batch",
@@ -178,10 +178,10 @@ def advise(
 
     A config says how a step runs: `amp-bf16,checkpoint=blocks` is mixed precision with recomputed layers. The command measures
     the step with one config after another until the step fits. It prints the peak with each config, the code for the config
-    that fits, and a list of the tensors that are live at the peak.
+    that fits, and a list of the live tensors at the peak.
 
-    The step is a training step with AdamW, or with --infer a forward pass. It fits if the memory that the allocator reserves
-    is at most the GPU's memory or --fits. On a CPU, the bytes in tensors are compared instead.
+    The step is a training step with AdamW, or with --infer a forward pass. It fits if the allocator reserves at most the
+    GPU's memory, or --fits. On a CPU, the bytes in tensors are compared instead.
 
     \b
     MODEL names a model from a library, or your own function:
@@ -215,12 +215,12 @@ def advise(
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
-    Exit status: 0 if each --device has a config that fits, or with `emulated:all` at least one GPU, 1 if no config fits, the
+    Exit status: 0 if a config fits into each --device, or with `emulated:all` at least one GPU, 1 if no config fits, the
     model fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
     If no limit is given, the status is 0 after at least one config was measured. With `--largest-batch` and
     `--longest-sequence`, the status is also 0 if only a batch smaller than `--batch` fits. After Ctrl-C, the command prints the
-    configs measured so far, and recommends the best config that fits.
+    configs measured so far, and recommends the best fitting config.
 
     ## `--batch`
 
@@ -278,14 +278,14 @@ def advise(
 
     ## `--all`
 
-    If no limit is given, the command recommends the config that saves most memory for its extra time.
+    If no limit is given, the command recommends the config with the best saving for its extra time.
 
     ## `--largest-batch`
 
     - The step runs with the printed size and fits. It also runs with the next size and does not fit. With `accumulate=4`, the
       next size is 4 samples larger.
     - If the model itself limits the size, for example by its number of positions, the command prints the reason.
-    - If no config fits with `--batch`, the command searches with the config that needs the least memory.
+    - If no config fits with `--batch`, the command searches with the config of the smallest peak.
 
     ## `--blocks`
 
@@ -299,10 +299,10 @@ def advise(
     - `auto_map`, if transformers does not have the model itself;
     - `trust_remote_code`, `use_kernels`, `kernel_config` or `attribute_map`;
     - a checkpoint, or a `backbone` in another repository;
-    - attention or experts that are implemented outside transformers, for example `"attn_implementation": "org/kernel"`.
+    - attention or experts from outside transformers, for example `"attn_implementation": "org/kernel"`.
 
     The values `sdpa`, `eager` and `flash_attention_2` are accepted. If the package `kernels` is installed, transformers may
-    load kernels that it chooses itself. `USE_HUB_KERNELS=NO` prevents most of them.
+    load kernels of its own choice. `USE_HUB_KERNELS=NO` prevents most of them.
 
     **transformers.**
 
@@ -346,8 +346,8 @@ def advise(
     ## Search
 
     - `accumulate=N` splits the batch into N micro-batches, so the search tries only numbers that divide the samples evenly.
-    - With a sharding by `fully_shard`, the search tries `mp-bf16` before `amp-bf16`. It skips configs that cannot be combined
-      with the sharding.
+    - With a sharding by `fully_shard`, the search tries `mp-bf16` before `amp-bf16`. It skips configs if they cannot be
+      combined with the sharding.
     - If a config cannot run here, fails or runs out of memory, its row in the table contains the reason. If `fp32`, the first
       config, fails with another error than missing memory, the search ends.
     - Steps are not timed on an emulated GPU, so the first config that fits is recommended. If faster precisions were not tried,
@@ -355,7 +355,7 @@ def advise(
     - On emulated GPUs, each config first runs with nearly unlimited memory. If its tensors would fit into the GPU but the
       reserved memory would not, the config runs again with the GPU's memory, because the allocator then releases its cache.
     - In the table, `lacks` is the missing memory. If there are more GPUs than configs, each GPU has a row.
-    - "cannot run" means that torch has no kernels for the GPU, or that the GPU lacks a feature. For example, flash attention
+    - "cannot run" means: torch has no kernels for the GPU, or the GPU lacks a feature. For example, flash attention
       needs compute capability 8.0.
     - A precision that torch has to emulate on the GPU, such as bfloat16 on a T4, is measured. It is recommended only if no
       other config fits.
@@ -506,7 +506,7 @@ class _ModelArgument:
 
 
 def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], *, over_time: bool) -> Advice:
-    """Search for a config that fits on each named device. Raises ``click.ClickException``."""
+    """Search for a fitting config on each named device. Raises ``click.ClickException``."""
     gpus = _gpus(device_names)
     if len(device_names) > 1 and not gpus:
         raise click.UsageError("several devices are only possible if all are emulated, for example emulated:h100")
@@ -523,7 +523,7 @@ def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], 
 
 
 class _ModelFailed(InputError):
-    """Error for a model that was found, but that cannot be made or whose first step fails."""
+    """Error if a model was found, but cannot be made, or its first step fails."""
 
     exit_code = 1
 
@@ -550,7 +550,7 @@ _EVERY = f"{EMULATED}{EVERY}"
 def _search_on_device(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Search for a config that fits on a device, and run all steps in this process."""
+    """Search for a fitting config on a device, and run all steps in this process."""
     if search.fits is None and (search.size_axis is not None or not (search.everything or search.configs)):
         alternative = "" if search.size_axis is not None else ", or measure every combination with --all"
         raise click.UsageError(
@@ -560,7 +560,7 @@ def _search_on_device(
     subject = subject_on(device)
 
     def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
-        # On an emulated GPU, peaks may lack the workspaces that cuDNN's kernels need on a real GPU.
+        # On an emulated GPU, peaks may lack the workspaces of cuDNN's kernels on a real GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
@@ -591,7 +591,7 @@ def _search_on_device(
 def _search_on_cards(
     search: Search, gpus: Sequence[Gpu], make_subject: Callable[[], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Search for a config that fits on each emulated GPU. Each config runs in its own process."""
+    """Search for a fitting config on each emulated GPU. Each config runs in its own process."""
     try:
         prepare()
         begin(gpus[0])

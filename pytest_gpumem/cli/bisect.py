@@ -114,8 +114,8 @@ _ERROR_RENDERERS = {".json": failure_as_json, ".md": failure_as_markdown}
 @click.option(
     "--packages",
     is_flag=True,
-    help="First find the package that caused the change, and then its release. The packages are those that differ between two "
-    "lock files (--good and --bad), or by default between the test's baseline and the current environment.",
+    help="First find the package that caused the change, and then its release. The command tries the packages whose releases "
+    "differ in two lock files (--good and --bad), or by default in the test's baseline and in this environment.",
 )
 @click.option(
     "--metric",
@@ -283,7 +283,7 @@ def bisect(
 
 @dataclass(frozen=True)
 class _CandidateSearches:
-    """The tests and options that all searches of a ``gpumem bisect`` command have in common.
+    """The tests and options for all searches of a ``gpumem bisect`` command.
 
     For example, ``--packages`` makes two searches: first for the package that caused the change, and then for its release.
     """
@@ -367,7 +367,7 @@ class _CandidateSearches:
         except InstallationError:
             if not bad.startswith(ADDRESS_PREFIX):
                 raise
-            # A package that was installed from a git address need not be on the package index.
+            # If a package was installed from a git address, the package index may lack it.
             listed = []
         return releases(package, listed, good, bad, pinned_releases)
 
@@ -405,8 +405,8 @@ def _search_for_red_test(
     *,
     first_parent: bool,
 ) -> SearchResult:
-    """Search the packages that differ from the baseline's environment. If no package is the cause, search the commits after the
-    baseline's commit.
+    """Search the packages whose releases differ from the baseline's environment. If none is the cause, search the commits
+    after the baseline's commit.
     """
     why_no_package = ""
     if red.good_releases or not red.gated:
@@ -511,7 +511,7 @@ def _releases_at_ends(
 
 
 def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> SearchResult:
-    """Search the packages that differ between the two ends, and then the releases of the package that caused the change.
+    """Search the differing packages, and then the releases of the package that caused the change.
 
     For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
     and a change caused by transformers, the first search finds transformers. The second search tries its releases from
@@ -520,7 +520,7 @@ def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: di
     differing, by_package = candidates.packages(good, bad)
     same = same_release_notes(good, bad)
     if not differing:
-        why = "; ".join(same) or "all packages that are listed at both ends have the same releases"
+        why = "; ".join(same) or "all packages have the same releases at both ends"
         raise NothingToSearch(f"{why}, so there is no release to search" if same else why)
     for sentence in same:
         _say(sentence)

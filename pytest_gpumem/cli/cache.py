@@ -46,11 +46,11 @@ def cache(*, clear: bool) -> None:
     - The environment variable `GPUMEM_CACHE` names the cache folder. By default, it is `$XDG_CACHE_HOME/pytest-gpumem`, usually
       `~/.cache/pytest-gpumem` on Linux.
     - The commands load libraries and run programs from this folder, so they make it accessible only to you.
-    - The commands refuse a folder that belongs to another user, that is a symbolic link, or that contains files while other
-      users can write to it. For example, root with the home folder of another user gets
+    - The commands refuse a folder if it belongs to another user, is a symbolic link, or contains files while other users can
+      write to it. For example, root with the home folder of another user gets
       `the cache /home/ada/.cache/pytest-gpumem is not used: the folder belongs to another user; set GPUMEM_CACHE to a new
       folder, or remove this one if it is yours`.
-    - The commands also refuse a folder that other users can replace, because they can write to its parent folder. A parent
+    - The commands also refuse a folder if other users can replace it, because they can write to its parent folder. A parent
       folder with the sticky bit, such as `/tmp`, is safe.
     - In GitHub Actions, the [action](../ci.md) uses a cache in the job's temporary folder, so no earlier job can have changed
       the cache.

@@ -78,7 +78,7 @@ def _name(text: str) -> str:
     metavar="ID",
     type=WholeNumber(min=1),
     help="Comment on the pull request for which this workflow run was started, for example `1234567`. REPORT comes from an "
-    "artifact of that run. Only JSON is read, because a stranger's code may have written the reports.",
+    "artifact of the run. Only JSON is read, because a stranger's code may have written the reports.",
 )
 @click.option(
     "--pull-request",
@@ -124,7 +124,7 @@ def _name(text: str) -> str:
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="Name the run's artifact that contains the report, for example `gpumem-report`. If a test failed because of its "
+    help="Name the run's artifact with the report, for example `gpumem-report`. If a test failed because of its "
     "baseline, or has no baseline, the comment shows how to download this artifact and accept the new figures.",
 )
 def comment(
@@ -150,7 +150,7 @@ def comment(
     `pull-requests: write`, or with --issue `issues: write`. If the token is read-only, as in a pull request from a fork, or if
     the job runs for no pull request, the command prints a notice and writes nothing. This is not an error.
 
-    A job that runs a pull request's code should not have a token with write access. So run the tests in one job, and comment
+    If a job runs a pull request's code, it should not have a token with write access. So run the tests in one job, and comment
     in another job with --run.
 
     \b
@@ -319,7 +319,7 @@ def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str,
 
 
 def _may_be_accepted(result: TestResult) -> bool:
-    """Return whether a new baseline would make the test pass, or would give the test the baseline that it lacks."""
+    """Return whether a new baseline would make the test pass, or would be the test's first baseline."""
     if result.failed:
         return result.verdict.accept is not None
     return result.passed and result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN)
@@ -329,7 +329,7 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
     """Return the comment's text without its hidden first line. Raises `InputError` if a report is too long."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     link = link or ("" if run is None else run.address)
-    # The run itself wrote the report, so a failed run could write a report that passed. GitHub knows whether the run failed.
+    # The run itself wrote the report, so a failed run could claim success. GitHub knows whether the run failed.
     passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept

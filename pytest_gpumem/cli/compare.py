@@ -26,7 +26,7 @@ from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     """Compare two reports, two revisions of the store, or two devices.
 
-    The command runs no test. It compares figures that were measured before: a JSON report (`pytest
+    The command runs no test. It compares earlier figures: a JSON report (`pytest
     --gpumem-report=FILE.json`), the store at a git revision (`main`, `HEAD~3`), or the baselines from a device in the store
     (`emulated-h100-80gb`). If NEW is missing, OLD is compared with the store in the current checkout. The command prints a
     line for each metric that changed from OLD to NEW, and for each measurement that is only in OLD or only in NEW.
@@ -46,7 +46,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     \f
     ## `OLD` and `NEW`
 
-    - A name that ends with `.json`, or that is the name of a file, is a report. `-` is a report on standard input. Any other
+    - A name is a report if it ends with `.json`, or if a file has this name. `-` is a report on standard input. Any other
       name is a git revision. If git does not know the name, it is a device, named like its folder in the
       [store](store-format.md).
     - Credentials in a store's URL are not shown.
@@ -61,7 +61,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     - **Step times** get a verdict only if `NEW` is a report, because a report contains the times of all rounds. Baselines
       contain only the medians. If the medians differ by more than the tolerance, they are printed without a verdict. Use
       `gpumem ab` to compare the speed of two revisions.
-    - **`failed`** is a test that failed in the report `NEW` and not in `OLD`: by itself, in its tear-down, by its budget or a
+    - **`failed`** means: the test failed in the report `NEW` and not in `OLD`, by itself, in its tear-down, by its budget or a
       relation, or because it did not finish. A test is also `failed` if it has figures in `OLD`, and its file could not be
       collected in `NEW`. A regressed test is not listed again as `failed`.
     - Tests that are `gone` or `unmeasured` do not count as worse.

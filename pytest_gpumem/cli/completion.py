@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def tests(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the ids of tests with baselines that begin with ``incomplete``.
+    """Return the ids of tests with baselines, if they begin with ``incomplete``.
 
     If no id begins with this text, return the matching names without the file: ``test_train`` for ``test_t``.
     """
@@ -41,7 +41,7 @@ def tests(context: click.Context, _parameter: click.Parameter, incomplete: str) 
 
 
 def slugs(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the slugs of devices in the store that begin with ``incomplete``, for example ``nvidia-h100-80gb-hbm3``."""
+    """Return slugs of devices in the store: ``nvidia-h100-80gb-hbm3`` if ``incomplete`` is ``nv``."""
     return _beginning((slug for slug, _ in _stored(context)), incomplete)
 
 
@@ -52,12 +52,12 @@ def slugs_and_files(context: click.Context, parameter: click.Parameter, incomple
 
 
 def cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of emulated GPUs that begin with ``incomplete``, for example ``l4``."""
+    """Return names of emulated GPUs: ``l4`` and ``l40s`` if ``incomplete`` is ``l``."""
     return _beginning(_cards(), incomplete)
 
 
 def devices(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the words for ``--device`` that begin with ``incomplete``, for example ``cuda`` and ``emulated:l4``."""
+    """Return values of ``--device``: ``cuda`` if ``incomplete`` is ``cu``, ``emulated:l4`` if it is ``emulated:l``."""
     emulated = (f"{EMULATED}{card}" for card in (EVERY, *_cards()))
     return _beginning((*BUILT_IN, AUTO, *emulated), incomplete)
 

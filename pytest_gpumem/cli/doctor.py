@@ -113,9 +113,9 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     ## JSON
 
     `--format json` prints an object with `format` (1), `exit_status`, `findings` and `facts`. Each finding is a row of the
-    text, with `status`, `subject`, `fact` and `mend`, the fix. `facts` are the collected values that led to the findings.
+    text, with `status`, `subject`, `fact` and `mend`, the fix. `facts` are the values from which the findings follow.
     """
-    # Copy the environment variables now, because a conftest.py that runs later could change them.
+    # Copy the environment variables now, because a conftest.py could change them later.
     environment = dict(os.environ)
     files = files_around()
     if not files.is_plugin_loaded:

@@ -1,4 +1,4 @@
-"""Write the files that ``gpumem init`` proposed. If one of them cannot be written, restore all files."""
+"""Write the proposed files of ``gpumem init``. If a file cannot be written, restore all files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def check_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Check that all files can be written, and that no path below the project contains a symbolic link.
+    """Check whether all files can be written, and whether a path below the project contains a symbolic link.
 
-    A branch from a stranger can contain a link to a file outside the repository. The diff would show the content of that file.
+    A branch from a stranger can contain a link to a file outside the repository. The diff would show the content of this file.
 
     Raises:
         InputError: A file cannot be written, or its path contains a link. The message names the first such file.
@@ -32,7 +32,7 @@ def check_edits(root: Path, edits: Sequence[Edit]) -> None:
 
 
 def write_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Check all files, and then write them. If a write fails, restore the files that were already written.
+    """Check all files, and then write them. If a write fails, restore all files written so far.
 
     Raises:
         InputError: A file cannot be written.

@@ -49,7 +49,7 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     When a Python process ends, it prints to standard error for each GPU that it used:
 
     - the peaks of allocated and reserved memory;
-    - the memory that was allocated at the peak, grouped by the line of the program that allocated it, with bytes and blocks.
+    - the allocated memory at the peak, in bytes and blocks, for each line of the program that allocated some of it.
 
     If the program replaces PyTorch's allocator, the history is missing, so only the peaks are printed. An allocator without
     statistics (`torch.cuda.memory.CUDAPluggableAllocator`) has no peaks either.

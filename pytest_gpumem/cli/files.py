@@ -1,4 +1,4 @@
-"""Read and write the files that a user names in arguments and options. ``-`` means standard input or output."""
+"""Read and write the files in a user's arguments and options. ``-`` means standard input or output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 STANDARD = Path("-")
-"""The path that means standard input or output instead of a file. A user writes ``./-`` for a file named ``-``."""
+"""The path for standard input or output instead of a file. A user writes ``./-`` for a file named ``-``."""
 LARGEST_REPORT = 2**29
 """Maximum characters in a report, 537 million. A report with three million numbers has only 60 million characters."""
 _STDIN = "pytest_gpumem.stdin"
@@ -25,7 +25,7 @@ _STDIN = "pytest_gpumem.stdin"
 
 
 class FilePath(click.Path):
-    """The click type of an argument that is the path of a file, or ``-`` for standard input or output."""
+    """The click type for the path of a file, or ``-`` for standard input or output."""
 
     def __init__(self, *, exists: bool = False, writable: bool = False) -> None:
         super().__init__(exists=exists, writable=writable, dir_okay=False, allow_dash=True, path_type=Path)
@@ -36,13 +36,13 @@ class FilePath(click.Path):
 
 
 def path_of(name: str | Path) -> Path:
-    """Return the path that a user typed: `STANDARD` for ``-``, and a file in the current folder for ``./-``."""
+    """Return the path for a user's text: `STANDARD` for ``-``, and a file in the current folder for ``./-``."""
     path = Path(name)
     return Path.cwd() / path if path == STANDARD and name not in ("-", STANDARD) else path
 
 
 def suffix_of(file: Path) -> str:
-    """Return the suffix that selects the format of a file. Standard input and output are always ``.json``."""
+    """Return a file's suffix, which selects its format. Standard input and output are always ``.json``."""
     return ".json" if file == STANDARD else file.suffix
 
 
@@ -94,7 +94,7 @@ def name_of(file: Path) -> str:
 
 @contextmanager
 def text_beside(files: Sequence[Path]) -> Iterator[None]:
-    """Redirect lines that the body prints to standard error, if ``-`` in ``files`` needs standard output for a report."""
+    """Send printed lines to standard error if ``files`` contains ``-``, because a report then needs standard output."""
     if STANDARD in files:
         with redirect_stdout(sys.stderr):
             yield

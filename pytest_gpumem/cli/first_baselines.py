@@ -45,7 +45,7 @@ class FirstBaselines:
         root: The root directory of pytest.
         tests: The folder whose tests are set up, as a path from the root directory.
         proposed: The proposal, whose files are already written.
-        collected: The tests that were found in the repository's source code.
+        collected: The tests in the repository's source code.
         environment: The environment variables for pytest sessions.
     """
 
@@ -108,7 +108,7 @@ class FirstBaselines:
         self._say_what_is_next(missing)
 
     def _say_what_is_next(self, missing: list[str]) -> None:
-        """Print the user's next steps: commands that record the ``missing`` baselines, and a commit of the files."""
+        """Print the user's next steps: commands to record the ``missing`` baselines, and a commit of the files."""
         if self.proposed.record_elsewhere is not None:
             device = self.proposed.record_elsewhere
             typed = f"python {' '.join(_recording(f'--gpumem-device={device}'))}"
@@ -128,7 +128,7 @@ class FirstBaselines:
         write_lines([f"then {step}"] if missing else ["", step])
 
     def _gate_once(self, commands: Sequence[Sequence[str]], verdicts: Sequence[TestVerdict]) -> set[str]:
-        """Run the gate on the code that recorded the baselines, and return the test functions that fail.
+        """Run the gate on unchanged code, right after the baselines were recorded, and return the failing test functions.
 
         Their figures must be random, because the code is the same.
 
@@ -153,7 +153,7 @@ class FirstBaselines:
 
         Args:
             differing: The test functions with random figures.
-            left_out: The test functions that were removed from the patterns before.
+            left_out: The test functions already removed from the patterns.
         """
         why = "they failed on the code that recorded their baselines (see above), so their figures are random"
         if self._leave_out(differing | left_out):
@@ -213,5 +213,5 @@ def _function(verdict: TestVerdict) -> str:
 
 
 def _recording(*options: str) -> list[str]:
-    """Return the arguments for Python that record missing baselines with these pytest options."""
+    """Return Python's arguments for a session with these pytest options. The session records missing baselines."""
     return ["-m", "pytest", "--gpumem-update=new", *options]

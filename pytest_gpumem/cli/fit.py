@@ -150,12 +150,12 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
 
     ## Notes
 
-    A line that begins with `note:` contains one of these remarks:
+    A line with `note:` contains one of these remarks:
 
     - The program only just fits. PyTorch had to return cached memory to the GPU before an allocation succeeded.
     - The program read a value that an emulated GPU does not compute. From then on, its memory may differ from the memory on a
       real GPU.
-    - The workspace memory that cuDNN needs on this GPU is not known.
+    - cuDNN's workspace memory on this GPU is not known.
     - A process was killed before it reported its memory.
     - Autograd graphs may fill the GPU, as in an inference program without `torch.no_grad()`. This note appears if all of
       these conditions hold: memory ran out before the first backward, the program made no optimizer, operations were
@@ -165,7 +165,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     ## Shared imports
 
     - Imports take most of a short run's time, so the runs of a script or module share them. A server process imports the
-      packages that the first run imported, and each further run is a fork of the server. To check this, the first run is
+      same packages as the first run, and each further run is a fork of the server. To check this, the first run is
       repeated in a fork. If the results differ, every run imports its packages itself.
     - Runs do not share imports for other commands (`torchrun`), for programs in which several processes use a GPU, or if
       sharing would not be faster. To switch sharing off, start Python through another program:
@@ -182,14 +182,14 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     - `outcome`: the outcome, as listed above.
     - `status`: the program's exit status, or a negative signal number if a signal killed the program.
     - `allocated`, `reserved`: the highest values in PyTorch's allocator, in bytes.
-    - `devices`: the number of GPUs that the program used.
+    - `devices`: the number of used GPUs.
     - `together`: the largest number of processes that used the same GPU at the same time.
     - `retries`: the number of allocations that succeeded only after PyTorch returned cached memory to the GPU.
     - `times_out_of_memory`: the number of failed allocations.
     - `ran_out`: the first failed allocation, with `device`, `wanted`, `allocated`, `reserved`, `line` and `without_tensor`,
       or `null`.
     - `message`: PyTorch's out-of-memory error.
-    - `last_lines`: the last lines that the program printed, if it failed by itself.
+    - `last_lines`: the last lines of the program's output, if it failed by itself.
     - `expandable`: whether the allocator used expandable segments.
     - `unknown`: the value that the program read although an emulated GPU does not compute it, or `null`.
     - `without_statistics`: whether the program uses its own allocator, which has no statistics.
@@ -242,7 +242,7 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gpus(words: Sequence[str]) -> list[Gpu]:
-    """Return the GPUs that the user named, or if there are none all known GPUs, beginning with the H100."""
+    """Return the GPUs in ``words``. If the user named no GPU, return all known GPUs, beginning with the H100."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
         requested = [emulated_gpu(word, own) for word in words]
@@ -300,7 +300,7 @@ def _try_all(
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.record(signal.SIGTERM)  # End the programs that are still running on other GPUs.
+            stop.record(signal.SIGTERM)  # End the running programs on other GPUs.
             raise
         finally:
             threads.shutdown(cancel_futures=True)

@@ -116,7 +116,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
-    """Return the baselines of the test that ``name`` matches. The result is empty if no test matches.
+    """Return the baselines of the test matching ``name``. The result is empty if no test matches.
 
     Raises:
         InputError: ``name`` matches several tests.
@@ -126,7 +126,7 @@ def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
 
 
 def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
-    """Return the baselines that the store had in the past for the test with exactly this id. Raises `GitError`."""
+    """Return the removed baselines of the test with exactly this id. Raises `GitError`."""
     file, _, test = name.partition("::")
     if not test:
         return []

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
 _LARGEST = 2**20
-"""Maximum bytes of a Python file that is read. A larger file is assumed to contain data, not tests."""
+"""Maximum bytes of a Python file. A larger file is not read, because it is assumed to contain data, not tests."""
 _NONE = (
     (
         "nothing is proposed, because no test was found that runs a model. Mark the tests to measure with @pytest.mark.gpumem, "
@@ -167,7 +167,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
     - Annotations show that a parameter or a method's result is a module. The command follows imports between the project's
       modules, `usefixtures`, and base classes of test classes into other files.
-    - The command does not find models that are made in other ways. Give their tests the marker.
+    - The command does not find models if they are made in other ways. Give their tests the marker.
     - The command finds test files, classes and functions by pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
       ...). It leaves out `collect_ignore` in a `conftest.py` and `--ignore` in `addopts`. Methods `test*` of each
       `unittest.TestCase` are tests, too. If the current folder is below the root directory, only its tests are set up.
@@ -178,7 +178,8 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     ## The first baselines
 
     - Baselines are recorded on the device in the settings. If the workflow uses another device, baselines are also recorded on
-      that device. If this machine does not have the device, the output says which command to run on a machine that has it.
+      this other device. If this machine does not have the device, the output says which command to run on a machine with the
+      device.
     - Baselines have no step times if the workflow does not time steps. Nothing is recorded if the store already has baselines.
     - If a test fails by itself, for example because it needs a network, the command removes it from `mark` and names it. The
       same happens to a test that fails the gate on the same code. If `[tool.gpumem]` existed before, the command only names
@@ -236,7 +237,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
 
 def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
-    """Yield a warning for each test file or conftest.py that cannot be parsed."""
+    """Yield a warning for each test file or conftest.py with a syntax error."""
     for path, why in sources.not_parsed.items():
         if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
             yield (
@@ -246,7 +247,7 @@ def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
 
 
 def _perhaps_ignored(found_tests: ProjectTests) -> Iterator[str]:
-    """Yield a warning for each test file that a conftest.py ignores under a condition."""
+    """Yield a warning for each test file in a conditional ``collect_ignore`` of a conftest.py."""
     for path in found_tests.perhaps_ignored:
         yield (
             f"a conftest.py ignores {path} under a condition that is known only when pytest runs, so the tests in {path} are "

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 A_RUN = 2 * 2**30
-"""Bytes of memory that a run is assumed to need: 0.6 to 1 GB for torch and a model library, and over 1 GB for the model."""
+"""Assumed bytes of memory for a run: 0.6 to 1 GB for torch and a model library, and over 1 GB for the model."""
 
 
 def jobs_option(limit: str) -> Callable[[_Function], _Function]:
     """Return the option ``--jobs``.
 
     Args:
-        limit: A sentence for the end of the help text, about a rule that runs at the same time must follow.
+        limit: A sentence for the end of the help text, about a rule for simultaneous runs.
     """
     return click.option(
         "--jobs",
@@ -39,7 +39,7 @@ def jobs_option(limit: str) -> Callable[[_Function], _Function]:
 
 
 def available() -> int | None:
-    """Return the bytes of memory that new programs can use; ``None`` if the system does not report the number.
+    """Return the bytes of free memory for new programs; ``None`` if the system does not report the number.
 
     On Linux, the number includes file caches, because the kernel frees them when programs need memory.
     """

@@ -151,7 +151,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
 
 
 def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], report: SessionReport) -> None:
-    """Check that the reports come from ``shards`` shards, and that the shards mention each test with a baseline.
+    """Check the number of shards, and whether a shard mentions each test with a baseline.
 
     Raises:
         InputError: The number of shards differs, a job probably ran twice, or no shard mentions a test with a baseline from a
@@ -192,7 +192,7 @@ def _print(report: SessionReport, parts: list[SessionReport], verbose: int) -> N
     text = terminal_text(replace(report, closing_lines=tuple(lines)), screen(), verbose)
     write_lines(text.tables)
     write_lines(failure_lines(report, screen()))
-    # Do not repeat the errors that ``terminal_text`` has already put into its lines.
+    # Do not repeat these errors, because the lines of ``terminal_text`` contain them already.
     printed = {*report.errors, report.nothing_done}
     write_lines(f"gpumem: {problem}" for problem in report.problems if problem not in printed)
     write_lines(text.lines)

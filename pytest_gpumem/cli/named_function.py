@@ -1,4 +1,4 @@
-"""Import the function that a user named as ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
+"""Import a user's function by its name ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_form(text: str) -> None:
 
 
 def _nearest_source(word: str) -> str | None:
-    """Return the source of models that is spelled like ``word``, for example ``timm`` for ``tim``.
+    """Return the source of models with a name similar to ``word``, for example ``timm`` for ``tim``.
 
     The result is ``None`` if no source has a similar name.
     """
@@ -90,7 +90,7 @@ def _nearest_source(word: str) -> str | None:
 
 
 def _is_configuration(path: Path) -> bool:
-    """Return whether a path is a model's configuration: an existing JSON file, or a folder that contains ``config.json``."""
+    """Return whether a path is a model's configuration: an existing JSON file, or a folder with a ``config.json``."""
     return (path.suffix == ".json" and path.is_file()) or (path / "config.json").is_file()
 
 

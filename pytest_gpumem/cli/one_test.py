@@ -1,4 +1,4 @@
-"""Find the test that a user named in an argument TEST, and explain errors if no test or several tests match."""
+"""Find the test for an argument TEST, and explain the error if no test or several tests match."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _listed(tests: Sequence[str]) -> list[str]:
 
 
 def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of all measurements in the test that ``name`` matches. The list is empty if no test matches.
+    """Return the keys of all measurements in the test matching ``name``. The list is empty if no test matches.
 
     Raises:
         InputError: Several tests match. The message lists up to 20 of them.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
-"""Arguments for pytest that hide a warning: this plugin was imported before pytest could rewrite the plugin's assertions."""
+"""Arguments for pytest to hide a warning: this plugin was imported before pytest could rewrite the plugin's assertions."""
 
 NOT_LOADED = (
     "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class _NotEmulating:
-    """A pytest plugin that sets the device to the default, so this package's plugin never emulates a GPU."""
+    """A pytest plugin to set the device to the default, so this package's plugin never emulates a GPU."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
@@ -138,7 +138,7 @@ def _checked(store: str) -> str:
 
 
 def store_backend(settings: Settings) -> Backend:
-    """Return the backend that reads the project's store. Raises `InputError` if the store does not exist."""
+    """Return the backend for the project's store. Raises `InputError` if the store does not exist."""
     backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
         restore = restoring_command(backend.root)
@@ -175,7 +175,7 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
 
 
 def checkout_of(backend: Backend) -> tuple[Checkout, str]:
-    """Return the git checkout that contains the store, and the store's path below the top of the checkout.
+    """Return the git checkout around the store, and the store's path below the top of the checkout.
 
     Raises:
         InputError: The store is not a folder, or is not in a git repository.
@@ -216,10 +216,10 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
 
 
 def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFactory]]:
-    """Return the devices that each plugin adds by the hook ``pytest_gpumem_devices``, by name.
+    """Call the hook ``pytest_gpumem_devices``, and return the devices from each plugin by name.
 
     Args:
-        conftest: True to also run the project's conftest.py, and to return the devices that it adds.
+        conftest: True to also run the project's conftest.py, and to return its devices.
 
     Raises:
         InputError: pytest cannot be started here.
@@ -245,7 +245,7 @@ def read_config(read: Callable[[pytest.Config], T]) -> T:
 
 
 def own_gpus_around() -> dict[str, Gpu]:
-    """Return the GPUs that the project defines in ``[tool.gpumem.gpus]``, by name.
+    """Return the project's own GPUs in ``[tool.gpumem.gpus]``, by name.
 
     They come from the nearest pyproject.toml with a table ``[tool.gpumem]``, in the current folder or its parents. pytest is
     not started, because a program on an emulated GPU need not be in a project with tests.

@@ -109,14 +109,14 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         have = counted(len(elsewhere), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
             f"{have} kept: this machine does not have the device ({devices}), and a machine with the device may collect the "
-            f"tests; run {command_name()} prune on that machine"
+            f"tests; run {command_name()} prune on such a machine"
         )
     if unlocked is not None:
         click.echo(f"warning: {unlocked}", err=True)
 
 
 class _Collector:
-    """A pytest plugin that stores pytest-gpumem's session and the collected tests for this command."""
+    """A pytest plugin to store pytest-gpumem's session and the collected tests for this command."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None

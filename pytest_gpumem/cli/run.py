@@ -1,4 +1,4 @@
-"""``gpumem run``: measures the training steps of a script that is not a test, and compares them with a baseline."""
+"""``gpumem run``: measures the training steps of an ordinary script, and compares them with a baseline."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     repeat = Command(("gpumem", "run", os.path.relpath(path), *own_options), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, repeat))
     status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *typed_options], session)
-    # pytest exits with 0 after a skipped test. For this command, a script that was not measured is a failure.
+    # pytest exits with 0 after a skipped test. For this command, an unmeasured script is a failure.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)

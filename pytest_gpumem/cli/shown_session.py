@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _END = 25
-"""How many of the last output lines are shown when the session ends."""
+"""Number of lines from the end of the output to show when the session ends."""
 _SUMMARY = ("gpumem:", "gpumem store:")
 """Prefixes of pytest-gpumem's summary lines. They are shown even if they are not among the last lines."""
 _PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
-"""The end of a progress line, in each style that pytest has: ``[ 50%]`` or ``[ 6/12]``."""
+"""The end of a progress line in pytest's styles: ``[ 50%]`` or ``[ 6/12]``."""
 
 
 def run_shown(
@@ -66,11 +66,11 @@ class _ShownOutput:
         self.output = output
         self._read = 0
         self._lines: list[str] = []
-        """Lines that are not progress lines. Lines before the first progress line, such as pytest's header, are dropped."""
+        """All lines except progress lines. Lines before the first progress line, such as pytest's header, are dropped."""
         self._began = False
 
     def show_progress(self, *, ended: bool = False) -> None:
-        """Show the progress lines that are new in the output file.
+        """Show the new progress lines in the output file.
 
         Args:
             ended: True if the session has ended, so the last line is complete even without a line break.

@@ -57,7 +57,7 @@ class WholeNumber(click.IntRange):
 
 
 def format_option(*formats: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--format`` for a command that prints its figures as a text, or in another format.
+    """Return the option ``--format``, with which a command prints its figures as a text or in another format.
 
     Args:
         formats: The other formats: some of ``"json"``, ``"markdown"`` and ``"html"``.
@@ -87,7 +87,7 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that parses the value of an option.
+    """Return a click callback to parse the value of an option.
 
     Args:
         parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the user's mistake.
@@ -112,7 +112,7 @@ def screen() -> Screen:
 
 
 def write_lines(lines: Iterable[Line | str]) -> None:
-    """Write lines to standard output. Lines that are plain strings are sanitized first."""
+    """Write lines to standard output. Plain strings are sanitized first."""
     target = screen()
     for line in lines:
         for text, style in [(target.legible(line), None)] if isinstance(line, str) else map(astuple, line):
@@ -167,7 +167,7 @@ def read_report(path: Path) -> SessionReport:
 
 
 def files_of(names: Sequence[str]) -> list[Path]:
-    """Return the files that a user named. ``-`` means standard input.
+    """Return the user's files. ``-`` means standard input.
 
     If the shell did not expand a pattern, this function does: ``shards/*.json`` becomes ``shards/a.json`` and
     ``shards/b.json``.

@@ -1,4 +1,4 @@
-"""Collect facts for ``gpumem doctor`` from files, from NVML, and from separate processes that import torch.
+"""Collect facts for ``gpumem doctor`` from files, from NVML, and from separate processes with torch.
 
 Collecting writes only the compiled stand-ins for CUDA's libraries, into the user's cache.
 """
@@ -33,7 +33,7 @@ _RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
-"""Python code that runs a module as ``-m`` does, but without the current folder on ``sys.path``.
+"""Python code to run a module as ``-m`` does, but without the current folder on ``sys.path``.
 
 A stranger may have put a ``torch.py`` into the current folder.
 """
@@ -45,7 +45,7 @@ def releases() -> dict[str, str]:
 
 
 def driver() -> str:
-    """Return the release of NVIDIA's driver from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
+    """Return the driver's release from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
     return NvmlGpu("").driver_version()
 
 
@@ -55,7 +55,7 @@ def compiling(environment: Mapping[str, str]) -> str | None:
 
 
 def reports() -> tuple[str, ...]:
-    """Return a sentence for each report format that cannot be written, because its packages are not installed."""
+    """Return a sentence for each report format whose packages are not installed."""
     return tuple(lacking for report_format in FORMATS if (lacking := report_format.lacking()) is not None)
 
 
@@ -65,9 +65,9 @@ def other_command() -> OtherCommand | None:
 
 
 def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
-    """Import torch and open devices in a new process, and return the facts that the process prints.
+    """Import torch and open devices in a new process, and return the facts from the output of this process.
 
-    If the process crashes, or takes longer than 180 s, this is the ``trouble`` of torch and of each device in the result.
+    If the process crashes, or takes longer than 180 s, torch and each device in the result have this as their ``trouble``.
 
     Args:
         words: The devices, as values of ``--gpumem-device``: built-in devices, or a single emulated GPU.
@@ -101,7 +101,7 @@ def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
 
 
 def _with_release(result: ProbeResult) -> ProbeResult:
-    """Add the release of torch from the metadata of the installed package, because torch cannot be imported."""
+    """Add torch's release from the metadata of the installed package, because torch cannot be imported."""
     try:
         release = version("torch")
     except PackageNotFoundError:

@@ -27,7 +27,7 @@ class TorchFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The result of opening and closing a device. No step ran on the device.
+    """Facts about a device after it was opened and closed. No step ran on the device.
 
     For example, on a machine without a GPU: ``DeviceFacts("cuda", trouble="no CUDA device: ...")``.
     """
@@ -48,7 +48,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The facts from a separate process that imported torch and opened devices."""
+    """Facts from a separate process, in which torch was imported and devices were opened."""
 
     torch: TorchFacts = field(default_factory=TorchFacts)
     devices: tuple[DeviceFacts, ...] = ()
@@ -56,13 +56,13 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """A group of baselines in the store that were recorded on the same device in the same environment."""
+    """Baselines in the store from the same device and the same environment, as a group."""
 
     environment: Environment
     baselines: int
     """The number of baselines in the group."""
     metrics: frozenset[str] = frozenset()
-    """The names of all metrics that these baselines contain."""
+    """The names of all metrics in these baselines."""
     has_times: bool = False
 
 
@@ -77,7 +77,7 @@ class StoreFacts:
     trouble: str | None = None
     """The reason why the store cannot be read."""
     restore: str | None = None
-    """The git command that restores a missing store. ``None`` if the store exists, or git does not track the store."""
+    """The git command to restore a missing store. ``None`` if the store exists, or git does not track the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ class Facts:
     releases: Mapping[str, str]
     """The installed releases of Python, pytest and this plugin, by name."""
     driver: str
-    """The release of NVIDIA's driver from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
+    """The driver's release from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
     torch: TorchFacts
     torch_emulated: TorchFacts
     """The facts from importing torch on an emulated GPU. Empty if this machine cannot emulate a GPU."""
     devices: tuple[DeviceFacts, ...]
     store: StoreFacts
     compiling: str | None = None
-    """A sentence that says what torch.compile lacks on an emulated GPU, and how to fix it. ``None`` if torch.compile works."""
+    """A sentence about missing requirements for torch.compile on an emulated GPU, and the fix; ``None`` if none is missing."""
     ignored: str | None = None
     """The nearest pyproject.toml with settings, if pytest ignores this file because pytest's root directory is above it."""
     is_default_device: bool = False

@@ -1,4 +1,4 @@
-"""Derive findings from facts. A finding says that a measurement works fully, partly or not at all, and how to fix it.
+"""Derive findings from facts. A finding says whether a measurement works fully, partly or not at all, and how to fix it.
 
 All functions are pure: they read no files and start no processes.
 """
@@ -31,7 +31,7 @@ _MACHINE = "machine"
 _EMULATE = "measure on an emulated GPU (--gpumem-device=emulated:h100) or on the CPU (--gpumem-device=cpu)"
 _RECORD_HERE = '`pytest --gpumem-update=all --gpumem-reason="{}"` records them again'
 _INSTRUCTION_SETS = ("DEFAULT", "AVX2", "AVX512")
-"""The instruction sets that torch distinguishes on x86-64. Each set includes the sets before it."""
+"""torch's instruction sets on x86-64, in ascending order. Each set includes the sets before it."""
 _MEGA = 1e6
 _PYPI, _BUILDS = "https://pypi.org/simple", "https://download.pytorch.org/whl"
 """Two package indexes. PyPI has torch's CUDA build for Linux. PyTorch's own index has a folder for each build: ``cu126``."""
@@ -139,13 +139,13 @@ def _public(release: str | int | None) -> str:
 
 
 def _cuda_build(release: str | None) -> str:
-    """Return a sentence with the command that installs the CUDA build of the same torch release."""
+    """Return a sentence with the command to install the CUDA build of the same torch release."""
     requirement = f"torch=={_public(release)}" if release else "torch"
     return f"pip install --force-reinstall {requirement} --index-url {_PYPI} installs the CUDA build"
 
 
 def _install(release: str) -> str:
-    """Return the command that installs a release of torch, in the build that ``release`` names: ``"2.12.0+cpu"``."""
+    """Return the command to install a torch release in the same build, for example ``"2.12.0+cpu"`` for CPUs."""
     build = release.partition("+")[2]
     if re.fullmatch(r"cpu|cu[0-9]+|rocm[0-9.]+|xpu", build):
         return f"pip install torch=={release} --index-url {_BUILDS}/{build}"
@@ -188,8 +188,8 @@ def _mend_of_cuda(facts: Facts) -> str:
         return _cuda_build(facts.torch.release)
     if _has_driver(facts):
         return (
-            f"check that nvidia-smi lists a GPU, that CUDA_VISIBLE_DEVICES does not hide the GPU, and that driver "
-            f"{facts.driver} is new enough for CUDA {facts.torch.cuda}"
+            f"check whether nvidia-smi lists a GPU, CUDA_VISIBLE_DEVICES hides the GPU, or driver {facts.driver} is too old "
+            f"for CUDA {facts.torch.cuda}"
         )
     return _EMULATE
 
@@ -252,7 +252,7 @@ def _compiling(facts: Facts) -> Iterator[Finding]:
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding for each device that says whether step times can be compared in clock cycles, or only in seconds."""
+    """Yield a finding for each device: its step times can be compared in clock cycles, or only in seconds."""
     for device in facts.devices:
         if device.trouble is not None or not device.tells_time or device.conditions is None:
             continue
@@ -394,7 +394,7 @@ def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts
 
 
 def differences(recorded: Environment, current: Environment) -> dict[str, tuple[str | int, str | int]]:
-    """Return the details that differ between two environments, each with its recorded and its current value.
+    """Return the differing details of two environments, each with its recorded and its current value.
 
     For example, ``{"torch": ("2.12.0", "2.13.0")}``. Details that are missing in one of the environments are left out.
     """

@@ -97,7 +97,7 @@ def _conditions(device: Device) -> tuple[Conditions, Conditions]:
     first_reading = device.conditions()
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        pass  # Keep this thread busy. Only a thread that runs can measure how long it waits for a core.
+        pass  # Keep this thread busy. A sleeping thread cannot measure how long it would wait for a core.
     return first_reading, device.conditions()
 
 

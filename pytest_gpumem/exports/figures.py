@@ -33,7 +33,7 @@ class ExportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The value of a metric in a measurement. ``value`` and ``interval`` are in the metric's unit, for example bytes."""
+    """A metric's value in a measurement. ``value`` and ``interval`` are in the metric's unit, for example bytes."""
 
     test: str
     """The test's id, for example ``"tests/test_gpt.py::test_train"``."""
@@ -42,18 +42,18 @@ class Figure:
     value: float
     environment: Environment
     config: str | None = None
-    """The text of the step config, for example ``"amp-bf16"``; ``None`` if the test measures its own code without a config."""
+    """The step config as a text, for example ``"amp-bf16"``; ``None`` if the test measures its own code without a config."""
     interval: tuple[float, float] | None = None
-    """The lower and upper end of the 95 % confidence interval; ``None`` if the metric is not a time or throughput."""
+    """The two ends of the 95 % confidence interval; ``None`` if the metric is not a time or throughput."""
     of: str | None = None
     """For a throughput, the items that are counted: ``samples``, ``tokens``, ``steps`` or ``items``."""
     ended: str = ""
-    """The end of the session in UTC: ``2026-11-21T16:20:05Z``."""
+    """The time at which the session ended, in UTC: ``2026-11-21T16:20:05Z``."""
     commit: str | None = None
 
     @property
     def series(self) -> tuple[str, str, str, str]:
-        """Return a key that is equal for the same figure in the reports of several sessions."""
+        """Return a key that is equal for the same figure in reports from several sessions."""
         return self.test, self.measurement, self.environment.slug, self.metric
 
 
@@ -63,7 +63,7 @@ class ExportedFigures:
 
     figures: tuple[Figure, ...]
     tests_without_figure: int = 0
-    """The number of tests without a figure. They were not measured, did not finish, or only compare two measurements."""
+    """Number of tests without a figure. They were not measured, did not finish, or only compare two measurements."""
     disturbed: tuple[str, ...] = ()
     """For each measurement whose times are invalid, the reason, for example another process on the GPU."""
     not_finite: tuple[str, ...] = ()
@@ -89,8 +89,8 @@ def figures_of(
     """Return the figures in ``reports``. Invalid times, infinite values and NaN are left out.
 
     Args:
-        reports: The reports, by a name for messages, for example the path of the file.
-        metrics: The names of the metrics to export. If the collection is empty, all metrics are exported.
+        reports: The reports, by a name for messages, for example the file's path.
+        metrics: Names of metrics to export. If the collection is empty, all metrics are exported.
         over_time: True if the reports may contain the same figure, from sessions that ended at different times.
 
     Raises:
@@ -170,7 +170,7 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes in front of a lone surrogate, or in front of a text that looks like a written surrogate, ``ud800``.
+"""Backslashes before a lone surrogate, or before a text that looks like a written surrogate, ``ud800``.
 
 They are doubled. Otherwise, the text ``\\ud800`` and the surrogate itself would be written in the same way.
 """
@@ -188,6 +188,6 @@ def benchmark_name(figure: Figure) -> str:
 def utf8(text: str) -> str:
     r"""Return ``text`` with each lone surrogate written as ``\ud800``, because UTF-8 cannot encode a lone surrogate.
 
-    Backslashes in front of a surrogate are doubled, so two different texts never become equal.
+    Backslashes before a surrogate are doubled, so two different texts never become equal.
     """
     return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))

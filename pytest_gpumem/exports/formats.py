@@ -23,10 +23,10 @@ The measures are ``latency`` in nanoseconds and ``throughput`` in operations per
 """
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
-"""Maximum bytes in the name of a benchmark at Bencher."""
+"""Maximum bytes in a benchmark's name at Bencher."""
 _DIGITS = 12
 _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
-"""The suffix of a metric's name in OpenMetrics for each unit. Names of counts have no suffix."""
+"""The suffix for a metric's name in OpenMetrics, by the metric's unit. Counts have no suffix."""
 
 
 def bencher(figures: Sequence[Figure]) -> str:
@@ -34,8 +34,8 @@ def bencher(figures: Sequence[Figure]) -> str:
 
     A benchmark has the name ``<test> (<measurement>) @ <device>`` and a measure for each metric, such as ``peak-allocated``.
     `step_time` becomes the measure ``latency``, and `throughput` the measure ``throughput``, because Bencher creates these two
-    measures for every project. Times are in nanoseconds. ``lower_value`` and ``upper_value`` are the ends of the 95 % interval
-    of a time or throughput. Bencher refuses names with more than 1,024 bytes, so a digest replaces the end of a longer name.
+    measures for every project. Times are in nanoseconds. For times and throughputs, ``lower_value`` and ``upper_value`` are
+    the ends of the 95 % interval. Bencher refuses names with more than 1,024 bytes, so a longer name ends in a digest.
     """
     benchmarks: dict[str, dict[str, dict[str, float]]] = {}
     for figure in figures:
@@ -54,14 +54,14 @@ def bencher(figures: Sequence[Figure]) -> str:
 def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
     """Return the metrics in which smaller values are better, or the metrics in which bigger values are better.
 
-    In a file for github-action-benchmark, all metrics must be of the same kind.
+    A file for github-action-benchmark must not contain both kinds.
 
     Args:
-        better: The kind, ``"smaller"`` or ``"bigger"``.
+        better: ``"smaller"`` or ``"bigger"``.
         among: The metrics from which to choose. If the collection is empty, all metrics are considered.
 
     Raises:
-        ExportError: No metric in ``among`` is of this kind.
+        ExportError: In no metric in ``among``, such values are better.
     """
     names = [name for name in among or METRICS if METRICS[name].larger_is_better == (better == "bigger")]
     if not names:
@@ -79,10 +79,9 @@ def github_action_benchmark(figures: Sequence[Figure]) -> str:
     The action reads the file with ``tool: customSmallerIsBetter`` or ``tool: customBiggerIsBetter``. So smaller values must be
     better in all figures, or bigger values in all figures.
 
-    Returns:
-        An array of objects with ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``, ``range`` and
-        ``extra``. For times and throughputs, ``range`` is the distance from the value to the far end of the 95 % interval.
-        ``extra`` contains the device, config, commit and environment.
+    Returns: A JSON array whose objects have ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``,
+        ``range`` and ``extra``. For times and throughputs, ``range`` is the distance from the value to the far end of the 95 %
+        interval. ``extra`` contains the device, config, commit and environment.
     """
     return json.dumps([_benchmark(figure) for figure in figures], indent=1) + "\n"
 
@@ -104,7 +103,7 @@ def _benchmark(figure: Figure) -> dict[str, Any]:
 def openmetrics(figures: Sequence[Figure]) -> str:
     """Return the figures as [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8.
 
-    Each metric is a family of gauges: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
+    Each metric becomes a gauge family: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
     ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device`` and
     ``config``. A throughput also has the label ``of`` with the counted items (``samples``). There are no timestamps, because
     the textfile collector of a node exporter refuses them.
@@ -124,7 +123,7 @@ def openmetrics(figures: Sequence[Figure]) -> str:
 
 
 def family(metric: Metric) -> str:
-    """Return the name of a metric in OpenMetrics: ``"gpumem_peak_allocated_bytes"`` for ``peak_allocated``."""
+    """Return a metric's name in OpenMetrics: ``"gpumem_peak_allocated_bytes"`` for ``peak_allocated``."""
     return f"gpumem_{metric.name}{_UNITS[metric.unit]}"
 
 

@@ -1,4 +1,4 @@
-"""Write figures as scalars for TensorBoard. It shows a run for each device, and a chart for each metric of a test.
+"""Write figures as scalars for TensorBoard. It shows a run for each device, and a chart for each metric and test.
 
 Each session adds a point to the chart. The scalars are written by ``torch.utils.tensorboard``, which stores tags unchanged and
 values in double precision: see https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX is not used, because it
@@ -66,13 +66,13 @@ def commits(folder: Path) -> Callable[[Figure], int]:
 def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
     """Write an event file for each device, into a subfolder that TensorBoard shows as a run.
 
-    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision. The end of the session becomes the
+    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision. The session's end becomes the
     scalar's wall time. Writing needs TensorBoard (``pip install tensorboard``).
 
     Args:
         figures: The figures to write.
         folder: The folder that gets a subfolder for each device.
-        step_of: Returns the position of a figure on the horizontal axis, for example a number of commits.
+        step_of: Returns a figure's position on the horizontal axis, for example a number of commits.
 
     Raises:
         ExportError: A figure cannot be written, or TensorBoard is missing.
@@ -82,7 +82,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
     for figure in figures:
         if _SAFE_FOLDER.fullmatch(figure.environment.slug) is None:
             raise ExportError(
-                f"{figure.test} was measured on the device {figure.environment.slug!r}, which cannot be the name of a folder"
+                f"{figure.test} was measured on the device {figure.environment.slug!r}, which cannot be a folder's name"
             )
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -101,7 +101,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 
 @functools.cache
 def _commits_to(commit: str, folder: Path) -> int:
-    # Check the commit, because a text from a report must not become an option of the git command.
+    # Check the commit, because a text from a report must not become an option for git.
     if _HASH.fullmatch(commit) is None:
         raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
     try:

@@ -63,7 +63,7 @@ def test_hostile_test_ids_come_back(tmp_path):
 
 def test_a_device_that_leads_out_of_the_folder_is_refused_before_anything_is_written(tmp_path):
     outside = type(H100)("../evil", "evil")
-    with pytest.raises(ExportError, match=r"test_a was measured on the device '\.\./evil', which cannot be the name"):
+    with pytest.raises(ExportError, match=r"test_a was measured on the device '\.\./evil', which cannot be a folder"):
         write_scalars(figures(report(result("test_a", called(outside)))), tmp_path / "in", seconds)
     assert not list(tmp_path.iterdir())
 

@@ -264,7 +264,7 @@ def test_a_token_that_may_only_read_fails_nothing_and_is_said(run, github, monke
     assert done.exit_code == 0
     assert done.output.startswith("gpumem: no comment was written, because the token may not write comments")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    assert run("gpumem.md").output.startswith("::notice title=gpumem::there is no comment")
+    assert run("gpumem.md").output.startswith("::notice title=gpumem::no comment was written")
 
 
 def test_a_job_for_no_pull_request_fails_nothing_and_says_so(run, github, tmp_path):
