@@ -253,7 +253,7 @@ def _source(report: SessionReport, reason: str | None, backend: Backend, *, forc
     why = why_other_commit(report.commit, Path.cwd(), folder)
     if why is not None:
         if not force:
-            raise InputError(f"{why}; --force-commit accepts it anyway, and says so in each baseline")
+            raise InputError(f"{why}; --force-commit accepts the report anyway, and says so in each baseline")
         at = f"measured at {report.commit or 'an unknown commit'}, accepted at {commit_of(Path.cwd()) or 'none'}"
         reason = f"{reason} ({at})" if reason else at
     return Source(report.ended[:10], report.commit, reason)

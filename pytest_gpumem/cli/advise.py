@@ -180,8 +180,8 @@ def advise(
     the step with one config after another until the step fits. It prints the peak with each config, the code for the config
     that fits, and a list of the live tensors at the peak.
 
-    The step is a training step with AdamW, or with --infer a forward pass. It fits if the allocator reserves at most the
-    GPU's memory, or --fits. On a CPU, the bytes in tensors are compared instead.
+    The step is a training step with AdamW, or with --infer a forward pass. The step fits if the allocator reserves no
+    more than the GPU's memory, or no more than --fits. On a CPU, the bytes in tensors are compared instead.
 
     \b
     MODEL names a model from a library, or your own function:
@@ -224,8 +224,8 @@ def advise(
 
     ## `--batch`
 
-    - `32` and a missing option leave the length to the model: a text has as many tokens as the model has positions, but at most
-      2,048, and an image has the side for which the model was made.
+    - If you give only the samples (`32`), or leave out this option, the model decides the size. A text has as many tokens as
+      the model has positions, but at most 2,048. An image has the side for which the model was made.
     - A function (`MODULE:FACTORY`) returns its own batch, so this option is refused.
 
     ## `--config`
@@ -311,7 +311,7 @@ def advise(
     - The random batch contains tokens, images or sounds, and the labels that the class expects. There is no padding and no
       mask.
     - Training uses no cache of keys and values.
-    - If `--batch` sets another side for images, the model gets as many positions as an image has patches.
+    - If `--batch` sets a side other than the model's own, the model gets as many positions as an image has patches.
     - If the command cannot make a batch, for example for texts with images, the message says which function to write.
 
     **timm and torchvision.**

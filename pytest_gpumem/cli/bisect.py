@@ -511,7 +511,7 @@ def _releases_at_ends(
 
 
 def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> SearchResult:
-    """Search the differing packages, and then the releases of the package that caused the change.
+    """Search the packages whose releases differ between ``good`` and ``bad``, and then the releases of the guilty package.
 
     For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
     and a change caused by transformers, the first search finds transformers. The second search tries its releases from

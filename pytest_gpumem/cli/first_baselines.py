@@ -36,10 +36,9 @@ class FirstBaselines:
 
     The setting ``mark`` lists patterns for the tests to measure.
 
-    Example:
-        In a repository with 12 tests, a test fails because it needs a network. It is removed from ``mark``, and the other 11
-        tests get baselines. Then the gate runs on the same code, and a test with random batch sizes fails. It is also removed
-        from ``mark``, and its baselines are removed from the store. The gate passes with the other 10 tests.
+    Example: In a repository with 12 tests, a test fails because it needs a network. This test is removed from ``mark``, and
+        the other 11 tests get baselines. Then the gate runs on the same code, and a test with random batch sizes fails. It is
+        also removed from ``mark``, and its baselines are removed from the store. The gate passes with the other 10 tests.
 
     Args:
         root: The root directory of pytest.

@@ -164,9 +164,9 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
 
     ## Shared imports
 
-    - Imports take most of a short run's time, so the runs of a script or module share them. A server process imports the
-      same packages as the first run, and each further run is a fork of the server. To check this, the first run is
-      repeated in a fork. If the results differ, every run imports its packages itself.
+    - Imports take most of a short run's time, so the runs of a script or module share them. A server process imports the same
+      packages as the first run, and each further run is a fork of the server. To check that a fork gives the same figures, the
+      first run is repeated in a fork. If the results differ, every run imports its packages itself.
     - Runs do not share imports for other commands (`torchrun`), for programs in which several processes use a GPU, or if
       sharing would not be faster. To switch sharing off, start Python through another program:
       `gpumem fit -- env python train.py`.

@@ -78,13 +78,13 @@ _NONE = (
     "--runner",
     type=click.Choice(RUNNERS),
     help="Propose a workflow that measures on `emulated` (an emulated GPU, on GitHub's runners), `self-hosted` (the GPU of "
-    "your own runner) or `cpu` (the CPU of GitHub's runners). Default: chosen by the tests, and so this machine can record the "
-    "baselines.",
+    "your own runner) or `cpu` (the CPU of GitHub's runners). Default: chosen so this machine can record the baselines, if "
+    "possible.",
 )
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set up a repository: settings, a workflow and first baselines.
 
-    The command finds the tests that run models. To find them, it reads their source code and runs nothing.
+    The command finds the tests that run models. It reads the source code of all tests, and does not run any code.
 
     \b
     Then it proposes to write:
@@ -169,8 +169,8 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
       modules, `usefixtures`, and base classes of test classes into other files.
     - The command does not find models if they are made in other ways. Give their tests the marker.
     - The command finds test files, classes and functions by pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
-      ...). It leaves out `collect_ignore` in a `conftest.py` and `--ignore` in `addopts`. Methods `test*` of each
-      `unittest.TestCase` are tests, too. If the current folder is below the root directory, only its tests are set up.
+      ...). It leaves out files that `collect_ignore` in a `conftest.py` or `--ignore` in `addopts` excludes. Methods `test*`
+      of each `unittest.TestCase` are tests, too. If the current folder is below the root directory, only its tests are set up.
     - Tests with the marker or the fixture `gpumem` are measured already, so `mark` does not name them.
     - The command names test files that cannot be parsed. It also names test files that a `conftest.py` ignores under a
       condition, and sets up their tests.
@@ -359,7 +359,7 @@ def _is_inside(store: str) -> bool:
 
 
 def _this_machine(environment: Mapping[str, str]) -> Machine:
-    """Return the usable devices and the versions on this machine. Separate processes import torch to find them."""
+    """Return the usable devices and the installed versions on this machine. torch is imported only in separate processes."""
     plain = collecting.probe(list(BUILT_IN), environment)
     emulated = collecting.probe([DEVICES["emulated"]], environment)
     usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}

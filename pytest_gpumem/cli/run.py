@@ -146,7 +146,7 @@ run.params += [_as_click_option(option) for option in OPTIONS if not option.for_
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:
-    """Return the values of the plugin's options, as click parsed them, as arguments for pytest."""
+    """Turn the plugin's options, as click parsed them, into arguments for pytest."""
     words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

@@ -43,7 +43,7 @@ class DeviceFacts:
     conditions: tuple[Conditions, Conditions] | None = None
     """The load on the device and its clock, read twice, half a second apart."""
     lacking: str | None = None
-    """The reason why convolution workspaces count as 0 bytes on an emulated GPU; ``None`` if they count or on other devices."""
+    """The reason why convolution workspaces count as 0 bytes on an emulated GPU; ``None`` if workspaces count."""
 
 
 @dataclass(frozen=True, slots=True)
