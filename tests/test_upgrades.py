@@ -513,7 +513,7 @@ def test_of_packages_that_differ_those_of_another_release_are_searched(project, 
     [
         ("memlib[x]", "'memlib[x]' contains more than the name of a package; give only memlib\n"),
         ("memlib==1.0", "'memlib==1.0' contains more than the name of a package; give only memlib\n"),
-        ("memlib @ https://example.org/m.whl", "is more than the name of a package; give only memlib\n"),
+        ("memlib @ https://example.org/m.whl", "contains more than the name of a package; give only memlib\n"),
         ("", "'' is not the name of a package; give a name such as transformers\n"),
         ("-r x", "'-r x' is not the name of a package; give a name such as transformers\n"),
     ],
