@@ -132,7 +132,9 @@ def test_a_planted_slowdown_is_found_and_what_changed_otherwise_is_told(reposito
     monkeypatch.chdir(repository.path / "tests")
     result = ab("before", "--report", str(tmp_path / "ab.json"), "--report", str(tmp_path / "ab.md"), "--", *PLAIN)
     assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("2 files are changed and not committed: only commits are compared\n1/16 base ")
+    assert result.stderr.startswith(
+        "2 files have uncommitted changes, which are left out: only commits are compared\n1/16 base "
+    )
     assert len(result.stderr.splitlines()) == 11
     lines = result.stdout.splitlines()
     assert [line.split()[-1] for line in lines[1:3]] == ["slower", "regressed"]

@@ -244,12 +244,12 @@ def test_a_test_whose_peak_is_as_it_was_is_told_with_what_changed(project):
 def test_each_test_is_told_with_its_figures_and_all_are_accounted_for(grown):
     output = accept("report.json", "--reason", "wider")
     assert output.splitlines()[0] == ("accepted test_it.py::test_a (call) on cpu-x86_64: peak 8.00 MB, was 4.00 MB")
-    assert output.splitlines()[-1] == "gpumem accept: 3 accepted, 1 left as before"
+    assert output.splitlines()[-1] == "gpumem accept: 3 accepted, 1 unchanged"
     (text,) = grown.stored().values()
     assert text.count('reason = "wider"') == 3
     assert grown.run("--gpumem-baseline").ret == 0
-    assert accept("report.json") == "gpumem accept: nothing to accept, 4 left as before\n"
-    assert accept("report.json", "test_a") == "gpumem accept: nothing to accept, 1 left as before\n"
+    assert accept("report.json") == "gpumem accept: nothing to accept, 4 unchanged\n"
+    assert accept("report.json", "test_a") == "gpumem accept: nothing to accept, 1 unchanged\n"
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_a_merged_report_is_accepted_on_each_of_its_devices(grown):
 @pytest.mark.parametrize(
     ("keys", "changed", "told"),
     [
-        ("a\na\na\n", {"test_a", "test_b", "test_less"}, "3 accepted, 1 left as before"),
-        ("s\na\ns\n", {"test_b"}, "1 accepted, 2 skipped, 1 left as before"),
-        ("a\nq\n", {"test_a"}, "1 accepted, 2 skipped, 1 left as before"),
-        ("x\ns\nq\n", set(), "0 accepted, 3 skipped, 1 left as before"),
+        ("a\na\na\n", {"test_a", "test_b", "test_less"}, "3 accepted, 1 unchanged"),
+        ("s\na\ns\n", {"test_b"}, "1 accepted, 2 skipped, 1 unchanged"),
+        ("a\nq\n", {"test_a"}, "1 accepted, 2 skipped, 1 unchanged"),
+        ("x\ns\nq\n", set(), "0 accepted, 3 skipped, 1 unchanged"),
     ],
 )
 def test_on_a_terminal_each_test_is_shown_and_asked_for(grown, monkeypatch, keys, changed, told):
@@ -351,7 +351,7 @@ def test_what_an_update_would_not_have_written_is_refused(project, more, budget,
     project.write(one("a", 2_000_000, more, budget))
     gated(project)
     if why is None:
-        assert refused(project, "nothing to accept, 1 left as before", code=0)
+        assert refused(project, "nothing to accept, 1 unchanged", code=0)
         why = "not measured"
     output = refused(project, why, "test_a")
     assert output.splitlines()[-1].startswith("gpumem accept: 0 accepted, 1 refused (")
@@ -422,7 +422,7 @@ def test_a_session_that_ended_early_says_what_has_no_result(project):
     refused(project, "test_b did not finish", "test_b", code=2)
     output = accept("report.json")
     assert "the session ended early: " in output
-    assert "the report has no result of 1 selected test, left as before: test_it.py::test_b" in output
+    assert "the report has no result of 1 selected test, so their baselines do not change: test_it.py::test_b" in output
     assert output.endswith("gpumem accept: 1 accepted\n")
 
 
@@ -462,7 +462,7 @@ def test_a_report_of_an_older_version_does_not_say_what_failed_a_test(grown):
     file = grown.path / "report.json"
     file.write_text(file.read_text().replace('"failed_by_gate": true, ', ""))
     output = accept("report.json", code=1)
-    assert output.endswith("gpumem accept: 1 accepted, 2 refused (failed by itself), 1 left as before\n")
+    assert output.endswith("gpumem accept: 1 accepted, 2 refused (failed by itself), 1 unchanged\n")
 
 
 def test_a_store_of_a_newer_format_is_left_as_it_is(grown):

@@ -301,7 +301,7 @@ def test_a_cause_that_there_is_not_is_told_with_those_that_there_are():
 
 @pytest.mark.parametrize(
     ("keys", "told"),
-    [("a\n", "4 accepted, 1 left as before"), ("s\n", "0 accepted, 4 skipped, 1 left as before")],
+    [("a\n", "4 accepted, 1 unchanged"), ("s\n", "0 accepted, 4 skipped, 1 unchanged")],
     ids=["accept", "skip"],
 )
 @pytest.mark.usefixtures("red")

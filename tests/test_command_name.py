@@ -81,7 +81,7 @@ def test_the_doctor_tells_of_another_packages_command_and_what_to_type(on_path):
         one for one in findings(replace(FACTS, other_command=command_name.other_command())) if one.subject == "command"
     )
     assert row.status == "limited"
-    assert row.fact == f"the first gpumem on the path belongs to another package: {path}, of the module gpumem.cli"
+    assert row.fact == f"the first gpumem on the PATH belongs to another package: {path}, of the module gpumem.cli"
     assert row.mend == "type pytest-gpumem, the second name of this package's command"
     assert not [one for one in findings(FACTS) if one.subject == "command"]
 

@@ -388,7 +388,7 @@ def test_programs_and_comments_get_the_same(repository):
         (["none.json", "v1"], "there is no file none.json"),
         (["v1", "pyproject.toml"], "pyproject.toml: it is not JSON"),
         (["v1", "HEAD", "--store", "memory://x"], "is not a folder"),
-        (["v1", "HEAD", "--store", "elsewhere"], "is in no git repository"),
+        (["v1", "HEAD", "--store", "elsewhere"], "is not in a git repository, so it has no history"),
         (["HEAD", "HEAD", "--store", "empty"], "nothing could be compared"),
     ],
 )

@@ -286,7 +286,7 @@ def test_no_more_run_at_a_time_than_there_is_memory_for(ran, monkeypatch):
     monkeypatch.setattr("pytest_gpumem.tools.fit.command.most_jobs", lambda jobs: most_jobs(jobs, lambda: A_RUN))
     result = fit("--jobs", "5", *FOUR, "train.py")
     assert result.exit_code == 0, result.output
-    assert "there is memory for 1 run at a time" in result.stderr
+    assert "free memory is enough for 1 run at a time" in result.stderr
 
 
 def test_programs_get_json_alone_on_standard_output(ran):

@@ -201,13 +201,13 @@ def test_whatever_a_test_a_reason_and_a_subject_are_called_each_change_is_one_li
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["test_"], "'test_' matches 2 tests; name one of them:\n  a.py::test_a\n  a.py::test_b\n"),
-        (["a.py::test_aa"], "there never was; there is a.py::test_a"),
+        (["test_"], "'test_' matches 2 tests; choose one of them:\n  a.py::test_a\n  a.py::test_b\n"),
+        (["a.py::test_aa"], "no commit ever contained a baseline of 'a.py::test_aa'; there is a.py::test_a"),
         (["test_a", "--metric", "flops"], "ever had flops"),
         (["test_a", "--slug", "a10"], "--slug a10"),
         (["test_a", "--store", "memory://x"], "is not a folder"),
         (["test_a", "--store", "fresh"], "is in no commit yet: run `git add fresh/h100/a.py.toml`"),
-        (["test_a", "--store", "OUTSIDE"], "is in no git repository"),
+        (["test_a", "--store", "OUTSIDE"], "is not in a git repository, so it has no history"),
     ],
 )
 def test_where_there_is_no_history_it_says_why_and_ends_with_2(repository, tmp_path, arguments, said):

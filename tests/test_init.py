@@ -252,7 +252,7 @@ def test_a_missing_device_in_the_settings_is_to_be_recorded_on_its_machine(repos
     assert "the workflow gates on cuda, which this machine does not have: record the baselines" in done.output
     first = "python -m pytest --gpumem-update=new --gpumem-device=cuda (on a machine that has cuda)"
     *said, last = done.output.splitlines()[-3:]
-    assert said == ["the gate needs baselines that are not recorded yet; first run:", f"  {first}"]
+    assert said == ["the gate needs baselines that are not recorded yet. First run:", f"  {first}"]
     assert re.fullmatch(r"then (replace .*, and )?commit the written files and the recorded baselines; .*", last)
 
 
@@ -676,8 +676,8 @@ def test_a_test_whose_figures_depend_on_chance_is_left_out_and_said(differing):
     project = differing
     done = init("--yes")
     assert done.exit_code == 0, done.output
-    why = "because they failed on the code that recorded them (see above), so their figures depend on chance"
-    named = "add them when they repeat (with a seed):\n  test_more.py::test_differs\n"
+    why = "because they failed on the code that recorded their baselines (see above), so their figures are random"
+    named = "add them when their figures repeat, for example with a seed:\n  test_more.py::test_differs\n"
     assert f"\nleft out of mark, {why}; {named}" in done.output
     assert "test_more.py" not in (project.path / SETTINGS).read_text()
     gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None, separate=True)
@@ -845,7 +845,7 @@ def test_a_store_of_any_name_keeps_its_lines_ends(repository, store):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("init", ["It proposes `[tool.gpumem]` in `pyproject.toml`,", "Existing files and sections are not changed."]),
+        ("init", ["settings in `[tool.gpumem]`", "Text that is already in these files stays unchanged."]),
         ("doctor", ["compares the current environment", "writes only the compiled libraries of an emulated GPU"]),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_folder_that_ran_twice_does_not_stand_for_one_that_got_lost(folder):
 def test_a_shard_whose_report_is_missing_is_found_by_their_number(halves):
     result = merge("a.json", "b.json", "--shards", "3")
     assert result.exit_code == 2
-    assert "there are reports of 2 shards, expected 3: a.json, b.json" in result.output
+    assert "the reports come from 2 shards, expected 3: a.json, b.json" in result.output
     assert merge("a.json", "b.json", "--shards", "2").exit_code == 0
 
 

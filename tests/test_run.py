@@ -146,7 +146,7 @@ def test_without_the_device_a_script_is_not_run_and_the_command_fails(script):
     [
         (["missing.py"], "'missing.py' does not exist"),
         (["scripts/train.py", "--steps", "2"], "2 is not in the range x>=4"),
-        (["scripts/train.py", "--as", "a::b"], "'a::b' becomes part of a test's id"),
+        (["scripts/train.py", "--as", "a::b"], "'a::b' would be part of a test's id"),
         (["scripts/train.py", "--gpumem-update=some"], "'some' is not one of"),
         (
             ["scripts/train.py", "--gpumem-basline"],

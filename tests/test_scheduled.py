@@ -229,7 +229,7 @@ def test_of_several_requirements_the_one_that_did_it_is_named(job, github):
             "says: the tests import no package that differs (unrelated as installed and 1.1)",
             marks=pytest.mark.thorough,
         ),
-        (" ", "says: Missing argument 'BASE', or --base-with or --head-with."),
+        (" ", "says: Missing argument 'BASE': name a revision, or give --base-with or --head-with."),
     ],
 )
 def test_what_cannot_be_compared_is_red_and_says_why_in_a_sentence(job, github, against, why):

@@ -111,7 +111,10 @@ def test_a_device_of_a_conftest_is_looked_for_only_if_that_is_typed(planted):
     settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "theirs"'), encoding="utf-8")
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 2
-    assert "if a conftest.py adds it, `gpumem doctor --conftest` runs that file and checks the device" in done.output
+    assert (
+        "if a conftest.py adds the device, `gpumem doctor --conftest` runs this conftest.py and checks the device"
+        in done.output
+    )
     assert not planted.exists()
 
 

@@ -144,5 +144,5 @@ def test_a_report_that_is_too_large_is_refused(tmp_path, monkeypatch):
     (tmp_path / "report.json").write_text("1" * 100, encoding="utf-8")
     assert len(read_text(tmp_path / "report.json")) == 100
     (tmp_path / "report.json").write_text("1" * 101, encoding="utf-8")
-    with pytest.raises(OSError, match="it has more than 100 characters, the limit for a report"):
+    with pytest.raises(OSError, match="the report has more than 100 characters, the limit"):
         read_text(tmp_path / "report.json")

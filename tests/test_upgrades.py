@@ -439,7 +439,7 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
             ["--from", "ab.json", "test_it.py"],
             "--from already names the test and both ends; leave out TEST, --good, --bad,",
         ),
-        ([], "Missing argument 'TEST...', or --from."),
+        ([], "Missing argument 'TEST...': name a test, or give --from REPORT."),
         (["--from", "ab.json", "--report", "found.txt"], "found.txt has to end with .json or .md"),
     ],
 )
@@ -511,9 +511,9 @@ def test_of_packages_that_differ_those_of_another_release_are_searched(project, 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("memlib[x]", "'memlib[x]' is more than the name of a package; give only memlib\n"),
-        ("memlib==1.0", "'memlib==1.0' is more than the name of a package; give only memlib\n"),
-        ("memlib @ https://example.org/m.whl", "is more than the name of a package; give only memlib\n"),
+        ("memlib[x]", "'memlib[x]' contains more than the name of a package; give only memlib\n"),
+        ("memlib==1.0", "'memlib==1.0' contains more than the name of a package; give only memlib\n"),
+        ("memlib @ https://example.org/m.whl", "contains more than the name of a package; give only memlib\n"),
         ("", "'' is not the name of a package; give a name such as transformers\n"),
         ("-r x", "'-r x' is not the name of a package; give a name such as transformers\n"),
     ],
@@ -656,7 +656,7 @@ def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_ou
     (commits.path / "shipped.py").write_text(f"PEAK = {12 * MB}\n", encoding="utf-8")
     result = gpumem("bisect", "--good", "main", "--bad", "HEAD~10", *FIND[5:])
     assert result.exit_code == 0, result.output
-    assert "1 file is changed and not committed: only commits are compared\n" in result.stderr
+    assert "1 file has uncommitted changes, which are left out: only commits are compared\n" in result.stderr
     mended = commits.git("rev-parse", "HEAD")[:9]
     assert f"gpumem bisect: {mended} change 64 (Ada, " in result.stdout
     assert "fixed it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
@@ -702,7 +702,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypat
         (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs both in base and in head"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),
-        (["--package", "a", "--good", "1.0"], "name both ends"),
+        (["--package", "a", "--good", "1.0"], "Missing option '--bad' or '--good': give both"),
         (["--package", "a", "--packages"], "exclude each other"),
     ],
 )

@@ -248,7 +248,7 @@ def test_several_tests_are_listed(report):
     done = of_report(report, "test_b")
     assert done.exit_code == 2
     assert done.output.splitlines() == [
-        "Error: 'test_b' matches 2 tests; name one of them:",
+        "Error: 'test_b' matches 2 tests; choose one of them:",
         "  a.py::test_b",
         "  a.py::test_bb",
     ]
@@ -332,7 +332,7 @@ def test_without_a_cache_nothing_is_kept_and_the_sentence_says_what_writes_a_rep
 
 def test_where_no_session_ran_the_sentence_says_what_to_run(project):
     error = why(project, "test_fine", ends=2)
-    assert "`pytest --gpumem-baseline` keeps one" in error
+    assert "`pytest --gpumem-baseline` and any other session with a measured test keep a report there" in error
     assert not (project.path / ".pytest_cache").exists()
 
 

@@ -100,7 +100,7 @@ def test_a_test_that_is_in_no_report_is_told_with_those_that_are(test, said):
     [
         (
             "lfm2/config.json",
-            "there is no file lfm2/config.json; a configuration is named with its source, 'hf:lfm2/config.json'",
+            "there is no file lfm2/config.json; a configuration file is written 'hf:lfm2/config.json'",
         ),
         ("here/config.json", "here/config.json is a configuration: did you mean 'hf:here/config.json'?"),
         ("here", "here is a configuration: did you mean 'hf:here'?"),

@@ -1,11 +1,10 @@
-"""The ``gpumem`` command. The module of a subcommand is only imported when the subcommand is used."""
+"""The ``gpumem`` command. To start quickly, it imports only the module of the subcommand that the user typed."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from typing import NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -14,49 +13,31 @@ from pytest_gpumem import __version__
 from pytest_gpumem.base.terminals import wants_colour
 from pytest_gpumem.base.units import nearest
 
-
-class Subcommand(NamedTuple):
-    """A subcommand in the list of ``gpumem --help``, which imports no subcommand. Its module is below `tools`."""
-
-    help: str
-    module: str
-
-
-GROUPS = {
-    "First steps": {
-        "init": Subcommand("Set up a repository: settings, a workflow and first baselines.", "init.command"),
-        "doctor": Subcommand("Check which measurements work here, and how to enable the others.", "doctor.command"),
-        "run": Subcommand("Measure and gate the training steps of a script.", "run.command"),
-    },
-    "Baselines and reports": {
-        "show": Subcommand("Show the baselines in the store.", "store.show"),
-        "history": Subcommand("Show when and why a baseline changed.", "store.history"),
-        "prune": Subcommand("Remove the baselines of tests that no longer exist.", "store.prune"),
-        "accept": Subcommand("Write baselines from the report of a session on another machine.", "accept.command"),
-        "merge": Subcommand("Merge the reports of shards into one report with one verdict.", "report.merge"),
-        "export": Subcommand("Write the figures in session reports for another tool.", "report.export"),
-        "comment": Subcommand("Post a report in a pull request on GitHub, or in an issue.", "report.comment"),
-    },
-    "Changes": {
-        "why": Subcommand("Explain the verdict on one test, from the last report.", "report.why"),
-        "compare": Subcommand("Compare two reports, two revisions of the store, or two devices.", "report.compare"),
-        "ab": Subcommand("Compare two revisions, or two sets of packages, by running both.", "ab.command"),
-        "bisect": Subcommand("Find the commit or package release that caused a regression.", "bisect.command"),
-        "cache": Subcommand("List the cached environments of ab and bisect, or remove them.", "ab.cache_command"),
-    },
-    "GPUs": {
-        "advise": Subcommand("Find a config with which a model's step fits into a GPU.", "advise.command"),
-        "fit": Subcommand("Find the GPUs into which an unchanged program fits.", "fit.command"),
-        "emulate": Subcommand("Run a program on an emulated GPU and print its memory peaks.", "emulate.command"),
-    },
+COMMANDS = {
+    "ab": "Compare two revisions, or two sets of packages, by running both.",
+    "accept": "Write baselines from the report of a session on another machine.",
+    "advise": "Find a config with which a model's step fits into a GPU.",
+    "bisect": "Find the commit or package release that caused a regression.",
+    "cache": "List the cached environments of ab and bisect, or remove them.",
+    "comment": "Post a report in a pull request on GitHub, or in an issue.",
+    "compare": "Compare two reports, two revisions of the store, or two devices.",
+    "doctor": "Check which measurements work here, and how to enable the others.",
+    "emulate": "Run a program on an emulated GPU and print its memory peaks.",
+    "export": "Write the figures in session reports for another tool.",
+    "fit": "Find the GPUs into which an unchanged program fits.",
+    "history": "Show when and why a baseline changed.",
+    "init": "Set up a repository: settings, a workflow and first baselines.",
+    "merge": "Merge the reports of shards into one report with one verdict.",
+    "prune": "Remove the baselines of tests that no longer exist.",
+    "run": "Measure and gate the training steps of a script.",
+    "show": "Show the baselines in the store.",
+    "why": "Explain the verdict on one test, from the last report.",
 }
-"""The subcommands by the title of their group in the help."""
-
-COMMANDS = {name: subcommand for group in GROUPS.values() for name, subcommand in group.items()}
+"""The help line of each subcommand. These lines repeat the docstrings, so ``gpumem --help`` imports no subcommand."""
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a subcommand when it is used. For example, ``gpumem show`` is ``show`` in ``store/show.py``."""
+    """A click group that imports a subcommand when the user types it. For example, ``gpumem show`` imports ``tools/store/show.py``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -64,22 +45,15 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"pytest_gpumem.tools.{COMMANDS[cmd_name].module}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.tools.console.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, COMMANDS))
-        for title, group in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), subcommand.help) for name, subcommand in group.items()])
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        commands = [
-            CompletionItem(name, help=subcommand.help)
-            for name, subcommand in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
+        commands = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> object:
@@ -97,7 +71,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        # Shell completion does not show errors.
+        # During shell completion (``resilient_parsing``), click must not raise an error.
         if not ctx.resilient_parsing and name not in COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {name!r}; {nearest(name, list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
@@ -109,48 +83,43 @@ class _LazyGroup(click.Group):
 def main(context: click.Context) -> None:
     """Work with the baselines and reports of pytest-gpumem, and find out how a model fits into a GPU.
 
-    pytest itself measures tests and gates them (`pytest --gpumem-baseline`). These commands read the baselines and reports that
-    pytest wrote, run tests at two revisions, or run a model or a program on an emulated GPU. They take settings from the
-    project in the current folder, as pytest does.
+    `pytest --gpumem-baseline` measures tests, and fails a test that needs more than its accepted figures, the baseline. These
+    commands read the baselines and reports that pytest wrote, run tests at two revisions, or run a model or a program on an
+    emulated GPU. They read the settings of the project in the current folder, as pytest does.
 
-    The help of each command lists its exit statuses.
+    \b
+    Set up a repository:               gpumem init
+    Check what works here:             gpumem doctor
+    List the baselines:                gpumem show
+    See how a baseline changed:        gpumem history TEST
+    Compare the store at two commits:  gpumem compare main HEAD
+    Read a failure in full:            gpumem why TEST
+    Merge the reports of shards:       gpumem merge shard-*.json
+    Accept figures measured in CI:     gpumem accept gpumem.json
+    Find unused baselines:             gpumem prune --dry-run
+    Compare a branch with main:        gpumem ab main
+    Check an upgrade:                  gpumem ab --head-with "torch==2.15.*"
+    Find the commit that regressed:    gpumem bisect --good v1.2 TEST
+    Fit a model into a GPU:            gpumem advise hf:ORG/NAME --fits 24GB
+    Measure a program without a GPU:   gpumem emulate l4 -- python train.py
+    Find GPUs for a program:           gpumem fit train.py --batch 8
+    Gate a training script:            gpumem run train.py --gpumem-baseline
 
     Exit status: 0 if all is well, 1 if a result is worse than it should be, 2 for wrong usage or input, such as a file that is
-    not a report, 130 after Ctrl-C in a command that runs tests or models.
+    not a report, 130 after Ctrl-C in a command that runs tests or models. The help of each command lists its own exit statuses.
     \f
-    ## Tasks
-
-    | task | command |
-    |---|---|
-    | Set up a repository | `gpumem init` |
-    | Check what works here | `gpumem doctor` |
-    | List the baselines | `gpumem show` |
-    | See how a baseline changed | `gpumem history TEST` |
-    | Compare the store at two commits | `gpumem compare main HEAD` |
-    | Read a failure in full | `gpumem why TEST` |
-    | Merge the reports of shards | `gpumem merge shard-*.json` |
-    | Accept figures measured in CI | `gpumem accept gpumem.json` |
-    | Find unused baselines | `gpumem prune --dry-run` |
-    | Check a branch for a slowdown | `gpumem ab main` |
-    | Check an upgrade | `gpumem ab --head-with "torch==2.15.*"` |
-    | Find the change that caused it | `gpumem bisect --good v1.2 TEST` |
-    | Fit a model into a GPU | `gpumem advise hf:ORG/NAME --fits 24GB` |
-    | Measure a program without a GPU | `gpumem emulate l4 -- python train.py` |
-    | Find GPUs for a program | `gpumem fit train.py --batch 8` |
-    | Gate a training script | `gpumem run train.py --gpumem-baseline` |
-
     ## Names
 
-    `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. The package index also has a package
-    `gpumem`, which installs another command `gpumem`. If that command comes first on the path, `gpumem doctor` says so, and
-    hints name `pytest-gpumem`. The other command is never run.
+    `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. On PyPI, another project is named `gpumem`.
+    Its package installs a command `gpumem`, too. If that command comes first on the `PATH`, messages of this project tell you
+    to type `pytest-gpumem`, and `pytest-gpumem doctor` names its file. This project never runs the other command.
 
     ## Standard streams
 
-    - An option that names an output file accepts `-` for standard output. `gpumem merge`, `gpumem ab` and `gpumem bisect` write
-      JSON there (`--report -`), and print everything else to standard error.
-    - A report argument accepts `-` for standard input.
-    - `./-` is a file named `-`.
+    - An option that names an output file accepts `-` for standard output. With `--report -`, `gpumem merge`, `gpumem ab` and
+      `gpumem bisect` write JSON to standard output, and print everything else to standard error.
+    - An argument that names a report accepts `-` for standard input.
+    - A file named `-` is written `./-`.
 
     ```sh
     gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
@@ -158,13 +127,13 @@ def main(context: click.Context) -> None:
 
     ## Colours
 
-    Output has colours under the same conditions as pytest's output: on a terminal, and by the variables `PY_COLORS`,
-    `NO_COLOR`, `FORCE_COLOR` and `TERM`.
+    The commands print colours under the same conditions as pytest: on a terminal, unless the environment variables `PY_COLORS`,
+    `NO_COLOR`, `FORCE_COLOR` or `TERM` decide otherwise.
 
     ## Completion
 
-    With this line in its settings, a shell completes commands, options, tests in the store, devices, cards, metrics and
-    formats:
+    Add this line to your shell's settings. The shell then completes commands, options, tests with baselines, devices, names of
+    emulated GPUs, metrics and formats:
 
     | shell | settings | line |
     |---|---|---|
@@ -172,11 +141,11 @@ def main(context: click.Context) -> None:
     | zsh | `~/.zshrc` | `eval "$(_GPUMEM_COMPLETE=zsh_source gpumem)"` |
     | fish | `~/.config/fish/completions/gpumem.fish` | `_GPUMEM_COMPLETE=fish_source gpumem \\| source` |
 
-    - The variable for the name `pytest-gpumem` is `_PYTEST_GPUMEM_COMPLETE`.
-    - Tests come from the store that `--store` or the nearest `pyproject.toml` names, if the store is a folder. No code of the
-      project is run.
-    - bash splits words at colons. It completes a test by its name without the file, or the whole id after
-      `COMP_WORDBREAKS=${COMP_WORDBREAKS//:}`.
+    - For the command name `pytest-gpumem`, replace the variable `_GPUMEM_COMPLETE` by `_PYTEST_GPUMEM_COMPLETE`.
+    - The shell completes the tests that have a baseline in the store, the folder that `--store` or the nearest `pyproject.toml`
+      names. A store at a URL is not read. No code of the project runs.
+    - bash splits words at colons, so it completes a test's name without the file: `test_train`. After
+      `COMP_WORDBREAKS=${COMP_WORDBREAKS//:}`, it completes the whole id: `tests/test_gpt.py::test_train`.
     """
     context.color = wants_colour(os.environ)
 

@@ -41,7 +41,7 @@ def test_a_throughput_is_of_something_a_second():
 
 
 def test_metrics_of_the_other_direction_alone_are_an_error_that_says_which_it_is():
-    with pytest.raises(ExportError, match=r"for throughput bigger values are better, and .*: add --better=bigger$"):
+    with pytest.raises(ExportError, match=r"bigger values of throughput are better, but .*: add --better=bigger$"):
         metrics_of("smaller", ["throughput"])
 
 

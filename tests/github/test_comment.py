@@ -251,7 +251,7 @@ def test_markdown_that_is_too_long_is_refused_before_github_does(run, github, tm
     (tmp_path / "gpumem.md").write_text("é" * (room_in_comment("gpumem") + 1))
     done = run("gpumem.md")
     assert done.exit_code == 2
-    assert "the comment has room for only 65,505" in done.output
+    assert "but only 65,505 more fit into the comment" in done.output
     assert github.requests == []
     (tmp_path / "gpumem.md").write_text("é" * room_in_comment("gpumem"))
     assert run("gpumem.md").exit_code == 0
@@ -262,9 +262,9 @@ def test_a_token_that_may_only_read_fails_nothing_and_is_said(run, github, monke
     github.read_only = True
     done = run("gpumem.md")
     assert done.exit_code == 0
-    assert done.output.startswith("gpumem: there is no comment, because the token may not write comments")
+    assert done.output.startswith("gpumem: no comment was written, because the token may not write comments")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    assert run("gpumem.md").output.startswith("::notice title=gpumem::there is no comment")
+    assert run("gpumem.md").output.startswith("::notice title=gpumem::no comment was written")
 
 
 def test_a_job_for_no_pull_request_fails_nothing_and_says_so(run, github, tmp_path):

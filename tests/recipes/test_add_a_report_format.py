@@ -56,7 +56,7 @@ def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
         in options
     )
     merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.tools.main", "merge", "--help").stdout.split())
-    assert "in the format of its suffix: .html, .md, .json, .csv or .sarif;" in merge
+    assert "The suffix selects the format: .html, .md, .json, .csv or .sarif;" in merge
     wrong = package.pytest(tmp_path, "--gpumem-report=gpumem.txt")
     assert wrong.returncode == pytest.ExitCode.USAGE_ERROR
     assert "'gpumem.txt' has to end with .sarif, .csv, .json, .md or .html" in wrong.stderr

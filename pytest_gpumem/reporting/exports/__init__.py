@@ -1,1 +1,1 @@
-"""A session's figures for other tools. Each format has a file with a function from figures to text."""
+"""Write the figures in session reports for other tools, for example Bencher or TensorBoard."""

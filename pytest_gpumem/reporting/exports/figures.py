@@ -1,6 +1,7 @@
-"""Figures from session reports for other tools, each with a stable name. Pure.
+"""Collect figures from session reports for other tools. All functions are pure.
 
-A figure is a metric's value in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``.
+A figure is the value of a metric in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``. It
+has the same name in each session, so a tool can draw its values as a curve.
 """
 
 from __future__ import annotations
@@ -27,50 +28,50 @@ _MOST_NAMED = 3
 
 
 class ExportError(Exception):
-    """Raised if nothing can be exported; the message gives the reason."""
+    """Error if figures cannot be exported. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A single metric value from a measurement. ``value`` and ``interval`` are in the metric's unit."""
+    """A metric's value in a measurement. ``value`` and ``interval`` are in the metric's unit, for example bytes."""
 
     test: str
-    """The test's node id."""
+    """The test's id, for example ``"tests/test_gpt.py::test_train"``."""
     measurement: str
     metric: str
     value: float
     environment: Environment
     config: str | None = None
-    """The step config's text; ``None`` if the test runs its own code."""
+    """The step config as a text, for example ``"amp-bf16"``; ``None`` if the test measures its own code without a config."""
     interval: tuple[float, float] | None = None
-    """The 95 % confidence interval of a time or a throughput."""
+    """The two ends of the 95 % confidence interval; ``None`` if the metric is not a time or throughput."""
     of: str | None = None
-    """The unit of a throughput: ``samples``, ``tokens``, ``steps``, ``items``."""
+    """For a throughput, the items that are counted: ``samples``, ``tokens``, ``steps`` or ``items``."""
     ended: str = ""
-    """When its session ended, in UTC: ``2026-11-21T16:20:05Z``."""
+    """The time at which the session ended, in UTC: ``2026-11-21T16:20:05Z``."""
     commit: str | None = None
 
     @property
     def series(self) -> tuple[str, str, str, str]:
-        """Return the key of the figure's curve over several sessions."""
+        """Return a key that is equal for the same figure in reports from several sessions."""
         return self.test, self.measurement, self.environment.slug, self.metric
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFigures:
-    """The figures to export, and notes on omitted figures."""
+    """The figures to export, and notes on figures that are left out."""
 
     figures: tuple[Figure, ...]
     tests_without_figure: int = 0
-    """Tests without a figure, because they were not measured, did not finish, or only assert relations."""
+    """Number of tests without a figure. They were not measured, did not finish, or only compare two measurements."""
     disturbed: tuple[str, ...] = ()
-    """A clause for each measurement without valid times, with the reason."""
+    """For each measurement whose times are invalid, the reason, for example another process on the GPU."""
     not_finite: tuple[str, ...] = ()
-    """A clause for each infinite or NaN value."""
+    """For each infinite or NaN value, a clause that names the metric and the test."""
 
     @property
     def summary(self) -> str:
-        """Return a line with the numbers of exported tests and figures, and of omitted tests and figures with a reason."""
+        """Return a line for the user: ``"24 figures of 6 tests; 1 test without a figure"``. It also counts invalid times."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.tests_without_figure:
@@ -85,15 +86,15 @@ class ExportedFigures:
 def figures_of(
     reports: Mapping[str, SessionReport], metrics: Collection[str] = (), *, over_time: bool = False
 ) -> ExportedFigures:
-    """Return the figures in ``reports``, without disturbed times and without infinite or NaN values.
+    """Return the figures in ``reports``. Invalid times, infinite values and NaN are left out.
 
     Args:
-        reports: The reports, each with a name for messages.
-        metrics: The metrics to export; an empty collection means all metrics.
-        over_time: True if a test may appear in several reports, each from a later session.
+        reports: The reports, by a name for messages, for example the file's path.
+        metrics: Names of metrics to export. If the collection is empty, all metrics are exported.
+        over_time: True if the reports may contain the same figure, from sessions that ended at different times.
 
     Raises:
-        ExportError: No report has a figure, or two reports have the same figure.
+        ExportError: No report contains a figure, or two reports contain the same figure.
     """
     figures: list[Figure] = []
     disturbed: list[str] = []
@@ -169,21 +170,24 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes before a spelled surrogate. A reader would mistake them for a part of the surrogate's spelling."""
+"""Backslashes before a lone surrogate, or before a text that looks like a written surrogate, ``ud800``.
+
+They are doubled. Otherwise, the text ``\\ud800`` and the surrogate itself would be written in the same way.
+"""
 
 
 def benchmark_name(figure: Figure) -> str:
-    """Return ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"``.
+    """Return the name ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"`` for this figure.
 
-    The name contains the device, because bytes and times from different devices are not comparable. It always contains the
-    measurement, so adding a second measurement to a test does not rename the first.
+    The name contains the device, because bytes and times from different devices cannot be compared. It contains the measurement
+    even if the test has only one. So the name stays the same when the test gets a second measurement.
     """
     return utf8(f"{figure.test} ({figure.measurement}) @ {figure.environment.slug}")
 
 
 def utf8(text: str) -> str:
-    r"""Return ``text`` with lone surrogates spelled as ``\ud800``, so any UTF-8 reader accepts it.
+    r"""Return ``text`` with each lone surrogate written as ``\ud800``, because UTF-8 cannot encode a lone surrogate.
 
-    Backslashes before a surrogate are doubled, so different texts stay different.
+    Backslashes before a surrogate are doubled, so two different texts never become equal.
     """
     return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))

@@ -1,4 +1,4 @@
-"""Figures as texts for other tools: Bencher, github-action-benchmark and OpenMetrics. Pure."""
+"""Write figures as texts for other tools: Bencher, github-action-benchmark and OpenMetrics. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ if TYPE_CHECKING:
 Better = Literal["smaller", "bigger"]
 
 _MEASURES = {"step_time": "latency", "throughput": "throughput"}
-"""Measures that Bencher creates for every project: ``latency`` in nanoseconds, ``throughput`` in operations per second."""
+"""Metrics for which Bencher has its own measure in every project.
+
+The measures are ``latency`` in nanoseconds and ``throughput`` in operations per second.
+"""
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
-"""Bencher's limit for a benchmark name, in bytes."""
+"""Maximum bytes in a benchmark's name at Bencher."""
 _DIGITS = 12
 _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
-"""The suffix of a family's name in OpenMetrics; counts have no unit."""
+"""The suffix for a metric's name in OpenMetrics, by the metric's unit. Counts have no suffix."""
 
 
 def bencher(figures: Sequence[Figure]) -> str:
     """Return the figures in the [Bencher Metric Format](https://bencher.dev/docs/reference/bencher-metric-format/).
 
-    Each ``<test> (<measurement>) @ <device>`` is a benchmark with a measure for each metric, such as ``peak-allocated``.
-    Bencher creates the measures ``latency`` (`step_time`) and ``throughput`` for every project. Times are in nanoseconds.
-    ``lower_value`` and ``upper_value`` are the 95 % interval of a time or throughput. Bencher refuses names with more than
-    1,024 bytes, so a longer name is cut and ends in a digest.
+    A benchmark has the name ``<test> (<measurement>) @ <device>`` and a measure for each metric, such as ``peak-allocated``.
+    `step_time` becomes the measure ``latency``, and `throughput` the measure ``throughput``, because Bencher creates these two
+    measures for every project. Times are in nanoseconds. For times and throughputs, ``lower_value`` and ``upper_value`` are
+    the ends of the 95 % interval. Bencher refuses names with more than 1,024 bytes, so a longer name ends in a digest.
     """
     benchmarks: dict[str, dict[str, dict[str, float]]] = {}
     for figure in figures:
         name, metric = benchmark_name(figure), figure.metric
         if len(name.encode()) > _LONGEST_NAME:
-            # The digest distinguishes benchmarks whose names begin with the same text.
+            # Add a digest, because several long names may begin with the same text.
             digest = f"... {hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]}"
             name = name.encode()[: _LONGEST_NAME - len(digest)].decode(errors="ignore") + digest
         scale = _NANOSECONDS if METRICS[metric].unit == "seconds" else 1
@@ -49,29 +52,36 @@ def bencher(figures: Sequence[Figure]) -> str:
 
 
 def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
-    """Return the metrics for which ``better`` values are better, from ``among`` or else from all metrics.
+    """Return the metrics in which smaller values are better, or the metrics in which bigger values are better.
 
-    A file for github-action-benchmark has a single direction.
+    A file for github-action-benchmark must not contain both kinds.
+
+    Args:
+        better: ``"smaller"`` or ``"bigger"``.
+        among: The metrics from which to choose. If the collection is empty, all metrics are considered.
 
     Raises:
-        ExportError: No metric in ``among`` has this direction.
+        ExportError: In no metric in ``among``, such values are better.
     """
     names = [name for name in among or METRICS if METRICS[name].larger_is_better == (better == "bigger")]
     if not names:
         other = "smaller" if better == "bigger" else "bigger"
         raise ExportError(
-            f"for {', '.join(among)} {other} values are better, and a file has one direction: add --better={other}"
+            f"{other} values of {', '.join(among)} are better, but this file is for metrics in which {better} values are "
+            f"better: add --better={other}"
         )
     return names
 
 
 def github_action_benchmark(figures: Sequence[Figure]) -> str:
-    """Return the figures for the tools ``customSmallerIsBetter`` and ``customBiggerIsBetter`` of
-    [github-action-benchmark](https://github.com/benchmark-action/github-action-benchmark).
+    """Return the figures as JSON for [github-action-benchmark](https://github.com/benchmark-action/github-action-benchmark).
 
-    The result is an array of objects with ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``,
-    ``range`` (for times and throughputs, the distance from the value to the far end of the 95 % interval) and ``extra``
-    (device, config, commit and environment). A file has metrics of one direction.
+    The action reads the file with ``tool: customSmallerIsBetter`` or ``tool: customBiggerIsBetter``. So smaller values must be
+    better in all figures, or bigger values in all figures.
+
+    Returns: A JSON array whose objects have ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``,
+        ``range`` and ``extra``. For times and throughputs, ``range`` is the distance from the value to the far end of the 95 %
+        interval. ``extra`` contains the device, config, commit and environment.
     """
     return json.dumps([_benchmark(figure) for figure in figures], indent=1) + "\n"
 
@@ -93,10 +103,10 @@ def _benchmark(figure: Figure) -> dict[str, Any]:
 def openmetrics(figures: Sequence[Figure]) -> str:
     """Return the figures as [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8.
 
-    The text has a family of gauges for each metric: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
-    ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device``,
-    ``config``, and ``of`` for a throughput (``samples``). There are no timestamps, because a node exporter's text files must
-    not have any.
+    Each metric becomes a gauge family: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
+    ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device`` and
+    ``config``. A throughput also has the label ``of`` with the counted items (``samples``). There are no timestamps, because
+    the textfile collector of a node exporter refuses them.
     """
     lines = []
     for metric in METRICS.values():
@@ -113,7 +123,7 @@ def openmetrics(figures: Sequence[Figure]) -> str:
 
 
 def family(metric: Metric) -> str:
-    """Return a metric's family name: ``"gpumem_peak_allocated_bytes"``."""
+    """Return a metric's name in OpenMetrics: ``"gpumem_peak_allocated_bytes"`` for ``peak_allocated``."""
     return f"gpumem_{metric.name}{_UNITS[metric.unit]}"
 
 

@@ -1,8 +1,8 @@
-"""Figures as TensorBoard scalars: a run for each device, a chart for each metric and test, a point for each session.
+"""Write figures as scalars for TensorBoard. It shows a run for each device, and a chart for each metric and test.
 
-The scalars are written by ``torch.utils.tensorboard``, which keeps tags unchanged and values in double precision: see
-https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX replaces characters in tags and keeps 24 bits of a value,
-which are too few for bytes.
+Each session adds a point to the chart. The scalars are written by ``torch.utils.tensorboard``, which stores tags unchanged and
+values in double precision: see https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX is not used, because it
+replaces characters in tags and stores values with 24 bits, too few for bytes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
 def tag(figure: Figure) -> str:
-    """Return ``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``.
+    """Return a figure's tag in TensorBoard: ``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``.
 
-    TensorBoard groups charts by the text before the first ``/``.
+    The tag begins with the metric, because TensorBoard groups charts by the text before the first ``/``.
     """
     return utf8(f"{figure.metric}/{figure.test} ({figure.measurement})")
 
 
 def seconds(figure: Figure) -> int:
-    """Return when the figure's session ended, in seconds since 1970.
+    """Return the time at which the figure's session ended, in seconds since 1970.
 
     Raises:
-        ExportError: The report has an invalid time.
+        ExportError: The time in the report is invalid.
     """
     try:
         ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")
@@ -48,29 +48,31 @@ def seconds(figure: Figure) -> int:
 
 
 def commits(folder: Path) -> Callable[[Figure], int]:
-    """Return a function that counts the commits up to a figure's commit, in the repository around ``folder``.
+    """Return a function that returns how many commits lead up to a figure's commit, in the git repository around ``folder``.
 
-    The function raises `ExportError` if git cannot count them, for example in a shallow clone.
+    The returned function raises `ExportError` if git cannot count the commits, for example in a shallow clone.
     """
 
     def count(figure: Figure) -> int:
         if figure.commit is None:
-            raise ExportError(f"the report that ended at {figure.ended} names no commit; --step=time needs none")
+            raise ExportError(
+                f"the report that ended at {figure.ended} does not name a commit: use --step=time instead"
+            )
         return _commits_to(figure.commit, folder)
 
     return count
 
 
 def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
-    """Add an event file to each device's subfolder, which TensorBoard shows as a run.
+    """Write an event file for each device, into a subfolder that TensorBoard shows as a run.
 
-    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision, with its session's end as wall time.
-    Writing needs TensorBoard (``pip install tensorboard``).
+    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision. The session's end becomes the
+    scalar's wall time. Writing needs TensorBoard (``pip install tensorboard``).
 
     Args:
         figures: The figures to write.
-        folder: The folder with a subfolder for each device.
-        step_of: Returns the step for a figure, for example its number of commits.
+        folder: The folder that gets a subfolder for each device.
+        step_of: Returns a figure's position on the horizontal axis, for example a number of commits.
 
     Raises:
         ExportError: A figure cannot be written, or TensorBoard is missing.
@@ -79,7 +81,9 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
     steps = [(figure, step_of(figure), seconds(figure)) for figure in figures]
     for figure in figures:
         if _SAFE_FOLDER.fullmatch(figure.environment.slug) is None:
-            raise ExportError(f"the device {figure.environment.slug!r} of {figure.test} cannot be the name of a folder")
+            raise ExportError(
+                f"{figure.test} was measured on the device {figure.environment.slug!r}, which cannot be a folder's name"
+            )
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -97,12 +101,14 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 
 @functools.cache
 def _commits_to(commit: str, folder: Path) -> int:
-    # A text from a report must not become an option for git.
+    # Check the commit, because a text from a report must not become an option for git.
     if _HASH.fullmatch(commit) is None:
         raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
     try:
         if is_shallow(folder):
-            raise ExportError("commits cannot be counted in a shallow clone: fetch the rest (git fetch --unshallow)")
+            raise ExportError(
+                "commits cannot be counted in a shallow clone: fetch the missing commits with git fetch --unshallow"
+            )
         return int(git(folder, "rev-list", "--count", f"{commit}^{{commit}}", "--"))
     except GitError as error:
         raise ExportError(f"the commits up to {commit} cannot be counted: {error}") from None

@@ -1,1 +1,1 @@
-"""Comments through GitHub's API. Output without the API is in `reports.github`."""
+"""Write comments and issues through GitHub's API. Annotations and summaries need no API, and are in `reports.github`."""

@@ -1,4 +1,8 @@
-"""Create or update a single comment in a pull request, or a single issue, through GitHub's REST and GraphQL API."""
+"""Create or update a comment in a pull request, or an issue, through GitHub's REST and GraphQL API.
+
+Each comment or issue has a name such as ``gpumem``. Its hidden first line contains the name, so a later run finds and updates
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +25,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SECONDS = 30
-"""The longest wait for an answer, in seconds."""
+"""Maximum seconds to wait for GitHub's answer to a request."""
 _VERSION = "2022-11-28"
 """The version of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
 
 
 class GitHubError(Exception):
-    """GitHub refused a request. The message names the request."""
+    """Error if GitHub refused a request. The message names the request."""
 
 
 class NotAllowedError(GitHubError):
-    """The token lacks a permission (403). For example, a job for a pull request from a fork has a read-only token."""
+    """Error if the token lacks a permission (status 403). For example, a pull request from a fork has a read-only token."""
 
 
 class UnavailableError(GitHubError):
-    """GitHub is down, cannot be reached, or limits the request rate. A later try may succeed."""
+    """Error if GitHub is down, cannot be reached, or limits the request rate. The same request may succeed later."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait before the next try, if GitHub named them."""
+        """Seconds to wait before the request is sent again, from GitHub's answer; ``None`` if the answer does not name them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """GitHub's API with a job's token. A job finds the addresses in ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL``."""
+    """Access to GitHub's API with a token. A job finds the addresses in ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL``."""
 
     token: str
     url: str = "https://api.github.com"
@@ -56,20 +60,20 @@ class Api:
 
         Args:
             method: The HTTP method, such as ``"PATCH"``.
-            path: A path that begins with a slash, or a full address on the same host.
-            content: The body, which is sent as JSON.
+            path: A path that begins with a slash, or a full address on the API's host.
+            content: The request's body, which is sent as JSON.
 
         Returns:
-            The JSON in the answer, and the address of a list's next page.
+            The parsed JSON in GitHub's answer. If the answer is a page of a list, also the address of the next page.
 
         Raises:
-            GitHubError: GitHub refused the request or is not available, or ``path`` leads to another host.
+            GitHubError: GitHub refused the request or is not available, or ``path`` is an address on another host.
         """
         address = path if "://" in path else self.url.rstrip("/") + path
-        # Send the token only to the job's GitHub.
+        # Send the token only to the GitHub server from which the job comes.
         homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
         if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
-            raise GitHubError(f"{address} does not belong to {self.url}")
+            raise GitHubError(f"{address} does not belong to {self.url}, so the token is not sent")
         request = urllib.request.Request(  # noqa: S310 -- the scheme was checked above
             address,
             method=method,
@@ -96,7 +100,7 @@ class Api:
             raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
 
     def pages(self, path: str) -> Iterator[Any]:
-        """Yield a list's elements from all pages. Raises `GitHubError`."""
+        """Request all pages of a list, and yield the list's elements. Raises `GitHubError`."""
         following: str | None = path
         while following is not None:
             plain, next_page = self.request("GET", following)
@@ -106,9 +110,9 @@ class Api:
             following = next_page
 
     def login(self) -> str:
-        """Return the token's owner, such as ``github-actions[bot]``. Raises `GitHubError`.
+        """Return the name of the token's owner, such as ``github-actions[bot]``. Raises `GitHubError`.
 
-        The query uses GraphQL, because ``GET /user`` refuses a job's token.
+        The request uses GraphQL, because GitHub refuses ``GET /user`` for a job's token.
         """
         plain, _ = self.request("POST", self.graphql_url, {"query": "query { viewer { login } }"})
         try:
@@ -119,7 +123,7 @@ class Api:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that refuses redirects, because a redirect would send the token elsewhere or turn a POST into a GET."""
+    """Handler that does not follow redirects. A redirect could send the token to another host, or turn a POST into a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -140,7 +144,7 @@ def _refused(request: str, error: HTTPError) -> GitHubError:
 
 
 def _reason(error: HTTPError) -> str:
-    """Return GitHub's message for a refusal, on a single line."""
+    """Return GitHub's message about a refused request, on a single line."""
     try:
         plain = json.loads(error.read())
         return _shortened(plain["message"])
@@ -154,21 +158,21 @@ def _shortened(plain: object, most: int = 300) -> str:
 
 
 def _next_page(link: str) -> str | None:
-    """Return the address with ``rel="next"`` in a ``Link`` header (RFC 8288); ``None`` on the last page."""
+    """Return the address of the next page from an answer's ``Link`` header (RFC 8288); ``None`` on the last page."""
     match = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
     return match[1] if match else None
 
 
 _WAITS = (1.0, 3.0, 9.0)
-"""Seconds before the second, third and fourth try."""
+"""Seconds to wait before a request is sent for the second, third and fourth time."""
 _LONGEST_WAIT = 60.0
 TITLE_LIMIT = 256
-"""The longest title that GitHub accepts: ``title is too long (maximum is 256 characters)``."""
+"""Maximum characters in an issue's title. GitHub refuses more: ``title is too long (maximum is 256 characters)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """A pull request in a ``repository`` such as ``owner/name``."""
+    """A pull request, for example number 12 in the ``repository`` ``"owner/name"``."""
 
     repository: str
     number: int
@@ -179,26 +183,26 @@ class PullRequest:
 
 
 def marker(name: str) -> str:
-    """Return the hidden first line for the comment called ``name``.
+    """Return the hidden first line of the comment or issue called ``name``.
 
-    A ``--`` in the name is encoded, because it could end the HTML comment early.
+    A ``--`` in the name is encoded, because HTML could read it as the end of the hidden line.
     """
     return f"<!-- pytest-gpumem: {quote(name, safe=' ', errors='backslashreplace').replace('--', '-%2D')} -->"
 
 
 def room_in_comment(name: str) -> int:
-    """Return how many characters fit into the comment called ``name`` below its marker."""
+    """Return how many characters fit into the comment called ``name``, in addition to its hidden first line."""
     return COMMENT_LIMIT - len(marker(name)) - 1
 
 
 def pull_request_of_event(file: Path) -> int | None:
-    """Return the number of a job's pull request, or ``None`` if the job has no pull request.
+    """Return the number of the pull request for which a job runs, or ``None`` if the job runs for no pull request.
 
     Args:
-        file: The event's JSON file, from ``GITHUB_EVENT_PATH``.
+        file: The JSON file that describes the job's event. In a job, ``GITHUB_EVENT_PATH`` contains its path.
 
     Raises:
-        ValueError: The file does not contain an event.
+        ValueError: The file does not describe an event.
         OSError: The file cannot be read.
     """
     event = json.loads(file.read_text(encoding="utf-8"))
@@ -206,7 +210,7 @@ def pull_request_of_event(file: Path) -> int | None:
         raise ValueError(f"{file}: expected an object, got {type(event).__name__}")
     pull_request = event.get("pull_request")
     if pull_request is None:
-        # Events for comments contain the pull request as an issue.
+        # The event of a comment calls the pull request an issue.
         issue = event.get("issue")
         pull_request = issue if isinstance(issue, dict) and issue.get("pull_request") else None
     if not isinstance(pull_request, dict):
@@ -218,20 +222,20 @@ def pull_request_of_event(file: Path) -> int | None:
 def put_comment(
     api: Api, pull_request: PullRequest, name: str, body: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, str]:
-    """Update the comment called ``name``, or create it.
+    """Update the comment called ``name`` in a pull request, or create the comment if it does not exist.
 
-    While GitHub is unavailable, the function tries four times. Each try searches for the comment again, because an earlier try
-    may have created it and lost the answer.
+    If GitHub is unavailable, the function tries again, up to four times in all. Each try searches for the comment first,
+    because GitHub may have created the comment in an earlier try although no answer arrived.
 
     Args:
-        api: GitHub's API.
+        api: The access to GitHub's API.
         pull_request: The pull request to comment on.
-        name: The comment's name, which a hidden first line stores.
-        body: The comment's Markdown, in at most as many characters as `room_in_comment` returns.
+        name: The comment's name, which its hidden first line contains.
+        body: The comment's Markdown. `room_in_comment` returns the maximum number of characters.
         sleep: Waits for the given number of seconds.
 
     Returns:
-        True if the comment is new, and its address.
+        Whether the comment is new, and the comment's address.
 
     Raises:
         GitHubError: GitHub refused the comment, or is not available.
@@ -242,7 +246,7 @@ def put_comment(
 def put_issue(
     api: Api, repository: str, name: str, title: str, body: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, str]:
-    """Update the open issue called ``name``, or open it. Arguments and results are as in `put_comment`."""
+    """Update the open issue called ``name``, or open a new issue. The arguments and results are as in `put_comment`."""
     content = {"title": _text(title)[:TITLE_LIMIT], "body": _with_marker(name, body)}
 
     def put() -> tuple[bool, str]:
@@ -260,7 +264,7 @@ def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float]
     """Close the open issue called ``name``.
 
     Returns:
-        The issue's address; ``None`` if no open issue has the name.
+        The address of the closed issue; ``None`` if no open issue has this name.
 
     Raises:
         GitHubError: GitHub refused the request, or is not available.
@@ -277,7 +281,10 @@ def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float]
 
 
 def persistently(put: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return the result of ``put``, which is called up to four times while GitHub is unavailable. Raises `GitHubError`."""
+    """Call ``put`` and return its result. While GitHub is unavailable, call ``put`` again, up to four times in all.
+
+    Raises `GitHubError`.
+    """
     for wait in _WAITS:
         try:
             return put()
@@ -291,7 +298,7 @@ def _with_marker(name: str, body: str) -> str:
 
 
 def _text(text: str) -> str:
-    # GitHub would refuse a text with a lone surrogate.
+    # Replace lone surrogates, because GitHub would refuse the text.
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -310,17 +317,25 @@ def _address(answer: Any) -> str:
     try:
         return str(answer["html_url"])
     except (KeyError, TypeError):
-        raise GitHubError("GitHub accepted the text, but its answer has no address") from None
+        raise GitHubError(
+            "GitHub accepted the text, but its answer does not name the address of the comment or issue"
+        ) from None
 
 
 def _find(api: Api, pull_request: PullRequest, first_line: str) -> int | None:
-    """Return the id of the token owner's oldest comment with the marker, if any. Other users may quote the marker."""
+    """Return the id of the oldest comment that begins with the hidden ``first_line``, or ``None``.
+
+    Only comments by the token's owner count, because other users may quote the line.
+    """
     comment = _first_own_post(api, f"{pull_request.comments}?per_page=100", first_line)
     return None if comment is None else int(comment["id"])
 
 
 def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
-    """Return the number of the token owner's oldest open issue with the marker, if any."""
+    """Return the number of the oldest open issue that begins with the hidden ``first_line``, or ``None``.
+
+    Only issues by the token's owner count, because other users may quote the line.
+    """
     query = "state=open&sort=created&direction=asc&per_page=100"
     issue = _first_own_post(api, f"/repos/{repository}/issues?{query}", first_line)
     return None if issue is None else int(issue["number"])
@@ -329,7 +344,7 @@ def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
 def _first_own_post(api: Api, path: str, first_line: str) -> Any:
     login: str | None = None
     for post in api.pages(path):
-        # GitHub lists pull requests among the issues.
+        # Skip pull requests, because GitHub lists them among the issues.
         if "pull_request" in post or not str(post.get("body", "")).startswith(first_line):
             continue
         login = login or api.login()

@@ -1,4 +1,4 @@
-"""A workflow run and its pull request, as GitHub states them. Files from the run may contain anything."""
+"""Ask GitHub about a workflow run and its pull request. Files that the run wrote cannot be trusted, so they are not used."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The newest commit in a pull request, with its branch: ``"owner:name"``."""
+    """The commit for which a workflow ran, and its branch as ``"owner:branch"``, for example ``"ada:faster-attention"``."""
 
     commit: str
     branch: str
     repository: int
-    """GitHub's number for the repository with the branch, such as a fork."""
+    """GitHub's number for the repository that contains the branch, for example a fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or the fork was deleted."""
+    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or the pull request's fork was deleted."""
 
     number: int
     address: str
     failed: bool
-    """True if the run ended without success."""
+    """True if the run has ended without success."""
     head: Head | None
 
 
 def find_run(api: Api, repository: str, number: int) -> Run:
-    """Return a run in a repository (``"owner/name"``) by its number. Raises `GitHubError`."""
+    """Ask GitHub for the workflow run with a number in a repository (``"owner/name"``). Raises `GitHubError`."""
     plain, _ = persistently(lambda: api.request("GET", f"/repos/{repository}/actions/runs/{number}"))
     try:
         conclusion = plain["conclusion"]
@@ -52,11 +52,15 @@ def _head(plain: Any) -> Head | None:
 
 
 def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
-    """Return the number of the open pull request whose newest commit was run; ``None`` if there is not exactly one such pull
-    request.
+    """Return the number of the open pull request for whose newest commit the workflow ran.
 
-    GitHub lists a run's pull requests only if their branches are in the same repository, so this function searches by branch.
-    Raises `GitHubError`.
+    GitHub's answer on a run does not list pull requests from forks, so this function searches the open pull requests by branch.
+
+    Returns:
+        The number; ``None`` if no pull request or several pull requests match.
+
+    Raises:
+        GitHubError: GitHub refused the request, or is not available.
     """
     head = run.head
     if head is None:

@@ -1,4 +1,4 @@
-"""``gpumem cache``: lists the cached environments of `gpumem ab` and `gpumem bisect`, or removes the cache."""
+"""``gpumem cache``: lists the virtual environments that `gpumem ab` and `gpumem bisect` cached, or removes the cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from pytest_gpumem.tools.console.streams import input_errors, screen, write_line
 @click.option(
     "--clear",
     is_flag=True,
-    help="Remove all cached environments, the runs of interrupted bisections, and the compiled libraries of emulated GPUs.",
+    help="Remove all cached environments, the stored runs of interrupted bisections, and the compiled libraries for emulated "
+    "GPUs.",
 )
 def cache(*, clear: bool) -> None:
     """List the cached environments of ab and bisect, or remove them.
 
-    `gpumem ab` and `gpumem bisect` install requirements such as `transformers==4.38.2` into virtual environments, and use
-    them again. A line shows the requirements, the installed packages, the day and the size. Unfinished environments are
-    only counted: another command is installing them, or an installation was interrupted and will be repeated.
+    `gpumem ab` and `gpumem bisect` install requirements such as `transformers==4.38.2` into virtual environments, and use these
+    environments again. For each environment, a line shows the requirements, the installed packages, the day of the installation
+    and the size. An environment is not finished while another command installs it, or after an interrupted installation. The
+    last line only counts such environments.
 
     \b
     Examples:
@@ -37,20 +39,20 @@ def cache(*, clear: bool) -> None:
     \f
     ## `--clear`
 
-    Other files in the folder are kept.
+    The command removes only its own files, and keeps other files in the folder.
 
     ## The folder
 
-    - The cache is the folder in `GPUMEM_CACHE`. By default it is `$XDG_CACHE_HOME/pytest-gpumem`, on Linux usually
-      `~/.cache/pytest-gpumem`.
-    - Only the user can enter the folder, because libraries and programs in it are loaded and run.
-    - A folder is refused if it belongs to another user, if it contains files and others could write to it, or if it is a link.
-      For example, root with the home folder of another user gets
+    - The environment variable `GPUMEM_CACHE` names the cache folder. By default, it is `$XDG_CACHE_HOME/pytest-gpumem`, usually
+      `~/.cache/pytest-gpumem` on Linux.
+    - The commands load libraries and run programs from this folder, so they make it accessible only to you.
+    - The commands refuse a folder if it belongs to another user, is a symbolic link, or contains files while other users can
+      write to it. For example, root with the home folder of another user gets
       `the cache /home/ada/.cache/pytest-gpumem is not used: the folder belongs to another user; set GPUMEM_CACHE to a new
       folder, or remove this one if it is yours`.
-    - A folder is also refused if others could replace it, because they can write to the folder around it. A folder with the
-      sticky bit, such as `/tmp`, is fine.
-    - In GitHub Actions, the [action](../ci.md) uses a folder in the job's temporary folder, so no earlier job can have changed
+    - The commands also refuse a folder if other users can replace it, because they can write to its parent folder. A parent
+      folder with the sticky bit, such as `/tmp`, is safe.
+    - In GitHub Actions, the [action](../ci.md) uses a cache in the job's temporary folder, so no earlier job can have changed
       the cache.
     """
     cached = environments()

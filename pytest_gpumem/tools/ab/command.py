@@ -1,4 +1,4 @@
-"""``gpumem ab``: compares the time and memory of two revisions, or two sets of requirements, on this machine."""
+"""``gpumem ab``: compares the time and memory that tests need at two revisions, or with two sets of requirements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FILE_OPTIONS = ("-r", "--requirement")
 
 
 class WithPytestArguments(click.Command):
-    """A command that passes all words after ``--`` to pytest."""
+    """A click command that keeps all words after ``--`` as arguments for pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         separator = args.index("--") if "--" in args else len(args)
@@ -55,21 +55,23 @@ class WithPytestArguments(click.Command):
 
 
 def _join_file_options(words: Sequence[str]) -> Iterator[str]:
-    """Join ``-r`` and the file after it into a single word, so ``--base-with -r old.txt`` has the value ``-r old.txt``."""
+    """Join ``-r`` and the file name after it into a single word, so ``--base-with -r old.txt`` has the value ``-r old.txt``."""
     remaining = iter(words)
     for word in remaining:
         yield f"{word} {next(remaining, '')}" if word in _FILE_OPTIONS else word
 
 
 _MOST_OF_MARKDOWN = 50_000
-"""The most characters in Markdown. GitHub's limit for a comment is 65,536, and the comment contains other text as well."""
+"""Maximum characters of the result in Markdown. It stays below GitHub's limit for a comment, 65,536 characters, because the
+comment also contains other text.
+"""
 _RENDERERS: dict[str, Callable[[ComparisonResult], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
-"""The formats for ``--report``, by suffix."""
+"""Functions to write the result of a comparison for ``--report``, by the suffix of the file."""
 _ERROR_RENDERERS: dict[str, Callable[[str], str]] = {".json": failure_as_json, ".md": failure_as_markdown}
-"""The formats for a comparison without a result, by suffix."""
+"""Functions to write an error for ``--report`` if nothing could be compared, by the suffix of the file."""
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -78,7 +80,7 @@ def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[
         if suffix_of(file) not in _RENDERERS:
             raise click.BadParameter(f"{file} has to end with {' or '.join(_RENDERERS)}, which selects the format")
         if not file.absolute().parent.is_dir():
-            raise click.BadParameter(f"there is no folder {file.parent}")
+            raise click.BadParameter(f"there is no folder {file.parent}; make it, or name a file in another folder")
     return files
 
 
@@ -87,7 +89,7 @@ def _requirement_option(side: str) -> Callable[[FC], FC]:
         f"--{side}-with",
         metavar="REQUIREMENT",
         multiple=True,
-        help=f"Run {side.upper()} with this requirement installed on top of the current environment, for example "
+        help=f"For the runs of {side.upper()}, install this requirement on top of the current environment, for example "
         "`transformers==4.38.2` or `-r old.txt`. May be repeated.",
     )
 
@@ -96,20 +98,20 @@ def _python_option(side: str) -> Callable[[FC], FC]:
     return click.option(
         f"--{side}-python",
         metavar="PYTHON",
-        help=f"Run {side.upper()} with this Python, for example `python3.12`, in an environment that contains only the "
-        f"requirements from --{side}-with and this plugin. Default: the current Python.",
+        help=f"Run {side.upper()} with this Python, for example `python3.12`, in a new environment with only this plugin "
+        f"and the requirements in --{side}-with. Default: the current Python.",
     )
 
 
 def with_pip_options(command: FC) -> FC:
-    """Add the option for limiting the versions of dependencies."""
+    """Add the option ``--constraint``, which limits the versions of installed packages."""
     return click.option(
         "--constraint",
         "constraints",
         metavar="FILE",
         multiple=True,
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Limit the versions of dependencies by this constraints file, as `pip install --constraint` does. May be "
+        help="Limit the versions of installed packages by this constraints file, as `pip install --constraint` does. May be "
         "repeated.",
     )(command)
 
@@ -118,7 +120,7 @@ def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
     """Return the option ``--max-slowdown``.
 
     Args:
-        condition: A sentence for the help text on when the option is used.
+        condition: A sentence for the end of the help text. It says when the option has an effect.
     """
     return click.option(
         "--max-slowdown",
@@ -126,14 +128,14 @@ def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
         default="1.5 %",
         show_default=True,
         callback=parsed(parse_ratio),
-        help=f"How much longer a step may take before it counts as slower, for example `2 %`. {condition}".strip(),
+        help=f"Let a step take this much longer before it counts as slower, for example `2 %`. {condition}".strip(),
     )
 
 
 setup_option = click.option(
     "--setup",
     metavar="COMMAND",
-    help="Run this shell command in the checkout before each test run there, for example `pip install -e .`.",
+    help="Run this shell command in the temporary checkout before each run of pytest, for example `pip install -e .`.",
 )
 report_option = click.option(
     "--report",
@@ -142,13 +144,13 @@ report_option = click.option(
     multiple=True,
     type=FilePath(writable=True),
     callback=_reports,
-    help="Write the result to this file. `FILE.json` gets JSON, `FILE.md` gets Markdown for a comment, an issue or a job "
-    "summary, and `-` writes JSON to standard output. May be repeated.",
+    help="Also write the result to this file. `FILE.json` contains JSON. `FILE.md` contains Markdown for a comment, an issue "
+    "or a job summary. `-` writes JSON to standard output. May be repeated.",
 )
 
 
 def environments() -> Environments:
-    """Return the environments in the user's cache."""
+    """Return the virtual environments in the user's cache, which ``gpumem ab`` and ``gpumem bisect`` made."""
     return Environments(cache_folder(), plain_environment())
 
 
@@ -166,7 +168,7 @@ def environments() -> Environments:
     type=WholeNumber(min=4),
     default=8,
     show_default=True,
-    help="Run each side at most this many times. Fewer runs are made if every test is decided earlier.",
+    help="Run BASE and HEAD at most this many times each. The command stops earlier if every test has a verdict.",
 )
 @setup_option
 @report_option
@@ -188,17 +190,17 @@ def ab(
 ) -> None:
     """Compare two revisions, or two sets of packages, by running both.
 
-    The command compares the memory and step time of tests on this machine. It checks BASE and HEAD out into temporary
-    worktrees, and runs pytest with PYTEST_ARGS in both by turns: base, head, head, base, base, head. BASE and HEAD are
-    branches, tags or other revisions that git knows. HEAD is the checked-out commit by default. Only commits are compared. A
-    line on standard error counts the files with uncommitted changes.
+    The command measures the memory and step time of tests at BASE and at HEAD, on this machine. BASE and HEAD are branches,
+    tags or other git revisions. The default for HEAD is the checked-out commit. The command checks both out into temporary
+    worktrees, and runs `pytest PYTEST_ARGS` in them by turns: base, head, head, base, base, head. Uncommitted changes are left
+    out; a line on standard error counts the changed files.
 
-    Two neighbouring runs give one ratio of the step times. Bytes and counts are compared as the gate compares them with a
-    baseline. Baselines are neither read nor written.
+    Each pair of neighbouring runs is a ratio of step times. Bytes and counts are compared as the gate compares them with a
+    baseline. The command neither reads nor writes baselines.
 
-    With --base-with, --head-with, --base-python or --head-python, a side runs with other packages. Without BASE, both sides
-    then run the project in the current folder with its uncommitted changes. The folder need not be a git repository. The
-    requirements are installed into cached environments (`gpumem cache`), so the current environment is not changed.
+    To compare packages, give --base-with or --head-with. If BASE is missing, the project in the current folder runs with both
+    sets of packages, with its uncommitted changes and even outside a git repository. The packages are installed into cached
+    environments (`gpumem cache`), so the current environment does not change.
 
     \b
     Examples:
@@ -207,77 +209,84 @@ def ab(
       gpumem ab --head-with "transformers==4.38.2" -- tests/test_llama.py
       gpumem ab --head-with "torch==2.15.*" -- --gpumem-device=emulated:h100 tests
 
-    Exit status: 0 if nothing regressed, 1 if something regressed or a test fails only in HEAD, 2 if nothing could be compared,
-    or for wrong usage or a run that ended before its tests, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 if nothing regressed, 1 if a test regressed or fails only in HEAD, 2 if nothing could be compared, for wrong
+    usage, or if a run could not start its tests, 130 after Ctrl-C, 143 after SIGTERM.
     \f
-    After Ctrl-C and SIGTERM, the result so far is printed. Processes, worktrees and the temporary folder are removed.
+    After Ctrl-C and SIGTERM, the command prints the result so far. It ends the runs, and removes the worktrees and the
+    temporary folder.
 
     ## Runs
 
-    - Each run is a process of its own, `python -m pytest PYTEST_ARGS`, in the same sub-folder as the command.
-    - If no time is taken (`--no-gpumem-time`, or an emulated GPU), each side runs once.
-    - `--gpumem-baseline`, `--gpumem-update`, `--gpumem-store` and `--gpumem-strict` are refused in `PYTEST_ARGS`, and switched
-      off if the settings set them.
-    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree. The file is removed with the
-      worktree.
-    - A run ends the comparison if pytest reports a usage error, cannot collect the tests, or crashes.
+    - Each run is a new process, `python -m pytest PYTEST_ARGS`. It starts in the worktree's folder that corresponds to the
+      current folder.
+    - If steps are not timed (`--no-gpumem-time`, or an emulated GPU), `BASE` and `HEAD` run only once each.
+    - `--gpumem-baseline`, `--gpumem-update`, `--gpumem-store` and `--gpumem-strict` are refused in `PYTEST_ARGS`. If the
+      project's settings contain them, they are switched off.
+    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree. The file is removed together
+      with the worktree.
+    - If pytest reports a usage error, cannot collect the tests, or crashes, the comparison ends.
 
     ## Verdicts on step time
 
     | verdict | meaning |
     |---|---|
-    | `slower`, `faster` | the change is certain after two pairs of runs in a row |
+    | `slower`, `faster` | the change was certain after two successive pairs of runs |
     | `not slower` | the step is not slower by more than `--max-slowdown` |
-    | `uncertain` | the interval reaches beyond twice `--max-slowdown` |
+    | `uncertain` | the interval's upper end is more than twice `--max-slowdown` |
 
-    - Each verdict has the change and its 95 % interval. The printed times are geometric means over the pairs, so their ratio is
-      the change.
-    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown up to which the runs
-      would have missed a change.
-    - The runs end when every test is decided, after 4 pairs at the earliest.
+    - Each verdict contains the change and its 95 % interval. The printed times are geometric means over the pairs, so the ratio
+      of the two times is the change.
+    - If the interval of a step that is `not slower` reaches beyond `--max-slowdown`, the line names the largest slowdown that
+      these runs could have missed.
+    - The runs end when every test has a verdict, after 4 pairs at the earliest.
 
     ## Bytes and counts
 
-    - The tolerances are those in `[tool.gpumem]` of `HEAD`. The marker's limits, budgets and the hook for tolerances are not
+    - The tolerances come from `[tool.gpumem]` in `HEAD`. The marker's limits, budgets and the hook for tolerances are not
       applied.
-    - If the runs of one side differ, a note says so, and the two sides' closest figures are compared.
-    - Growth is explained by module and line, from the first run of each side. Changed lines come first.
+    - If a figure differs between the runs of `BASE`, or between the runs of `HEAD`, a note says so. The comparison then uses
+      the two figures that are closest to each other.
+    - Growth is explained by module and line, from the first run of `BASE` and the first run of `HEAD`. Changed lines come
+      first.
 
     ## Tests that are not compared
 
-    The report lists each of these tests with a reason: a test ran on one side only, was skipped, failed, or used another
-    workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
+    The report lists these tests, each with a reason: the test ran only in `BASE` or only in `HEAD`, was skipped, failed, or
+    used another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
 
     ## Worktrees
 
-    - A worktree contains the files in git: no built extensions and no uncommitted data. `--setup` can make them. Submodules
-      that the checkout has are checked out. Git hooks are not run.
+    - A worktree contains only files that are in git, and no built extensions or uncommitted data. A `--setup` command can make
+      these files. Submodules of your checkout are checked out, too. Git hooks do not run.
     - Worktrees are in the temporary folder (`TMPDIR`). If a comparison is killed (`SIGKILL`), the next comparison removes its
       worktrees.
-    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so the tests import the
-      worktree's code. If a run imports a module from another checkout of the repository, for example through an editable
-      install, the command ends and names the module and the file. A virtual environment inside the checkout is fine.
+    - The tests import the code in the worktree, because `PYTHONPATH` begins with the folder in which pytest starts, the
+      worktree's top folder, and the `src` in these folders.
+    - If a run imports a module from another checkout of the repository, for example through an editable install, the command
+      ends and names the module and the file. A virtual environment inside your checkout does not cause this error.
 
     ## Sets of requirements
 
-    - **Environments.** Requirements are installed into a virtual environment on top of the current one. pip's newest
-      fitting release of each named package is installed, and only those dependencies that the current environment does not
-      satisfy. So the two sides differ only in the packages that you asked for. With `--base-python` or `--head-python`, no
-      current environment is used: name all packages that the tests need (`--base-with "-r requirements.txt"`).
+    - **Environments.** Requirements are installed into a virtual environment that also contains the packages of the current
+      environment. The command installs the newest release of each named package that meets the requirement, and only those
+      dependencies that the current environment lacks. So `BASE` and `HEAD` differ only in the packages that you named.
+    - **Another Python.** With `--base-python` or `--head-python`, the packages of the current environment are not used. Name
+      all packages that the tests need (`--base-with "-r requirements.txt"`).
     - **Requirements** are written as for pip: `torch==2.15.*`,
       `transformers @ git+https://github.com/huggingface/transformers@main`.
-    - **Paths in a requirements file** are resolved as pip resolves them: `-e ../x` and `./x.whl` from the current folder,
-      `--find-links` from the file's folder if the path exists there. Constraint files in a requirements file are applied
-      like `--constraint`.
-    - **Reports** shorten absolute paths to the parts that differ between the two sides: `old/gpt` and `new/gpt`.
-    - **uv** installs the packages if it is on the path, otherwise pip. If a set cannot be resolved, the command shows the
-      reason.
-    - **Environments are cached** by their packages and the environment beneath. A set without exact releases (`torch==2.15.*`)
-      is installed anew each time. `gpumem cache` lists and removes the environments.
+    - **Paths in a requirements file** are resolved as pip resolves them. `-e ../x` and `./x.whl` begin in the current folder.
+      `--find-links` begins in the file's folder if the path exists there. Constraint files that a requirements file names are
+      applied like `--constraint`.
+    - **Reports** shorten absolute paths in requirements to the parts that differ between `BASE` and `HEAD`: `old/gpt` and
+      `new/gpt`.
+    - **uv** installs the packages if it is on the `PATH`, otherwise pip does. If the requirements exclude each other, the
+      command shows the installer's message.
+    - **Cached environments** are used again for the same packages on top of the same environment. Requirements without exact
+      releases (`torch==2.15.*`) are installed again in each comparison. `gpumem cache` lists and removes the environments.
     - **torch:** if the device is an emulated GPU (`--gpumem-device=emulated:h100` in `PYTEST_ARGS`, or `device` in the
-      settings), a requirement on torch installs its CUDA build without NVIDIA's libraries. So an upgrade can be judged without
-      a GPU.
-    - If the tests import no package that differs, the exit status is 2.
+      settings), a requirement on torch installs its CUDA build without NVIDIA's libraries. So you can test an upgrade without a
+      GPU.
+    - If the tests import none of the packages that differ, nothing is compared, and the exit status is 2.
 
     ## JSON
 
@@ -286,7 +295,7 @@ def ab(
     | key | value |
     |---|---|
     | `format` | 1 |
-    | `finished`, `passed` | whether the comparison ended by itself, and whether nothing regressed |
+    | `finished`, `passed` | whether the comparison was not interrupted, and whether nothing regressed |
     | `exit_status` | the command's exit status |
     | `accounting` | the last line of the output: the number of tests by verdict |
     | `base`, `head` | `name` and `commit`; for a set of requirements, `name` is its text |
@@ -297,8 +306,8 @@ def ab(
     | `causes`, `not_explained` | the causes of growth in several tests, as in a [session report](reports.md) |
     | `why` | the reason, if nothing could be compared |
 
-    `growth` is that of a [session report](reports.md), or `null` without an explanation. Each of `metrics` has `metric`,
-    `outcome`, `base`, `head`, `ratio`, `low`, `high`, `allowed` and `reason`.
+    `growth` has the same keys as in a [session report](reports.md), or is `null` if the growth is not explained. Each entry in
+    `metrics` has `metric`, `outcome`, `base`, `head`, `ratio`, `low`, `high`, `allowed` and `reason`.
     """
     arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
     with error_reports(files, _ERROR_RENDERERS), input_errors(GitError, RequirementError):
@@ -307,7 +316,7 @@ def ab(
             for lines, python in ((base_with, base_python), (head_with, head_python))
         ]
         if base is None and requirements == [None, None]:
-            raise click.UsageError("Missing argument 'BASE', or --base-with or --head-with.")
+            raise click.UsageError("Missing argument 'BASE': name a revision, or give --base-with or --head-with.")
         if base is None:
             checkout, uncommitted = Checkout.as_it_is(Path.cwd()), 0
             revisions: list[Revision | None] = [None, None]
@@ -335,10 +344,11 @@ def ab(
 
 
 def print_uncommitted(files: int) -> None:
-    """Print the number of files with uncommitted changes, which are not compared."""
+    """Print how many files have uncommitted changes, because the command does not run these changes."""
     if files:
         click.echo(
-            f"{counted(files, 'file is', 'files are')} changed and not committed: only commits are compared", err=True
+            f"{counted(files, 'file has', 'files have')} uncommitted changes, which are left out: only commits are compared",
+            err=True,
         )
 
 
@@ -354,7 +364,16 @@ def _print(ended: ComparisonResult, files: Sequence[Path]) -> None:
 
 
 def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], str]], result: T) -> None:
-    """Write a result to each file in the format of its suffix. Raises `InputError`."""
+    """Write a result to each file.
+
+    Args:
+        files: The files from ``--report``.
+        renderers: Functions to turn the result into the file's text, by suffix.
+        result: The result to write.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
     try:
         for file in files:
             write_file(file, renderers[suffix_of(file)](result))
@@ -364,7 +383,7 @@ def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], s
 
 @contextmanager
 def error_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
-    """If the command ends because of wrong input, write the error to each file in the format of its suffix."""
+    """If the body raises a click error, write the error's message to each file, in the format of the file's suffix."""
     try:
         yield
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""``gpumem accept``: writes baselines from the report of a session on another machine."""
+"""``gpumem accept``: writes baselines from the report of a pytest session that ran on another machine."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     "--reason",
     metavar="TEXT",
     callback=_reason,
-    help='Why the figures are accepted, for example "float32 scores until #12". The reason is stored with each changed '
-    "baseline. Failures and `gpumem history` show it.",
+    help='Say why the new figures are right, for example "float32 scores until #12". This reason is stored with each changed '
+    "baseline. Later failures and `gpumem history` show it.",
 )
 @click.option(
     "--cause",
@@ -68,15 +68,15 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests with growth explained by row N of the report's table of causes, for example `1` for the first row. "
-    "May be repeated.",
+    help="Accept the tests that grew because of cause N, for example `1`. N is a row's number in the session's table of "
+    "causes. May be repeated.",
 )
 @store_option
 @click.option(
     "--force-commit",
     is_flag=True,
-    help="Accept a report from another commit than `HEAD`, or a report that was compared with other baselines than the "
-    "store contains. The stored reason says so.",
+    help="Accept the report even if it comes from another commit than `HEAD`, or if the baselines in the store have changed "
+    "since the session. The stored reason says so.",
 )
 def accept(
     *,
@@ -89,13 +89,13 @@ def accept(
 ) -> None:
     """Write baselines from the report of a session on another machine.
 
-    `pytest --gpumem-baseline --gpumem-report=REPORT.json` or `gpumem merge` wrote REPORT.json, for example in a CI job on a
-    GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session: a
-    baseline for each test that passed, or that failed only because of its baseline.
+    Write REPORT.json by `pytest --gpumem-baseline --gpumem-report=REPORT.json`, for example in a CI job on a GPU, or by
+    `gpumem merge`. This command measures nothing. It writes the baselines that --gpumem-update=all would have written in
+    that session: a baseline for each test that passed, or that failed only because of its baseline.
 
-    A TEST is a test's id, a part of an id, or a pattern with `*` and `?`. Without a TEST, all tests in the report are
-    accepted. On a terminal, the command then shows each cause of growth and each other test that differs from its
-    baseline, and asks: accept, skip, or quit, which skips the rest.
+    A TEST is a test's id, a part of an id, or a pattern with `*` and `?`. Without TEST and --cause, the command accepts all
+    tests in the report. On a terminal, it first asks about each cause of growth, and about each other test that differs from
+    its baseline: accept, skip, or quit, which skips all remaining tests.
 
     \b
     Examples:
@@ -104,67 +104,68 @@ def accept(
       gpumem accept gpumem.json "*[amp-bf16]"
       gpumem accept gpumem.json --cause 1 --reason "scores are kept until #12"
 
-    Exit status: 0 if every test is accepted, or there is nothing to accept, 1 if a test was refused, 2 for wrong usage, a
-    report or commit that does not fit, or a store that cannot be read or written, 130 after Ctrl-C.
+    Exit status: 0 if no test was refused, even if nothing was accepted, 1 if a test was refused, 2 for wrong usage, a report
+    that cannot be accepted, or a store that cannot be read or written, 130 after Ctrl-C.
     \f
-    After Ctrl-C, nothing is written. If the store fails while it is written, for example because the disk is full, the message
-    says how many baselines were written.
+    After Ctrl-C, nothing is written. If a write to the store fails, for example because the disk is full, the message says how
+    many baselines were written before.
 
     ## `--cause`
 
-    `--cause 1 --cause 2` accepts the tests that grew by these causes only. A baseline is accepted as a whole, so a test
-    with a third cause is refused.
+    `--cause 1 --cause 2` accepts each test that grew only because of these two causes. A test that also grew because of a third
+    cause is refused, because a baseline cannot be accepted in part.
 
     ## `--store`
 
-    With this option, only the store and the commit are read from the project. Without it, the settings are read as pytest
-    reads them, with the plugins that `addopts` names.
+    With this option, the command does not read the project's settings. Without it, the command reads the settings as pytest
+    does, with the plugins that `addopts` names.
 
     ## `--force-commit`
 
-    The baselines keep the report's commit. Their reason ends with, for example,
+    Each baseline is stored with the commit in the report. Its reason names both commits, for example
     `measured at 1f2e3d4c5, accepted at 5d4c3b2a1`.
 
     ## What is written
 
-    - The files in the store are the same bytes that `--gpumem-update=all` would have written, with the report's date and
-      commit. Baselines of measurements that an accepted test no longer takes are removed.
-    - Step times are written if the session took them. A gate does not time a test whose baseline has no times.
-    - If the session ended early, its report contains only some of the tests. The output says so.
+    - The files in the store are identical to the files that `--gpumem-update=all` would have written. Date and commit come from
+      the report. If an accepted test no longer takes a measurement, the baseline of this measurement is removed.
+    - A baseline contains step times only if the session timed steps. By default, a gate does not time a test whose baseline has
+      no step times.
+    - If the session ended early, its report lacks some of the tests. The output says so.
 
     ## The questions on a terminal
 
-    - The question is `accept (a), skip (s) or quit (q)`, for each cause of several tests, and then for each other test. After
-      `q`, the tests accepted so far are written.
-    - A test with several causes is accepted with the last of them, and skipped if one of them is skipped.
-    - Without a terminal, as in a workflow, no question is asked.
+    - The command asks `accept (a), skip (s) or quit (q)` for each cause that concerns several tests, and then for each
+      remaining test. After `q`, it writes the baselines of the tests that you accepted before.
+    - A test with several causes is accepted when you accept the last of its causes. It is skipped when you skip any of them.
+    - Without a terminal, as in a workflow, the command asks nothing and accepts all tests.
 
     ## Refused tests
 
-    Nothing is written for a refused test. The other tests are accepted. A test that failed by itself is refused even if it also
-    failed the gate.
+    The command writes nothing for a refused test, and accepts the other tests. A test that failed by itself is refused even if
+    it also failed the gate. The output names the kind of each refusal:
 
     | refused | because |
     |---|---|
-    | over budget | a baseline does not raise a budget |
-    | failed by itself | the test, a subtest, its set-up or tear-down failed; or the report is too old to tell |
-    | did not pass, not measured | a named test was skipped, failed as expected, or measured nothing |
-    | nothing to accept | a named test passed and equals its baseline |
+    | over budget | the test needs more than its budget, which a baseline does not change |
+    | failed by itself | the test, a subtest, its set-up or tear-down failed; or an old report does not say why |
+    | did not pass, not measured | a test that you named was skipped, failed as expected, or measured nothing |
+    | nothing to accept | a test that you named passed, and its figures equal its baseline |
     | not by baselines | no baseline makes the test pass, for example if `max_slowdown` limits a test without times |
-    | other causes | with `--cause`: other causes also made the test grow, or the causes do not explain all of its growth |
-    | another baseline now | the store's baseline is not the one in the report; `--force-commit` overwrites it |
-    | not for the store | the store cannot hold a name or a figure from the report |
+    | other causes | with `--cause`: other causes also made the test grow, or all causes together do not explain its growth |
+    | another baseline now | the baseline in the store changed after the session; `--force-commit` overwrites it |
+    | not for the store | the store cannot represent a name or a figure in the report |
 
-    ## Reports that do not fit
+    ## Reports that cannot be accepted
 
-    With exit status 2, nothing is written if:
+    The command writes nothing, and ends with exit status 2, if one of these conditions holds:
 
-    - the session ran without `--gpumem-baseline` and `--gpumem-update`, or with `--gpumem-against`;
-    - the report has another format;
-    - the store cannot be read or written, or has a newer format;
-    - the commit does not fit. A report fits if its commit is `HEAD`, or has the same files as `HEAD` outside the store. A job
-      for a pull request checks out a merge commit, which fits if the branch is up to date. Fetch it with
-      `git fetch origin pull/NUMBER/merge`. Outside a repository, a report without a commit fits.
+    - The session ran without `--gpumem-baseline` and `--gpumem-update`, or with `--gpumem-against`.
+    - The report has another format.
+    - The store cannot be read or written, or has a newer format.
+    - The session ran at another commit than `HEAD`, and files outside the store differ between the two commits. A job for a
+      pull request checks out a merge commit, which has the same files if your branch is up to date. Fetch it with `git fetch
+      origin pull/NUMBER/merge`. Outside a git repository, a report without a commit is accepted.
     """
     if tests and causes:
         raise click.UsageError("name tests or use --cause, not both")
@@ -217,14 +218,14 @@ def accept(
 
 
 def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
-    """Write the accepted baselines device by device.
+    """Write the baselines of the accepted tests, one device after another.
 
     Returns:
-        For each device the reason why the store could not be locked, or ``None``.
+        The reasons why the store was written without a lock. A device whose write was locked adds ``None``.
 
     Raises:
         BackendError: A write failed. The message has the number of written baselines.
-        StoreError: A file in the store is wrong.
+        StoreError: A file in the store has invalid content.
     """
     unlocked: set[str | None] = set()
     written = 0
@@ -243,32 +244,42 @@ def _is_terminal() -> bool:
 
 
 def _source(report: SessionReport, reason: str | None, backend: Backend, *, force: bool) -> Source:
-    """Return the date, commit and reason to store with each baseline. Raises `InputError` for a report from another commit."""
+    """Return the date, commit and reason to store with each baseline.
+
+    Raises:
+        InputError: The report comes from another commit, and ``force`` is false.
+    """
     folder = backend.root if isinstance(backend, Folder) else None
     why = why_other_commit(report.commit, Path.cwd(), folder)
     if why is not None:
         if not force:
-            raise InputError(f"{why}; --force-commit accepts it anyway, and says so in each baseline")
+            raise InputError(f"{why}; --force-commit accepts the report anyway, and says so in each baseline")
         at = f"measured at {report.commit or 'an unknown commit'}, accepted at {commit_of(Path.cwd()) or 'none'}"
         reason = f"{reason} ({at})" if reason else at
     return Source(report.ended[:10], report.commit, reason)
 
 
 def _on_the_session(report: SessionReport) -> Iterator[str]:
-    """Yield a sentence if the report lacks some of the session's tests."""
+    """Yield the reason why the report lacks results, and the number of tests without a result. For a complete report, yield
+    nothing.
+    """
     if report.ended_early is not None:
         yield f"the session ended early: {report.ended_early}"
     if report.not_run:
         first = "::".join(report.not_run[0]) + (", ..." if len(report.not_run) > 1 else "")
-        yield f"the report has no result of {counted(len(report.not_run), 'selected test')}, left as before: {first}"
+        yield (
+            f"the report has no result of {counted(len(report.not_run), 'selected test')}, so their baselines do not change: "
+            f"{first}"
+        )
 
 
 def _accepted_by_a_person(
     changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
 ) -> list[Candidate]:
-    """Show each cause of several tests, then each remaining test, and return the accepted tests.
+    """Ask the user about each cause of growth in several tests, then about each remaining test, and return the accepted tests.
 
-    Raises ``click.Abort`` at the end of the input.
+    Raises:
+        click.Abort: Standard input ended before all questions were answered.
     """
     accepted: list[Candidate] = []
     remaining = list(changing)
@@ -322,9 +333,9 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield a refusal for each named test that equals its baseline.
+    """Yield a refusal for each test whose figures equal its baseline, if the user named the test.
 
-    A pattern is not refused if it also matches other tests.
+    If a pattern also matches a test with something to accept, none of its tests is refused.
     """
     for test in tests:
         titles = {result.verdict.nodeid for result in selected_results(report, [test])}
@@ -335,7 +346,7 @@ def _with_nothing_to_accept(
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each baseline to write or remove when a test is accepted."""
+    """Yield a line for each written or removed baseline if this test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():
@@ -346,7 +357,7 @@ def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
         figures = [_figure(name, entry.metrics[name], old.get(name), units) for name in names if name in entry.metrics]
         yield f"{key} on {entry.environment.slug}: {'; '.join(figures)}"
     for slug, key in changes.removals:
-        yield f"{key} on {slug}: removed, its test no longer takes it"
+        yield f"{key} on {slug}: removed, because the test no longer takes this measurement"
 
 
 def _figure(metric: str, new: float, stored: float | None, units: UnitSystem) -> str:
@@ -360,12 +371,12 @@ def _accounting(
     changing: Sequence[Candidate],
     refused: Sequence[Refusal],
 ) -> str:
-    """Return the accounting line, for example ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
+    """Return the last line of the output: ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
     kinds = ", ".join(dict.fromkeys(refusal.kind for refusal in refused))
     skipped = len(changing) - len(accepted)
     unchanged = len(candidates) - len(changing) - len(refused)
     parts = [f"{len(accepted)} accepted" if accepted or skipped or refused else "nothing to accept"]
     parts += [f"{len(refused)} refused ({kinds})"] if refused else []
     parts += [f"{skipped} skipped"] if skipped else []
-    parts += [f"{unchanged} left as before"] if unchanged > 0 else []
+    parts += [f"{unchanged} unchanged"] if unchanged > 0 else []
     return f"gpumem accept: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""``gpumem advise``: finds the step config with which a model's step fits into a GPU."""
+"""``gpumem advise``: finds a step config with which a model's training or inference step fits into a GPU."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     "--fits",
     metavar="SIZE",
     callback=parsed(parse_size),
-    help="The memory that the step may take, for example `24GB` or `80GiB`. Default on an emulated GPU: its own memory. Other "
-    "devices need this option, --config or --all.",
+    help="Limit the step to this much memory, for example `24GB` or `80GiB`. Default on an emulated GPU: the GPU's "
+    "memory. On other devices there is no default: give --fits, or measure without a limit by --config or --all.",
 )
 @click.option(
     "--device",
@@ -88,30 +88,31 @@ if TYPE_CHECKING:
     show_default=True,
     multiple=True,
     shell_complete=completion.devices,
-    help="Measure on this device: `cuda`, `cpu`, `auto`, an emulated GPU such as `emulated:l4`, or a device from a plugin. "
-    "Several emulated GPUs may be given, or `emulated:all`.",
+    help="Measure on this device: `cuda`, `cpu`, `auto` (`cuda` if there is a GPU, else `cpu`), an emulated GPU such as "
+    "`emulated:l4`, or a device from a plugin. May be repeated for emulated GPUs; `emulated:all` tries all of them.",
 )
 @click.option(
     "--batch",
     "size",
     metavar="SIZE",
     callback=parsed(batch_size),
-    help="The batch of a named model: SAMPLES, SAMPLESxTOKENS, or SAMPLESxSIDE for images and latents. Examples: `32`, "
-    "`4x4096`, `8x512`. Default: 1 sample.",
+    help="Make this batch for a named model. `32` is 32 samples, `4x4096` is 4 texts with 4,096 tokens, and `8x512` is 8 "
+    "images with 512 x 512 pixels, or latents with this side. Default: 1 sample.",
 )
 @click.option(
     "--config",
     "words",
     metavar="CONFIG",
     multiple=True,
-    help="Measure this step config instead of searching, for example `amp-bf16,clip=1`. May be repeated.",
+    help="Measure this config and do not search, for example `amp-bf16,clip=1`. May be repeated.",
 )
 @click.option(
     "--shard",
     "sharding",
     metavar="KIND,world=N",
     callback=parsed(sharding_of),
-    help="Measure one rank of a sharded training job, for example `fsdp,world=8`. KIND is a value of `shard=` in step configs.",
+    help="Measure a single rank of a sharded training job, for example `fsdp,world=8`: FSDP on 8 ranks. KIND is a value of "
+    "`shard=` in step configs.",
 )
 @click.option("--train/--infer", "trains", default=True, help="Measure a training step (the default), or inference.")
 @click.option(
@@ -119,37 +120,41 @@ if TYPE_CHECKING:
     "new_tokens",
     metavar="N",
     type=WholeNumber(min=1),
-    help="Measure the generation of N tokens by a named model of transformers, for example `256`. The prompt is --batch.",
+    help="Measure a call of `generate` that adds N tokens to the prompt, for example `256`. This needs a named model from "
+    "transformers. --batch sets the number of prompts and their length.",
 )
 @click.option(
     "--lora",
     "adapters",
     metavar="SETTINGS",
     callback=parsed(lora),
-    help="Train only PEFT's LoRA adapters of a named model, for example `r=8` or `r=8,alpha=16,targets=q_proj+v_proj`.",
+    help="Add PEFT's LoRA adapters to a named model, and train only the adapters. Examples: `r=8`, "
+    "`r=8,alpha=16,targets=q_proj+v_proj`.",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Measure every combination (up to 96 configs of a training step), even if one fits already.",
+    help="Do not stop when a config fits, but measure every combination of the search's values. A training step has up to 96 "
+    "combinations.",
 )
 @click.option(
     "--largest-batch",
     is_flag=True,
-    help="Find the largest number of samples with which the step of a named model fits, by running it with the recommended "
-    "config, or each --config.",
+    help="Also find how many samples a batch may have before a named model's step no longer fits. The command runs the step "
+    "with growing batches, with the recommended config or with each --config.",
 )
 @click.option(
     "--longest-sequence",
     is_flag=True,
-    help="Find the largest number of tokens in a sample in the same way.",
+    help="Also find how many tokens a sample may have before a named model's step no longer fits, as --largest-batch does for "
+    "samples.",
 )
 @click.option(
     "--blocks",
     metavar="PATTERN",
-    help="The modules that contain the model's repeated blocks, for example `transformer.h`, or the blocks themselves. "
-    "Default: the blocks found by the command.",
+    help="Checkpoint or shard these repeated layers of the model. PATTERN names their container, for example `transformer.h`, "
+    "or the layers themselves. Default: the command finds them.",
 )
 @format_option("json", "markdown", "html")
 def advise(
@@ -171,26 +176,31 @@ def advise(
 ) -> None:
     """Find a config with which a model's step fits into a GPU.
 
-    The command tries step configs in a fixed order until one fits, and prints the code for it and the composition of its peak.
-    A training step uses AdamW. On CUDA the reserved memory has to fit, on a CPU the memory in tensors.
+    A config says how a step runs: `amp-bf16,checkpoint=blocks` is mixed precision with recomputed layers. The command measures
+    the step with one config after another until the step fits. It prints the peak with each config, the code for the config
+    that fits, and a list of the live tensors at the peak.
+
+    The step is a training step with AdamW, or with --infer a forward pass. The step fits if the allocator reserves no
+    more than the GPU's memory, or no more than --fits. On a CPU, the bytes in tensors are compared instead.
 
     \b
-    MODEL is the name of a model, or a function:
-      hf:ORG/NAME       a transformers model with its configuration on the hub;
-                        ORG/NAME can also be a folder or a `config.json`
-      hf-tiny:ORG/NAME  the same model with two layers of each kind
+    MODEL names a model from a library, or your own function:
+      hf:ORG/NAME       a transformers model, by its name on the Hugging Face
+                        hub; or a folder or `config.json` instead of ORG/NAME
+      hf-tiny:ORG/NAME  the same model with only two layers of each kind
       timm:NAME         a timm model
       torchvision:NAME  a torchvision model
-      diffusers:CLASS   a network from diffusers, or its configuration
+      diffusers:CLASS   a diffusers network, by its class or its configuration
       MODULE:FACTORY    a function that returns `(model, batch)` or
                         `(model, batch, loss)`; `loss` is called with the
                         output and the batch
 
-    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub runs.
+    Models from a library are called named models. The command makes their weights and batches at random. It loads no
+    checkpoint, and runs no code from the hub.
 
     \b
-    The search tries these configs in order, and keeps each change that saves
-    memory for the next ones:
+    The search begins with fp32, and then changes the config in this order. In
+    training, a change that saves memory stays in all later configs:
       training   `fp32`, `amp-bf16` or `amp-fp16`, `checkpoint=ops`,
                  `checkpoint=blocks`, `accumulate=` 2, 4, 8 and 16, `bf16`,
                  `optimizer=adamw-8bit`, `checkpoint=offload`
@@ -205,138 +215,162 @@ def advise(
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
-    Exit status: 0 if a config fits into each given device, or with `emulated:all` into any card, 1 if no config fits, the model
-    fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
+    Exit status: 0 if a config fits into each --device, or with `emulated:all` at least one GPU, 1 if no config fits, the
+    model fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
-    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, the status
-    is also 0 if only a smaller batch than the given batch fits. After Ctrl-C, the command prints the configs measured so
-    far and recommends the best one that fits.
+    If no limit is given, the status is 0 after at least one config was measured. With `--largest-batch` and
+    `--longest-sequence`, the status is also 0 if only a batch smaller than `--batch` fits. After Ctrl-C, the command prints the
+    configs measured so far, and recommends the best fitting config.
 
     ## `--batch`
 
-    - The default length is the number of positions in the model, at most 2,048 tokens. The default side is the model's own.
-    - A function returns its own batch, so this option is refused.
+    - If you give only the samples (`32`), or leave out this option, the model decides the size. A text has as many tokens as
+      the model has positions, but at most 2,048. An image has the side for which the model was made.
+    - A function (`MODULE:FACTORY`) returns its own batch, so this option is refused.
 
     ## `--config`
 
-    A mixture that loops over its experts needs a [routing](../concepts/emulated-gpu.md#routing-of-experts) on an emulated GPU:
-    `bf16,routing=balanced`.
+    On an emulated GPU, a mixture of experts that loops over its experts needs a config with a
+    [routing](../concepts/emulated-gpu.md#routing-of-experts), for example `bf16,routing=balanced`.
 
     ## `--shard`
 
-    - After the kind come `world=N` ranks and, for another rank than the first, `rank=M`: `hsdp:2,world=16,rank=3`.
-      See [step configs](step-configs.md) for the kinds.
-    - Memory, `--batch` and largest batches are for one rank, which is one GPU.
-    - If a config cannot be combined with the sharding, its row contains the reason.
-    - Inference and generation cannot be sharded.
+    - The text is a kind of sharding, `world=N` for the number of ranks, and optionally `rank=M` for a rank other than the
+      first: `hsdp:2,world=16,rank=3`. The kinds are in [step configs](step-configs.md).
+    - A rank has a GPU to itself. Memory, `--batch` and the results of `--largest-batch` are those of a single rank.
+    - If a config cannot be combined with the sharding, its row in the table contains the reason.
+    - `--infer` and `--generate` cannot be sharded.
 
     ## `--generate`
 
-    - The step is one call of the model's `generate`: the prompt, then N tokens one after another, with the cache of keys and
-      values. Decoding is greedy, and no token ends it early. Beams, repetition rules and stop tokens in the model's
-      configuration are ignored, and there is no padding. So lengths and bytes are exact, even on an emulated GPU, which
-      computes no tokens.
-    - The models are causal language models, and encoder-decoders, in which the prompt is the encoder's input. Prompt and new
-      tokens have to fit into the model's positions. Whisper can only be measured on a CPU or a real GPU, because it reads its
-      tokens to cut the sound.
-    - The configs are those of inference. `cache=off` generates without the cache.
-    - `--largest-batch` finds how many prompts fit at once, and `--longest-sequence` how long a prompt may be.
-    - A growing cache (`DynamicCache` in transformers) ends with
+    - The step is a single call of the model's `generate`. It processes the prompt, and then generates N tokens with a cache of
+      keys and values.
+    - Decoding is greedy, and no token ends it early. Beams, repetition rules and stop tokens in the model's configuration are
+      ignored, and there is no padding. So lengths and bytes are exact, even on an emulated GPU, which does not compute tokens.
+    - The model must be a causal language model or an encoder-decoder. In an encoder-decoder, the prompt is the encoder's input.
+      The prompt and the new tokens must fit into the model's positions. Whisper can be measured only on a CPU or a real GPU,
+      because it reads its own tokens to split the sound.
+    - The search tries the configs for inference. `--config cache=off` generates without the cache.
+    - `--largest-batch` finds how many prompts fit at once, and `--longest-sequence` finds how long a prompt may be.
+    - A growing cache (`DynamicCache` in transformers) finally contains
       `2 x layers x key heads x head size x (prompt tokens + N - 1) x samples` numbers, because the last token is not fed back.
-      While it grows, the keys or values of one layer exist twice.
-    - The peak of a few tokens does not predict the peak of many. At first the prompt decides the peak: a small GPT-2 with
-      prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384. Later the allocator reserves faster
-      than tensors grow, because a longer block rarely fits into the place of a shorter one. A two-layer Llama with prompts of
-      `128x4` reserves 94 MB for 67 MB of tensors after 32 tokens, 170 MB for 109 MB after 96, and 3.11 GB for 299 MB after 384.
-    - An emulated GPU runs 41 tokens if N is 84 or more: 28 after the prompt, and 13 after a prompt that is as long as the text
-      without its last 13 tokens. If the allocations repeat from token to token, PyTorch's own allocator then makes the
-      allocations of all N tokens. So the peak is the peak of all tokens to the byte, reserved memory included. The peak of so
-      many tokens is not explained. If the allocations do not repeat, for example because a sliding window is reached in
-      between, all N tokens run.
+      While the cache grows, the keys or values of a single layer exist twice.
+    - The peak with few tokens does not predict the peak with many tokens. With few tokens, the prompt decides the peak. For
+      example, a small GPT-2 with prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384 tokens.
+      With many tokens, the allocator reserves more and more unused memory, because a longer block rarely fits into the space
+      of a shorter block. For example, a two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB in tensors after 32
+      tokens, 170 MB for 109 MB after 96 tokens, and 3.11 GB for 299 MB after 384 tokens.
+    - If N is 84 or more, an emulated GPU runs only 41 tokens: the first 28 tokens after the prompt, and the last 13 tokens
+      after another prompt that is as long as all text before them. If the allocations repeat from token to token, PyTorch's
+      allocator then repeats them for all N tokens. So allocated and reserved peaks are exact to the byte, but the peak's
+      tensors are not listed. If the allocations do not repeat, for example because the text reaches a sliding window, all N
+      tokens run.
 
     ## `--lora`
 
-    - `r` is the rank. `alpha` and `targets` are `lora_alpha` and `target_modules` of PEFT's `LoraConfig`, with PEFT's defaults:
-      the modules that PEFT knows for the kind of model, otherwise `targets=all-linear`. Models of other libraries than
-      transformers need `targets`.
-    - Only the adapters are trained. Other weights have no gradients and no optimizer state, and are in the config's precision.
-    - With `bf16` the adapters are in bfloat16 too, as the printed code makes them. PEFT's own default is float32.
-    - `--infer` and `--generate` are refused, because merged adapters take no memory in inference.
+    - `r` is the rank of the adapters. `alpha` and `targets` are `lora_alpha` and `target_modules` in PEFT's `LoraConfig`.
+    - PEFT knows default targets for many models from transformers. For other models from transformers, the default is
+      `targets=all-linear`. Models from other libraries need `targets`.
+    - The model's own weights have no gradients and no optimizer state. They are stored in the config's precision.
+    - With `bf16`, the adapters are stored in bfloat16 as well, and the printed code does the same. PEFT's default is float32.
+    - `--infer` and `--generate` are refused, because adapters are merged into the weights for inference and then need no
+      memory.
 
     ## `--all`
 
-    Without a limit, the command recommends the config whose saving is worth most.
+    If no limit is given, the command recommends the config with the best saving for its extra time.
 
     ## `--largest-batch`
 
-    - The size is found by running the step: it fits, and the next size does not. With `accumulate=4` the next size is 4 samples
-      larger. If the model itself sets the end, for example by its last position, the reason is printed.
-    - If no config fits, the search uses the config with the least memory.
+    - The step runs with the printed size and fits. It also runs with the next size and does not fit. With `accumulate=4`, the
+      next size is 4 samples larger.
+    - If the model itself limits the size, for example by its number of positions, the command prints the reason.
+    - If no config fits with `--batch`, the command searches with the config of the smallest peak.
 
     ## `--blocks`
 
-    Used by `checkpoint=ops`, `checkpoint=blocks`, and shardings of blocks.
+    The pattern is used by `checkpoint=ops`, `checkpoint=blocks`, and kinds of sharding that shard each block separately.
 
     ## Named models
 
-    - **Configuration.** Only `config.json` is fetched. It is refused if it needs code of its own (`auto_map`, for a model
-      that transformers does not have), or contains `trust_remote_code`, `use_kernels`, `kernel_config`, `attribute_map`, a
-      checkpoint, a `backbone` in another repository, or an implementation of attention or experts from outside transformers,
-      for example `"attn_implementation": "org/kernel"`. `sdpa`, `eager` and `flash_attention_2` are accepted. If the package
-      `kernels` is installed, transformers may load kernels that it chooses itself; `USE_HUB_KERNELS=NO` prevents most of
-      them.
-    - **transformers.** The class is the first of `architectures` that transformers has. Weights are made in the configuration's
-      precision, or in float32 if it names none. The random batch contains tokens, images or sounds, and labels as the class
-      takes them, without padding and mask. In training there is no cache of keys and values. For images with another side, the
-      model gets as many positions as they have patches. If no batch can be made, for example for texts with images, the message
-      says which function to write.
-    - **timm and torchvision.** Images have the size for which the weights were trained, for torchvision that of
-      `get_model_weights(NAME).DEFAULT`: crops, whole images for segmentation, clips of 16 frames. A tag in timm's name
-      (`resnet50.a1_in1k`) selects its images and classes. The loss is the cross-entropy, with the auxiliary classifiers' added.
-      A detector returns its own losses, for 7 objects in an image. It cannot run on an emulated GPU, because it reads boxes on
-      the host.
-    - **diffusers.** `diffusers:CLASS` uses the default configuration of the class, `diffusers:ORG/NAME/unet` the hub's, and
-      `diffusers:./unet` that of a folder or file. Known classes are `UNet2DConditionModel` (also SDXL's), `UNet2DModel`,
-      `AutoencoderKL`, `VQModel`, and the transformers of SD3, Flux and DiT. No pipeline is run. A sample is the input of
-      `forward`, latents or an autoencoder's pixels, as the title says (`batch 1 of 4x128x128`). The loss is the mean squared
-      error against noise.
+    **Configuration.** From the hub, only `config.json` is fetched. The command refuses a configuration that would run foreign
+    code or load files:
+
+    - `auto_map`, if transformers does not have the model itself;
+    - `trust_remote_code`, `use_kernels`, `kernel_config` or `attribute_map`;
+    - a checkpoint, or a `backbone` in another repository;
+    - attention or experts from outside transformers, for example `"attn_implementation": "org/kernel"`.
+
+    The values `sdpa`, `eager` and `flash_attention_2` are accepted. If the package `kernels` is installed, transformers may
+    load kernels of its own choice. `USE_HUB_KERNELS=NO` prevents most of them.
+
+    **transformers.**
+
+    - The class is the first entry of `architectures` that transformers has. Weights are made in the precision that the
+      configuration names, or else in float32.
+    - The random batch contains tokens, images or sounds, and the labels that the class expects. There is no padding and no
+      mask.
+    - Training uses no cache of keys and values.
+    - If `--batch` sets a side other than the model's own, the model gets as many positions as an image has patches.
+    - If the command cannot make a batch, for example for texts with images, the message says which function to write.
+
+    **timm and torchvision.**
+
+    - Images have the size for which the weights were trained. For torchvision, `get_model_weights(NAME).DEFAULT` has the size:
+      crops, whole images for segmentation, or clips of 16 frames. For timm, a tag in the name (`resnet50.a1_in1k`) selects the
+      image size and the classes.
+    - The loss is the cross-entropy of the output, plus the cross-entropy of each auxiliary classifier.
+    - A detector computes its own losses, for 7 objects in each image. It cannot run on an emulated GPU, because it reads the
+      boxes on the host.
+
+    **diffusers.**
+
+    - `diffusers:CLASS` uses the default configuration of the class, `diffusers:ORG/NAME/unet` the configuration on the hub, and
+      `diffusers:./unet` the configuration in a folder or file.
+    - Supported classes are `UNet2DConditionModel` (also for SDXL), `UNet2DModel`, `AutoencoderKL`, `VQModel`, and the
+      transformers of SD3, Flux and DiT. No pipeline runs.
+    - A sample is the input of `forward`: latents, or for an autoencoder pixels. The title shows its shape
+      (`batch 1 of 4x128x128`). The loss is the mean squared error against noise.
 
     ## Functions
 
-    - `MODULE` is also searched in the current folder. `batch` may be a function that makes a batch.
-    - `FACTORY` is called without arguments, with the device as torch's default device. If that fails, for example because it
-      uses a generator of the CPU or NumPy arrays, it is called again without a default device, and the result is moved.
-    - On emulated GPUs, each process that measures imports `MODULE` and calls `FACTORY`. Their output goes to standard error.
-    - If your module has the name of a source (`hf.py`), write its package, `my_project.hf:make`, or import the function in a
-      module with another name.
+    - `MODULE` is an installed module, or a module in the current folder. The returned `batch` may be a function that makes a
+      batch.
+    - `FACTORY` is called without arguments while the measured device is torch's default device. If this call fails, for example
+      because `FACTORY` uses NumPy arrays or a random generator on the CPU, `FACTORY` is called again without a default device.
+      The command then moves the model and the batch to the device.
+    - For emulated GPUs, each measuring process imports `MODULE` and calls `FACTORY`. What they print goes to standard error.
+    - A module must not be named like a source of models, such as `hf`. Write `my_project.hf:make` if the module is in a
+      package, or else import the function into a module with another name.
 
     ## Search
 
-    - The batch is shared out by `accumulate=` as far as its samples can be divided. If `fully_shard` gathers parameters,
-      `mp-bf16` comes before `amp-bf16`. Combinations that a sharding excludes are left out.
-    - If a config cannot run here, fails or runs out of memory, its row contains the reason. An error of `fp32`, the first
-    config,
-      ends the search.
-    - No times are taken on an emulated GPU, so the first config that fits is recommended. A note names the faster precisions
-      that were not tried. `--all` tries them.
-    - On emulated GPUs, each config is first run on a card with more memory than any. If its tensors fit but the reserved memory
-      does not, it is run again with the card's own memory, because the allocator then releases its cache. `lacks` is the memory
-      by which the card is too small. If there are more cards than configs, each card has a row.
-    - "cannot run" means that torch has no kernels for the card, or that the card lacks a feature, such as flash attention
-      below compute capability 8.0. bfloat16 that torch emulates (on a T4) is measured, and recommended only if nothing
-      else fits.
+    - `accumulate=N` splits the batch into N micro-batches, so the search tries only numbers that divide the samples evenly.
+    - With a sharding by `fully_shard`, the search tries `mp-bf16` before `amp-bf16`. It skips configs if they cannot be
+      combined with the sharding.
+    - If a config cannot run here, fails or runs out of memory, its row in the table contains the reason. If `fp32`, the first
+      config, fails with another error than missing memory, the search ends.
+    - Steps are not timed on an emulated GPU, so the first config that fits is recommended. If faster precisions were not tried,
+      a note names them. `--all` tries them.
+    - On emulated GPUs, each config first runs with nearly unlimited memory. If its tensors would fit into the GPU but the
+      reserved memory would not, the config runs again with the GPU's memory, because the allocator then releases its cache.
+    - In the table, `lacks` is the missing memory. If there are more GPUs than configs, each GPU has a row.
+    - "cannot run" means: torch has no kernels for the GPU, or the GPU lacks a feature. For example, flash attention
+      needs compute capability 8.0.
+    - A precision that torch has to emulate on the GPU, such as bfloat16 on a T4, is measured. It is recommended only if no
+      other config fits.
 
     ## Output
 
-    - The table, the code and the peak go to standard output, progress to standard error. The CUDA context and other processes
-      need memory besides.
-    - `attention:` is the implementation in the configuration of the attention modules (`sdpa` or `eager`), for functions as
-      well. Eager attention keeps the scores of all tokens, and can take much more memory.
-    - The recommended config runs once more, recorded, on its first device. Its peak is printed by category and
-      module. These are bytes in tensors; the allocator reserves somewhat more.
-    - Warnings below the table come from Python and from the model's libraries, each once. For example, transformers warns
-      that it uses its reference code for Mamba because `mamba_ssm` is not installed. The figures then belong to the
-      reference code.
+    - The table, the code and the tensors at the peak go to standard output. Progress goes to standard error.
+    - The CUDA context and other processes need GPU memory as well. The table does not count them.
+    - `attention:` names the implementation that transformers chose for the model: `sdpa` or `eager`. Eager attention stores the
+      scores for all pairs of tokens, so it can need much more memory.
+    - The recommended config runs again with a recorder, on the first device for which it is recommended. The bytes in tensors
+      at its peak are printed by category and module. The allocator reserves somewhat more.
+    - Warnings below the table come from Python and from the model's libraries. Each warning is printed once. For example,
+      transformers warns that it uses its reference code for Mamba, because `mamba_ssm` is not installed. The figures then
+      describe the reference code.
 
     ## JSON
 
@@ -344,17 +378,17 @@ def advise(
     |---|---|
     | `format`, `exit_status` | 1, and the command's exit status |
     | `finished` | `false` after Ctrl-C |
-    | `subject`, `step`, `new_tokens`, `lora` | the model, the kind of step, N of `--generate`, and `--lora` |
-    | `attention` | the implementation of attention; `null` for models of other libraries and without attention |
-    | `emulated`, `shard` | whether the devices are emulated, and `--shard` |
+    | `subject`, `step`, `new_tokens`, `lora` | the model, the kind of step, and the values of `--generate` and `--lora` |
+    | `attention` | the implementation of attention; `null` if transformers chose none for the model |
+    | `emulated`, `shard` | whether the devices are emulated, and the value of `--shard` |
     | `largest_of` | `samples` with `--largest-batch`, `tokens` with `--longest-sequence` |
-    | `devices` | `device`, `limit`, `recommended` and `configs` of each device |
+    | `devices` | each device: `device`, `limit`, `recommended` and `configs` |
     | `recommended` | each recommended config: `config`, `device`, `code`, `made_of_bytes`, `phase`, `made_of`, `why_not` |
-    | `notes`, `warnings` | texts below the table |
+    | `notes`, `warnings` | the texts below the table |
 
-    Each of `configs` has `config`, `peak` (the figure that has to fit), `peak_allocated` (bytes in tensors in the same run),
-    `step_time`, `fits`, `why_not`, `slow` and `largest` (with its `size`). `made_of` has all categories with their modules, and
-    `made_of_bytes` is their sum: the peak of the recorded run.
+    Each entry in `configs` has `config`, `peak` (the bytes that must fit), `peak_allocated` (the bytes in tensors in the same
+    run), `step_time`, `fits`, `why_not`, `slow` and `largest` (with its `size`). `made_of` lists the categories with their
+    modules. `made_of_bytes` is the sum of all categories: the peak of the recorded run.
     """
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
@@ -366,20 +400,27 @@ def advise(
         )
     if sharding is not None and not task.trains:
         option = "--infer" if new_tokens is None else "--generate"
-        raise click.UsageError(f"--shard is for a training step, because inference is not sharded; leave out {option}")
+        raise click.UsageError(
+            f"--shard needs a training step, because inference cannot be sharded; leave out {option}"
+        )
     shared = None if sharding is None else sharding.sharding
     if shared is not None and task.lora is not None and "tp" in dict(shared.parts):
         raise click.UsageError(
-            "--lora cannot be combined with --shard tp, because the model's tensor-parallel plan names no adapters"
+            "--lora cannot be combined with --shard tp, because the model's tensor-parallel plan does not name the adapters; "
+            "leave out one of them"
         )
     if blocks is not None and not task.trains:
-        raise click.UsageError("--blocks is for a training step, because inference recomputes nothing; leave it out")
+        raise click.UsageError("--blocks needs a training step, because inference recomputes nothing; leave it out")
     with input_errors(ConfigError):
         configs, refused = named_configs(words, sharding, blocks)
     if words and everything:
-        raise click.UsageError("--config names configs and --all measures all of them: use only one option")
+        raise click.UsageError(
+            "--config selects configs, but --all measures all configs: use only one of these options"
+        )
     if largest_batch and longest_sequence:
-        raise click.UsageError("--largest-batch and --longest-sequence exclude each other: use one at a time")
+        raise click.UsageError(
+            "--largest-batch and --longest-sequence exclude each other: run the command once with each"
+        )
     dimension: SizeAxis | None = "samples" if largest_batch else "tokens" if longest_sequence else None
     search = Search(fits, configs, everything, blocks, task, dimension, sharding, refused)
     with input_errors(ModelError):
@@ -394,7 +435,10 @@ def advise(
         }
         for option, value in for_named_models.items():
             if value is not None:
-                raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
+                raise click.UsageError(
+                    f"{option} needs a named model such as hf:ORG/NAME, but {subject_name} is a function that makes its own "
+                    "model and batch; leave it out"
+                )
     advice = _search(search, _ModelArgument(subject_name, name, size), device_names, over_time=form == "html")
     status = INTERRUPTED if not advice.finished else 0 if advice.fits(every=_EVERY not in device_names) else 1
     _print(advice, form, status)
@@ -412,7 +456,7 @@ def _print(advice: Advice, form: str, status: int) -> None:
 
 @dataclass(frozen=True)
 class _ModelArgument:
-    """The argument MODEL: the name of a library's model, for example ``timm:resnet50``, or a function."""
+    """The command's argument MODEL: the name of a library's model, for example ``timm:resnet50``, or a user's function."""
 
     text: str
     name: ModelName | None
@@ -428,9 +472,10 @@ class _ModelArgument:
         return replace(subject, warnings=tuple(warned))
 
     def on_cards(self, search: Search, gpus: Sequence[Gpu]) -> AdviceSubject:
-        """Return the model for processes with emulated GPUs.
+        """Return the model for forks of this process, in which GPUs are emulated.
 
-        A named model is made in this process, which must not use CUDA. A function might use CUDA, so it is called in forks.
+        This process must not use CUDA before it is forked. So a named model is made here while no GPU is visible. A user's
+        function could use CUDA, so only the forks call it.
         """
         if self.name is not None:
             with gpu_unseen(), collected_warnings() as warned:
@@ -451,14 +496,17 @@ class _ModelArgument:
             model = named_model(name, self.size, search.task)
         except ModelError as error:
             is_own_module = any(Path(path).is_file() for path in (f"{name.source}.py", f"{name.source}/__init__.py"))
-            hint = f"; {name.source}: is a source of models, so import the function into a module with another name"
+            hint = (
+                f"; {name.source}: means a library's model here, so import your function into a module with another name "
+                "and name that module"
+            )
             raise InputError(f"{error}{hint if is_own_module else ''}") from None
         click.echo(model.title, err=True)
         return model
 
 
 def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], *, over_time: bool) -> Advice:
-    """Search on the named devices. Raises ``click.ClickException``."""
+    """Search for a fitting config on each named device. Raises ``click.ClickException``."""
     gpus = _gpus(device_names)
     if len(device_names) > 1 and not gpus:
         raise click.UsageError("several devices are only possible if all are emulated, for example emulated:h100")
@@ -475,13 +523,13 @@ def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], 
 
 
 class _ModelFailed(InputError):
-    """Error for an existing model that fails by itself."""
+    """Error if a model was found, but cannot be made, or its first step fails."""
 
     exit_code = 1
 
 
 def _gpus(names: Sequence[str]) -> list[Gpu]:
-    """Return the GPUs to emulate, or an empty list if another device is named. Raises `InputError`."""
+    """Return the GPUs to emulate, or an empty list if a device in ``names`` is not emulated. Raises `InputError`."""
     if not all(name.startswith(EMULATED) for name in names):
         return []
     own = own_gpus_around()
@@ -502,15 +550,17 @@ _EVERY = f"{EMULATED}{EVERY}"
 def _search_on_device(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Search on a device in this process."""
+    """Search for a fitting config on a device, and run all steps in this process."""
     if search.fits is None and (search.size_axis is not None or not (search.everything or search.configs)):
-        alternative = "" if search.size_axis is not None else " (or measure every combination with --all)"
-        raise click.UsageError(f"this device needs a limit: give its memory, for example --fits 24GB{alternative}")
+        alternative = "" if search.size_axis is not None else ", or measure every combination with --all"
+        raise click.UsageError(
+            f"{device_name} has no default limit: give the memory that the step may take, for example --fits 24GB{alternative}"
+        )
     device = _device(device_name)
     subject = subject_on(device)
 
     def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
-        # Peaks on an emulated GPU may lack the convolution workspaces of a real GPU.
+        # On an emulated GPU, peaks may lack the workspaces of cuDNN's kernels on a real GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
@@ -541,7 +591,7 @@ def _search_on_device(
 def _search_on_cards(
     search: Search, gpus: Sequence[Gpu], make_subject: Callable[[], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Search on emulated GPUs, with a process for each config."""
+    """Search for a fitting config on each emulated GPU. Each config runs in its own process."""
     try:
         prepare()
         begin(gpus[0])
@@ -591,7 +641,7 @@ def _notes(search: Search) -> tuple[str, ...]:
 
 
 def _notes_on_faster(search: Search, trials: Sequence[DeviceTrials]) -> Iterator[str]:
-    """Yield notes on untried faster precisions, with the cards' names."""
+    """Yield a note for each faster precision that the search did not try, with the names of the cards."""
     cards: dict[str, list[str]] = {}
     for card in trials:
         note = search.note_on_faster(card.tried, card.limit) if card.finished else None
@@ -605,7 +655,7 @@ def _with_code(
 ) -> Advice:
     """Add the code for each recommended config, and the composition of its peak.
 
-    If several devices have the same recommended config, it is explained on the first device.
+    If several devices have the same recommended config, the composition comes from the first of these devices.
     """
     first_device: dict[StepConfig, str] = {}
     for device in advice.devices:
@@ -615,7 +665,7 @@ def _with_code(
     for config, device_name in first_device.items():
         code = tuple(code_of(config, device_type, subject.containers, subject.task))
         explanation: Explanation | str = ""
-        # After Ctrl-C, no other step is run.
+        # After Ctrl-C, run no more steps.
         if advice.finished:
             progress = WholeLines()
             progress.write(f"{config}: the composition of its peak ... ")

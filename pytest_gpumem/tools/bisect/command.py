@@ -1,4 +1,4 @@
-"""``gpumem bisect``: finds the commit, package or package release that made a test need more."""
+"""``gpumem bisect``: finds the commit, the package or the package release since which a test needs more memory or time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ if TYPE_CHECKING:
 
 
 def _package_name(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Return a package's name, if given. Raises ``click.BadParameter`` for other requirements, such as ``torch==2.6``."""
+    """Return the name of the package after ``--package``.
+
+    Raises:
+        click.BadParameter: The text is not only a name. For example, it is ``torch==2.6``.
+    """
     if value is None:
         return None
     try:
@@ -73,7 +77,7 @@ def _package_name(_context: click.Context, _parameter: click.Parameter, value: s
     except InvalidRequirement:
         raise click.BadParameter(f"{value!r} is not the name of a package; give a name such as transformers") from None
     if str(requirement) != requirement.name:
-        raise click.BadParameter(f"{value!r} is more than the name of a package; give only {requirement.name}")
+        raise click.BadParameter(f"{value!r} contains more than the name of a package; give only {requirement.name}")
     return requirement.name
 
 
@@ -87,19 +91,19 @@ _ERROR_RENDERERS = {".json": failure_as_json, ".md": failure_as_markdown}
     "source",
     metavar="REPORT",
     type=FilePath(exists=True),
-    help="Take the test and both ends from the JSON report of a failed session or of `gpumem ab`, for example `gpumem.json`. "
-    "The report replaces TEST, --good and --bad.",
+    help="Read the test, the good end and the bad end from a JSON report, for example `gpumem.json`. It comes from a failed "
+    "pytest session or from `gpumem ab`. Leave out TEST, --good and --bad.",
 )
 @click.option(
     "--good",
     metavar="WHICH",
-    help="The end at which the test needs less: a revision such as `v1.2`, with --package a release, with --packages a lock "
-    "file.",
+    help="Begin the search here, where the test needs less: at a git revision such as `v1.2`, with --package at a release such "
+    "as `4.45.0`, or with --packages at a lock file such as `old.txt`.",
 )
 @click.option(
     "--bad",
     metavar="WHICH",
-    help="The end at which the test needs more, written like --good. Default for revisions: `HEAD`.",
+    help="End the search here, where the test needs more. Written like --good. Default for git revisions: `HEAD`.",
 )
 @click.option(
     "--package",
@@ -110,24 +114,24 @@ _ERROR_RENDERERS = {".json": failure_as_json, ".md": failure_as_markdown}
 @click.option(
     "--packages",
     is_flag=True,
-    help="Search the packages that differ between two lock files (--good, --bad), or between the test's baseline and the "
-    "current environment. Then search the releases of the package that caused the change.",
+    help="First find the package that caused the change, and then its release. The command tries the packages whose releases "
+    "differ in two lock files (--good and --bad), or by default in the test's baseline and in this environment.",
 )
 @click.option(
     "--metric",
     type=click.Choice(JUDGED_METRICS),
     metavar="METRIC",
-    help="Judge by this metric, for example `peak_reserved`. Default: the first metric that is worse at the bad end. "
-    "`step_time` is measured by turns, as `gpumem ab` does.",
+    help="Compare this metric, for example `peak_reserved`. Default: the first metric that is worse at the bad end. "
+    "For `step_time`, the good end and the candidate run by turns, as in `gpumem ab`.",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Also search the commits of merged branches. By default a merge stands for all commits that it brought.",
+    help="Also search the commits in merged branches. By default, the result can be a merge, but not a commit in its branch.",
 )
 @jobs_option("With --setup, only one run is made at a time.")
-@max_slowdown_option("Used with --metric=step_time.")
+@max_slowdown_option("Only used with --metric=step_time.")
 @slug_option
 @setup_option
 @report_option
@@ -151,9 +155,13 @@ def bisect(
 ) -> None:
     """Find the commit or package release that caused a regression.
 
-    The command runs TEST at both ends and then halves the range between them. It ends with the first change that the gate
-    would call worse than the good end. Arguments after `--` are passed to pytest. Changes that cannot be run are skipped. If
-    the command is interrupted, the same command continues the search.
+    The command runs TEST at a good end (--good), where TEST needs less, and at a bad end (--bad), where TEST needs more. The
+    ends are git revisions, or with --package or --packages releases of packages. Then the command runs TEST halfway between
+    them, and goes on with the half that contains the regression. The result is the first commit or release at which TEST is
+    worse than at the good end, by the rules of the gate.
+
+    Commits and releases at which TEST cannot run are skipped. Arguments after `--` are passed to pytest. If the search is
+    interrupted, run the same command again to continue it.
 
     \b
     Examples:
@@ -163,54 +171,57 @@ def bisect(
       gpumem bisect --packages --good old.txt --bad new.txt tests/test_llama.py
       gpumem bisect --from gpumem.json
 
-    Exit status: 0 if the change was found, 2 if there is nothing to find, an end cannot be run, or the usage is wrong, 130
-    after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 if the change was found, 2 if the bad end is not worse than the good end, TEST cannot run at an end, or the
+    usage is wrong, 130 after Ctrl-C, 143 after SIGTERM.
     \f
     ## `--from`
 
-    - The search uses only the first regressed test in the report. Options about baselines in
-      `PYTEST_ARGS` are left out.
-    - With a report of `gpumem ab`, the command searches the packages that the report's `HEAD` asked for. A package from an
-      address (`transformers @ git+https://...`) comes after all releases.
-    - With a session's report, the command searches the packages that differ from the baseline's. If none of them is the cause,
-      it searches the commits since the commit that accepted the baseline. A shallow clone does not contain that commit.
+    - The command searches only for the first regressed test in the report. It ignores options about baselines in `PYTEST_ARGS`.
+    - With a report from `gpumem ab`, the command searches the packages that `--head-with` named. If `--head-with` named an
+      address (`transformers @ git+https://...`), the address is a candidate after all releases of the package.
+    - With a report from a pytest session, the command searches the packages that differ from the baseline's environment. If no
+      package is the cause, it searches the commits after the commit that accepted the baseline. This needs a full clone,
+      because a shallow clone lacks old commits.
 
     ## `--all`
 
-    As with `git bisect`, a good commit excludes all of its ancestors.
+    As in `git bisect`, the command assumes that all ancestors of a good commit are good.
 
     ## `--package`
 
-    The candidates are the releases on the package index, without pre-releases.
+    The candidates are the releases on the package index between `--good` and `--bad`. Pre-releases are left out.
 
     ## `--slug`
 
-    Used with `--packages`, if the test has baselines from several devices.
+    With `--packages`, choose a device if the test has baselines from several devices.
 
     ## Output
 
-    The command prints the tried candidates, the added memory by module and line, the change, and the command for accepting
-    the change. The last line also names releases to install first. If a release improved the
-    figure, there is nothing to accept.
+    A candidate is a commit or a release that the command tries. The command prints the tried candidates, the module and line of
+    the added memory, the change that it found, and the command for accepting the new figures. If you have to install other
+    releases before you accept the figures, the last line names them. If a release improved the figure, there is nothing to
+    accept.
 
     ## How the search decides
 
-    - **The good end is the baseline.** A candidate is bad if it is worse than the good end by more than the tolerance. If the
-      first bad candidate explains less than half of the growth, the command prints the `--good` with which to continue.
-    - **Skipped candidates** are printed with their reason: a commit that does not import, a release that cannot be installed.
-      If the first bad candidate cannot be told apart from skipped ones beside it, all of them are named.
-    - If **a merge** is the first bad commit, the output says so, with the command for searching the merged branch.
-    - **An improvement** is searched if `--bad` is the earlier commit or release. The result is the first candidate that is as
-      good as `--good`.
-    - Uncommitted changes are left out of a search in commits. A line on standard error counts the files.
-    - Packages are installed into [cached environments](command-ab.md#sets-of-requirements), as for `gpumem ab`.
+    - **Bad candidates.** The figures at the good end serve as the baseline. A candidate is bad if its figures are worse by more
+      than the tolerance. If the first bad candidate explains less than half of the growth between the ends, there is a later
+      cause as well. The command then prints the `--good` with which to search for it.
+    - **Skipped candidates.** A candidate is skipped if it cannot run, for example because a commit cannot be imported or a
+      release cannot be installed. The output lists the skipped candidates with their reasons. If skipped candidates lie just
+      before the first bad candidate, any of them may be the cause, and the result names all of them.
+    - **Merges.** If the first bad commit is a merge, the output says so, and shows the command for searching the merged branch.
+    - **Improvements.** If `--bad` is an earlier commit or release than `--good`, the command searches for an improvement. The
+      result is the first candidate that is as good as `--good`.
+    - **Uncommitted changes** are left out when commits are searched. A line on standard error counts the changed files.
+    - **Packages** are installed into [cached environments](command-ab.md#sets-of-requirements), as in `gpumem ab`.
 
     ## Interrupted searches
 
-    - After Ctrl-C or `kill -9`, the same command continues if the same packages are installed. It removes the worktrees from
-      the interrupted search.
-    - A search in releases begins anew if the current code has changed: for git, or without git by the names, sizes and times of
-      `*.py`, `*.toml`, `*.ini` and `*.cfg` files.
+    - After Ctrl-C or `kill -9`, the same command continues the search if the same packages are installed. It also removes the
+      worktrees that the interrupted search left.
+    - A search in releases begins again if the project's code has changed. Git decides whether the code has changed. Outside a
+      git repository, names, sizes and modification times of `*.py`, `*.toml`, `*.ini` and `*.cfg` files decide.
 
     ## JSON
 
@@ -218,11 +229,11 @@ def bisect(
     |---|---|
     | `format` | 1 |
     | `found` | whether the change was found |
-    | `culprit` | the change |
+    | `culprit` | the commit, package or release that caused the change |
     | `result` | a sentence about the result |
-    | `test` | with `--from`, the test |
+    | `test` | with `--from`, the test from the report |
     | `metric`, `good`, `bad` | the metric, and its value before and after the change |
-    | `after` | the last good candidate |
+    | `after` | the last good candidate before the change |
     | `why` | the reason, if nothing was found |
     """
     pytest_arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
@@ -272,10 +283,9 @@ def bisect(
 
 @dataclass(frozen=True)
 class _CandidateSearches:
-    """Searches in several lists of candidates with the same tests and the same metric.
+    """The tests and options for all searches of a ``gpumem bisect`` command.
 
-    For example, ``--packages`` first searches all packages that differ, and then the releases of the package that caused the
-    change.
+    For example, ``--packages`` makes two searches: first for the package that caused the change, and then for its release.
     """
 
     runner: Runner
@@ -285,9 +295,10 @@ class _CandidateSearches:
     max_slowdown: float
 
     def find(self, searched: Sequence[Candidate]) -> SearchResult:
-        """Search a list of candidates in order. An interrupted search stores its runs for the next call.
+        """Find the first bad candidate in a list from the good end to the bad end.
 
-        Raises the exceptions of `Search.find`, for example `NothingToSearch` if the bad end is not worse than the good end.
+        Runs are stored, so the same command can continue an interrupted search. Raises the exceptions of `Search.find`, for
+        example `NothingToSearch` if the bad end is not worse than the good end.
         """
         _say(f"{counted(len(searched), 'candidate')}, {searched[0].name} to {searched[-1].name}")
         runner = self.runner
@@ -313,7 +324,7 @@ class _CandidateSearches:
         return result
 
     def _jobs(self) -> int:
-        """Return the number of simultaneous runs, and print a line if it is lower than requested."""
+        """Return the number of simultaneous runs, and print a line if the number is lower than ``--jobs``."""
         if self.jobs > 1 and self.runner.setup is not None:
             _say("with --setup, only one run is made at a time, because all runs share the packages that it installs")
             return 1
@@ -322,7 +333,7 @@ class _CandidateSearches:
     def releases(
         self, package: str, good: str, bad: str, pinned_releases: Mapping[str, str] | None = None
     ) -> list[Candidate]:
-        """Return the candidates from release ``good`` to release ``bad`` on the package index.
+        """Return the releases on the package index from ``good`` to ``bad`` as candidates.
 
         Args:
             package: The name of the package.
@@ -356,13 +367,13 @@ class _CandidateSearches:
         except InstallationError:
             if not bad.startswith(ADDRESS_PREFIX):
                 raise
-            # A package that was installed from an address may be on no index.
+            # If a package was installed from a git address, the package index may lack it.
             listed = []
         return releases(package, listed, good, bad, pinned_releases)
 
 
 def _missing_packages(package: str | None, bad: str | None, red: RegressedTest | None) -> str:
-    """Return the packages to install before the bad end can be measured here, for example ``"tinymodels 1.4"``."""
+    """Return the releases to install before this environment equals the bad end, for example ``"tinymodels 1.4"``."""
     if package is not None:
         needed = {package: bad or ""}
     elif red is not None:
@@ -379,7 +390,7 @@ def _missing_packages(package: str | None, bad: str | None, red: RegressedTest |
 
 
 def _red_test(source: Path) -> RegressedTest:
-    """Return the first regressed test in a report. Raises `ReportError`, `NothingToSearch` and `InputError`."""
+    """Return the first regressed test in the report ``source``. Raises `ReportError`, `NothingToSearch` and `InputError`."""
     try:
         return regressed_test_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
@@ -394,7 +405,9 @@ def _search_for_red_test(
     *,
     first_parent: bool,
 ) -> SearchResult:
-    """Search the packages that differ and, if none is the cause, the commits since the baseline."""
+    """Search the packages whose releases differ from the baseline's environment. If none is the cause, search the commits
+    after the baseline's commit.
+    """
     why_no_package = ""
     if red.good_releases or not red.gated:
         try:
@@ -444,7 +457,7 @@ def _check_ends(
     packages: bool,
     red: RegressedTest | None,
 ) -> None:
-    """Raise ``click.UsageError`` if an end is missing, or if a report already names both."""
+    """Raise ``click.UsageError`` if the good end or the bad end is missing, or is given although ``--from`` names both ends."""
     if red is not None:
         if tests or good or bad or package or packages:
             raise click.UsageError(
@@ -452,15 +465,15 @@ def _check_ends(
             )
         return
     if not tests:
-        raise click.UsageError("Missing argument 'TEST...', or --from.")
+        raise click.UsageError("Missing argument 'TEST...': name a test, or give --from REPORT.")
     if package is not None and packages:
-        raise click.UsageError("--package and --packages exclude each other")
+        raise click.UsageError("--package and --packages exclude each other: leave out one of them")
     if good is None and not packages:
         raise click.UsageError(
-            "Missing option '--good': the revision, or with --package the release, at which the test needs less."
+            "Missing option '--good': give the revision, or with --package the release, at which the test needs less."
         )
     if (package is not None and bad is None) or (packages and (good is None) != (bad is None)):
-        raise click.UsageError("Missing option '--bad' or '--good': name both ends.")
+        raise click.UsageError("Missing option '--bad' or '--good': give both.")
 
 
 def _say(text: str) -> None:
@@ -470,9 +483,13 @@ def _say(text: str) -> None:
 def _releases_at_ends(
     good: str | None, bad: str | None, test: str, slug: str | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the packages' releases at both ends: of two lock files, or of a test's baseline and this environment.
+    """Return the releases of packages at the good end and at the bad end.
 
-    For example, ``({"transformers": "4.45.0"}, {"transformers": "4.50.0"})``. Raises `InputError`.
+    The ends are two lock files if ``good`` and ``bad`` name them, otherwise the environment of the test's baseline and the
+    current environment. For example, the result is ``({"transformers": "4.45.0"}, {"transformers": "4.50.0"})``.
+
+    Raises:
+        InputError: The test has no baseline, or has baselines from several devices.
     """
     if good is not None and bad is not None:
         good_releases, bad_releases = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
@@ -494,7 +511,7 @@ def _releases_at_ends(
 
 
 def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> SearchResult:
-    """Search the packages that differ, and then the releases of the package that caused the change.
+    """Search the packages whose releases differ between ``good`` and ``bad``, and then the releases of the guilty package.
 
     For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
     and a change caused by transformers, the first search finds transformers. The second search tries its releases from
@@ -503,7 +520,7 @@ def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: di
     differing, by_package = candidates.packages(good, bad)
     same = same_release_notes(good, bad)
     if not differing:
-        why = "; ".join(same) or "all packages that are known at both ends have the same releases"
+        why = "; ".join(same) or "all packages have the same releases at both ends"
         raise NothingToSearch(f"{why}, so there is no release to search" if same else why)
     for sentence in same:
         _say(sentence)
@@ -514,7 +531,7 @@ def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: di
     if result is not None and result.skipped:
         return result
     culprit = differing[position - 1]
-    # Candidate N has the bad releases of the first N packages, and the good releases of the rest.
+    # Candidate N has the releases of the bad end for the first N packages, and those of the good end for all other packages.
     pinned_releases = {
         name: (bad if number < position - 1 else good)[name] for number, name in enumerate(differing) if name != culprit
     }

@@ -1,9 +1,9 @@
-"""Shell completion for tests and devices in the store, cards, and files.
-
-No code from the project runs, because a press of the tab key is not consent. So a store at a URL is not read, and devices
-from a conftest.py are not completed.
+"""Functions with which a shell completes tests, devices, emulated GPUs and files in the arguments of ``gpumem``.
 
 For example, ``gpumem why tests/test_gpt.py::t<TAB>`` offers ``tests/test_gpt.py::test_train``.
+
+Pressing the tab key must not run code from the project or open a connection. So devices from a conftest.py are not completed,
+and a store at a URL is not read.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ if TYPE_CHECKING:
 
 
 def tests(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return test ids with baselines that begin with ``incomplete``. If no id does, return test names without the file."""
+    """Return the ids of tests with baselines, if they begin with ``incomplete``.
+
+    If no id begins with this text, return the matching names without the file: ``test_train`` for ``test_t``.
+    """
     ids = sorted({f"{key.file}::{key.test}" for _, key in _stored(context)})
     return _beginning(ids, incomplete) or _beginning((test_id.partition("::")[2] for test_id in ids), incomplete)
 
 
 def slugs(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the devices in the store by their slugs, for example ``nvidia-h100-80gb-hbm3``."""
+    """Return slugs of devices in the store: ``nvidia-h100-80gb-hbm3`` if ``incomplete`` is ``nv``."""
     return _beginning((slug for slug, _ in _stored(context)), incomplete)
 
 
 def slugs_and_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the devices in the store by their slugs, and let the shell complete files."""
+    """Return the matching slugs of devices in the store, and also let the shell complete the names of files."""
     stored_slugs = slugs(context, parameter, incomplete)
     return [*map(CompletionItem, stored_slugs), *files(context, parameter, incomplete)]
 
 
 def cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the words for emulated GPUs, for example ``l4``."""
+    """Return names of emulated GPUs: ``l4`` and ``l40s`` if ``incomplete`` is ``l``."""
     return _beginning(_cards(), incomplete)
 
 
 def devices(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the words for devices, for example ``cuda`` and ``emulated:l4``."""
+    """Return values of ``--device``: ``cuda`` if ``incomplete`` is ``cu``, ``emulated:l4`` if it is ``emulated:l``."""
     emulated = (f"{EMULATED}{card}" for card in (EVERY, *_cards()))
     return _beginning((*BUILT_IN, AUTO, *emulated), incomplete)
 
@@ -70,9 +73,9 @@ def folders(_context: click.Context, _parameter: click.Parameter, incomplete: st
 
 
 def _beginning(words: Iterable[str], incomplete: str) -> list[str]:
-    """Return the words that begin with ``incomplete``, without duplicates.
+    """Return the different words that begin with ``incomplete``.
 
-    A word with an unprintable character, for example a line break, is left out, because a shell reads a word per line.
+    Words with an unprintable character, for example a line break, are skipped, because the shell reads one word from each line.
     """
     return list(dict.fromkeys(word for word in words if word.startswith(incomplete) and word.isprintable()))
 
@@ -85,7 +88,7 @@ def _cards() -> tuple[str, ...]:
 
 
 def _stored(context: click.Context) -> list[tuple[str, Key]]:
-    """Return the slug and key of each baseline. Empty if the store is not a folder, or cannot be read."""
+    """Return the device's slug and the key of each baseline. The list is empty if the store is no folder or cannot be read."""
     try:
         location, base = _store_of(context)
         return [] if is_url(location) else Store(backend_of(location, base)).keys()
@@ -94,8 +97,8 @@ def _stored(context: click.Context) -> list[tuple[str, Key]]:
 
 
 def _store_of(context: click.Context) -> tuple[str, Path]:
-    """Return the store's location from ``--store`` or the nearest pyproject.toml, and the folder in which a relative path
-    starts.
+    """Return the store's path or URL from ``--store`` or the nearest pyproject.toml, and the folder from which a relative path
+    is resolved.
     """
     current_folder, typed = Path.cwd(), context.params.get("store")
     if typed:

@@ -1,4 +1,4 @@
-"""The option ``--jobs``: the number of simultaneous runs, limited by this machine's memory."""
+"""The option ``--jobs``: how many tests or programs a command runs at the same time, limited by this machine's memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 A_RUN = 2 * 2**30
-"""Bytes assumed for each run. torch and a model library need 0.6 to 1 GB, and the model needs the rest."""
+"""Assumed bytes of memory for a run: 0.6 to 1 GB for torch and a model library, and over 1 GB for the model."""
 
 
 def jobs_option(limit: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--jobs``. ``limit`` is a sentence for the help text about another limit on the number."""
+    """Return the option ``--jobs``.
+
+    Args:
+        limit: A sentence for the end of the help text, about a rule for simultaneous runs.
+    """
     return click.option(
         "--jobs",
         type=WholeNumber(min=1),
         default=1,
         show_default=True,
         metavar="N",
-        help=f"Make this many runs at a time, for example `4`, if there are 2 GB of free memory for each. {limit}",
+        help=f"Make N runs at the same time, for example `4`. Each run needs 2 GB of free memory; with less memory, fewer runs "
+        f"are made at the same time. {limit}",
     )
 
 
 def available() -> int | None:
-    """Return the bytes of free memory, including file caches; ``None`` if the system does not report them."""
+    """Return the bytes of free memory for new programs; ``None`` if the system does not report the number.
+
+    On Linux, the number includes file caches, because the kernel frees them when programs need memory.
+    """
     with suppress(OSError):
         match = re.search(
             r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
@@ -48,12 +56,19 @@ def available() -> int | None:
 
 
 def most_jobs(requested: int, free: Callable[[], int | None] = available) -> int:
-    """Return how many simultaneous runs fit into memory, from 1 to ``requested``. If the number is lower, print it.
+    """Return how many simultaneous runs fit into memory: at least 1, and at most ``requested``.
 
-    For example, with 9 GB of free memory, 8 requested runs become 4.
+    If the result is lower than ``requested``, print it. For example, with 9 GB of free memory, 8 requested runs become 4.
+
+    Args:
+        requested: The number after ``--jobs``.
+        free: Returns the bytes of free memory, or ``None`` if they are unknown.
     """
     memory = free()
     jobs = requested if memory is None else max(1, min(requested, memory // A_RUN))
     if jobs < requested:
-        click.echo(f"there is memory for {counted(jobs, 'run')} at a time", err=True)
+        click.echo(
+            f"free memory is enough for {counted(jobs, 'run')} at a time, so --jobs {requested} is reduced to {jobs}",
+            err=True,
+        )
     return jobs

@@ -1,4 +1,4 @@
-"""Find the project's function from its name ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
+"""Import a user's function by its name ``MODULE:FUNCTION``, for example ``my_project.models:make_gpt``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 
 def named_function(text: str) -> Callable[[], Any]:
-    """Import the module in ``module:function``, and return the function.
+    """Import the module in a text ``module:function``, and return the function.
 
-    The module is also searched in the current folder. Raises ``click.UsageError``, which names a near match.
+    The module may be in the current folder.
+
+    Raises:
+        click.UsageError: There is no such module or function. The message suggests a similar name, or lists the functions.
     """
     check_form(text)
     module_name, _, name = text.partition(":")
@@ -48,9 +51,11 @@ def named_function(text: str) -> Callable[[], Any]:
 
 
 def check_form(text: str) -> None:
-    """Raise ``click.UsageError`` if a text is not like ``module:function``. Import nothing.
+    """Check that a text has the form ``module:function``. No module is imported.
 
-    The error suggests a meaning of the text. For example, ``org/name`` may be the model ``hf:org/name``.
+    Raises:
+        click.UsageError: The text has another form. The message suggests what the user may have meant. For example, for
+            ``org/name`` it suggests the model ``hf:org/name``.
     """
     module_name, colon, name = text.partition(":")
     if module_name and colon and name.isidentifier():
@@ -66,8 +71,7 @@ def check_form(text: str) -> None:
         raise click.UsageError(f"{text} is a configuration: did you mean 'hf:{text}'? {form}")
     if not colon and text.endswith(".json"):
         raise click.UsageError(
-            f"there is no file {text}; a configuration is named with its source, 'hf:{text}', and a model of the hub as "
-            f"hf:ORG/NAME; {form}"
+            f"there is no file {text}; a configuration file is written 'hf:{text}', and a model on the hub hf:ORG/NAME; {form}"
         )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None:
         raise click.UsageError(f"{text!r}: did you mean 'hf:{text}'? {form}")
@@ -78,17 +82,20 @@ def check_form(text: str) -> None:
 
 
 def _nearest_source(word: str) -> str | None:
-    """Return the source of models with a similar spelling, for example ``timm`` for ``tim``; ``None`` if there is none."""
+    """Return the source of models with a name similar to ``word``, for example ``timm`` for ``tim``.
+
+    The result is ``None`` if no source has a similar name.
+    """
     return next(iter(difflib.get_close_matches(word, list(SOURCES), n=1, cutoff=0.5)), None)
 
 
 def _is_configuration(path: Path) -> bool:
-    """Return whether a path is a model's configuration: a JSON file, or a folder with ``config.json``."""
+    """Return whether a path is a model's configuration: an existing JSON file, or a folder with a ``config.json``."""
     return (path.suffix == ".json" and path.is_file()) or (path / "config.json").is_file()
 
 
 def _callables(module: ModuleType) -> list[str]:
-    """Return the names of a module's callables: its own functions, its own classes, then imported ones."""
+    """Return the names of all callables in a module: the module's functions, then its classes, then imported callables."""
     callables = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
 
     def order(name: str) -> tuple[bool, bool, str]:
@@ -99,9 +106,12 @@ def _callables(module: ModuleType) -> list[str]:
 
 
 def _as_module(path: str, function: str) -> str:
-    """Return the text to write instead of ``path.py:function``: ``"sub.models:make"`` for ``sub/models.py`` and ``make``."""
+    """Return what to write instead of a file and a function: ``"sub.models:make"`` instead of ``sub/models.py:make``."""
     parts = Path(os.path.relpath(path)).with_suffix("").parts
     if len(parts) == 1 and parts[0] in SOURCES:
-        return f"it under another module's name, because {parts[0]}: is a source of models: from {parts[0]} import {function}"
+        return (
+            f"a module with another name that contains `from {parts[0]} import {function}`, because {parts[0]}: means a "
+            "library's model here"
+        )
     outside = os.pardir in parts
     return f"{parts[-1]}:{function}, in the folder of the file" if outside else f"{'.'.join(parts)}:{function}"

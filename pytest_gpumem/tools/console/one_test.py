@@ -1,4 +1,4 @@
-"""Find the test in a command's argument."""
+"""Find the test for an argument TEST, and explain the error if no test or several tests match."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _MOST_LISTED = 20
 
 
 def check_is_no_file(name: str) -> None:
-    """Raise `InputError` if the argument is a file from pytest-gpumem, for example a report, and not a test."""
+    """Raise `InputError` if a user named a file from pytest-gpumem, for example a report, instead of a test."""
     kind = kind_of_file(Path(name))
     if kind is not None:
         raise InputError(f"{name} is {kind}, expected a test")
 
 
 def no_such_test(name: str, sentence: str, keys: Iterable[Key], otherwise: str = "") -> InputError:
-    """Return the error for an unknown test. The error names similar tests, or lists all tests.
+    """Return the error for an unknown test. The error suggests tests with similar names, or lists all tests.
 
     Args:
         name: The test as the user typed it.
-        sentence: The error, for example ``"there is no baseline of 'test_gpt'"``.
-        keys: The measurements of all tests.
-        otherwise: A clause to use if no test is similar. By default, all tests are listed.
+        sentence: The beginning of the error, for example ``"there is no baseline of 'test_gpt'"``.
+        keys: The keys of all measurements. They contain the tests to suggest.
+        otherwise: The end of the error if no test has a similar name. By default, the error ends with a list of all tests.
     """
     all_keys = list(keys)
     near = nearest_tests(all_keys, name)
@@ -48,13 +48,13 @@ def _listed(tests: Sequence[str]) -> list[str]:
 
 
 def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of the only test that ``name`` matches. Empty if no test matches.
+    """Return the keys of all measurements in the test matching ``name``. The list is empty if no test matches.
 
     Raises:
-        InputError: Several tests match. The error lists up to 20 of them.
+        InputError: Several tests match. The message lists up to 20 of them.
     """
     matching = selected_keys(keys, name)
     tests = sorted({f"{key.file}::{key.test}" for key in matching})
     if len(tests) > 1:
-        raise InputError(f"{name!r} matches {len(tests)} tests; name one of them:", *_listed(tests))
+        raise InputError(f"{name!r} matches {len(tests)} tests; choose one of them:", *_listed(tests))
     return matching

@@ -1,4 +1,4 @@
-"""The project around the current folder: its settings as pytest would read them, and its store."""
+"""Read the project in the current folder: its settings, as pytest would read them, and the store with its baselines."""
 
 from __future__ import annotations
 
@@ -39,40 +39,44 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.config.settings import Settings
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
-"""Arguments for silencing pytest's warning that this plugin was imported before its assertions could be rewritten."""
+"""Arguments for pytest to hide a warning: this plugin was imported before pytest could rewrite the plugin's assertions."""
 
 NOT_LOADED = (
     "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
     "is not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
 )
-"""The error if pytest does not load this plugin, with the fix."""
+"""The error message if pytest does not load this plugin. It says how to fix this."""
 
 T = TypeVar("T")
 
 
 class _NotEmulating:
-    """A pytest plugin that keeps this package's plugin from emulating a GPU, despite options and settings."""
+    """A pytest plugin to set the device to the default, so this package's plugin never emulates a GPU."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
-        # These early arguments decide about emulation. pytest parses all options again afterwards.
+        # The main plugin emulates a GPU if these arguments say so. Later, pytest parses all options again.
         early_config.known_args_namespace.gpumem_device = DEFAULT_DEVICE
         return (yield)
 
 
 def files_around() -> ProjectFiles:
-    """Return the files of the project around the current folder. No code from it runs. Raises `InputError`."""
+    """Return the configuration files of the project around the current folder, and run no code from the project.
+
+    Raises:
+        InputError: A file cannot be read, or contains a wrong setting.
+    """
     with input_errors(SettingsError):
         return project_files(Path.cwd(), os.environ)
 
 
 def project_settings(store: str | None = None) -> Settings:
-    """Return the settings of the project around the current folder, with ``addopts``. No code from it runs.
+    """Return the settings of the project around the current folder, with ``addopts``, and run no code from the project.
 
-    Settings that pytest does not read, for example in a mistyped table, are reported on standard error.
+    Settings that pytest does not read, for example in a table with a mistyped name, are reported on standard error.
 
     Args:
-        store: Replaces the store in the settings. It is relative to the current folder.
+        store: The value of ``--store``, which replaces the store in the settings. It is relative to the current folder.
 
     Raises:
         InputError: A setting is wrong, or a file cannot be read.
@@ -86,14 +90,23 @@ def project_settings(store: str | None = None) -> Settings:
 
 
 def with_store(settings: Settings, store: str | None) -> Settings:
-    """Return settings with the store from the command line, relative to the current folder. Raises `InputError`."""
+    """Return ``settings`` with the store replaced by the value of ``--store``, relative to the current folder.
+
+    Raises:
+        InputError: ``store`` is empty.
+    """
     return settings if store is None else replace(settings, store=_checked(store), store_base=Path.cwd())
 
 
 def backend_in(store: str | None) -> Backend:
-    """Return the backend of ``store``, relative to the current folder, or of the project's store.
+    """Return the backend that reads and writes a store.
 
-    If ``store`` is given, the project's settings are not read. Raises `InputError`.
+    Args:
+        store: The value of ``--store``, relative to the current folder. If it is ``None``, the project's settings name the
+            store. Otherwise, the settings are not read.
+
+    Raises:
+        InputError: The location is not a store, or a setting is wrong.
     """
     if store is not None:
         return backend_at(_checked(store), Path.cwd())
@@ -102,10 +115,14 @@ def backend_in(store: str | None) -> Backend:
 
 
 def backend_at(location: str, base: Path) -> Backend:
-    """Return the backend for a folder or URL.
+    """Return the backend that reads and writes a store.
+
+    Args:
+        location: A folder or a URL.
+        base: The folder from which a relative path is resolved.
 
     Raises:
-        InputError: The location is not a store. If it is a file from pytest-gpumem, the error says so.
+        InputError: The location is not a store. If it is a file from pytest-gpumem, for example a report, the message says so.
     """
     try:
         return backend_of(location, base)
@@ -121,7 +138,7 @@ def _checked(store: str) -> str:
 
 
 def store_backend(settings: Settings) -> Backend:
-    """Return the backend with the project's baselines. Raises `InputError` if the store does not exist."""
+    """Return the backend for the project's store. Raises `InputError` if the store does not exist."""
     backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
         restore = restoring_command(backend.root)
@@ -138,10 +155,10 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
 
     Args:
         backend: The store.
-        device: A slug. If it is given, only the baselines of this device are returned.
+        device: The slug of a device. If it is given, only the baselines from this device are returned.
 
     Raises:
-        InputError: The store cannot be read, or has no baseline of the device.
+        InputError: The store cannot be read, or has no baseline from the device.
     """
     store = Store(backend)
     with input_errors(StoreError, BackendError):
@@ -158,20 +175,36 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
 
 
 def checkout_of(backend: Backend) -> tuple[Checkout, str]:
-    """Return the git checkout around the store, and the store's path from its top. Raises `InputError`."""
+    """Return the git checkout around the store, and the store's path below the top of the checkout.
+
+    Raises:
+        InputError: The store is not a folder, or is not in a git repository.
+    """
     if not isinstance(backend, Folder):
         raise InputError(
-            f"the store {backend.shown('')} is not a folder, but only a store in a git repository has a history"
+            f"the store {backend.shown('')} is not a folder, but only a folder in a git repository has a history; name such a "
+            "store with --store PATH"
         )
     try:
         checkout = Checkout.around(backend.root)
     except GitError as error:
-        raise InputError(f"the store {backend.root} is in no git repository: {error}") from None
+        raise InputError(
+            f"the store {backend.root} is not in a git repository, so it has no history: {error}"
+        ) from None
     return checkout, checkout.folder.as_posix()
 
 
 def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
-    """Return the readable name of a revision, and the store at this revision. Raises `InputError`."""
+    """Return a readable name for a git revision, and a backend that reads the store at this revision.
+
+    Args:
+        revision: The revision, for example ``"main"``.
+        backend: The store in the current checkout.
+        hint: The end of the error message if git does not know the revision.
+
+    Raises:
+        InputError: git does not know the revision, or the store is not in a git repository.
+    """
     checkout, folder = checkout_of(backend)
     try:
         resolved = checkout.revision(revision)
@@ -183,10 +216,10 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
 
 
 def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFactory]]:
-    """Return the devices from installed plugins, by name.
+    """Call the hook ``pytest_gpumem_devices``, and return the devices from each plugin by name.
 
     Args:
-        conftest: Also return the devices from the project's conftest.py. This runs that file.
+        conftest: True to also run the project's conftest.py, and to return its devices.
 
     Raises:
         InputError: pytest cannot be started here.
@@ -200,7 +233,7 @@ def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFact
 
 
 def read_config(read: Callable[[pytest.Config], T]) -> T:
-    """Call ``read`` with pytest's config for the project around the current folder, and return its result.
+    """Call ``read`` with pytest's config for the project around the current folder, and return the result of ``read``.
 
     No conftest.py runs, and no GPU is emulated. For example, ``read_config(lambda config: config.rootpath)`` returns pytest's
     root directory.
@@ -212,9 +245,13 @@ def read_config(read: Callable[[pytest.Config], T]) -> T:
 
 
 def own_gpus_around() -> dict[str, Gpu]:
-    """Return the project's own GPUs by name, from the nearest pyproject.toml with settings in this folder or its parents.
+    """Return the project's own GPUs in ``[tool.gpumem.gpus]``, by name.
 
-    pytest is not started, because a program on an emulated GPU need not be a test. Raises `InputError`.
+    They come from the nearest pyproject.toml with a table ``[tool.gpumem]``, in the current folder or its parents. pytest is
+    not started, because a program on an emulated GPU need not be in a project with tests.
+
+    Raises:
+        InputError: A pyproject.toml cannot be read, or defines a GPU wrongly.
     """
     current_folder = Path.cwd()
     with input_errors(SettingsError):
@@ -226,7 +263,7 @@ def own_gpus_around() -> dict[str, Gpu]:
 
 
 def run_pytest(arguments: Sequence[str], plugin: object) -> int:
-    """Run pytest in this process with a plugin, and return its exit status.
+    """Run pytest in this process with an additional plugin, and return pytest's exit status.
 
     Raises:
         InputError: pytest failed because the nearest pyproject.toml cannot be read, or its ``tool`` is not a table.
@@ -252,16 +289,16 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # Reading the file will raise the same error with its path.
+        return True  # The later read of the file raises the same error, and its message names the file.
 
 
 def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
-    """Start pytest, which finds the root directory. Call ``read`` with its config, and stop before tests are collected."""
+    """Start pytest with its command-line ``arguments``, call ``read`` with its config, and stop before tests are collected."""
     results: list[T | SettingsError] = []
 
     class Reader:
         def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
-            # Register it after the plugin, because pytest calls the last registered plugin first.
+            # Register _NotEmulating after the main plugin, because pytest calls the hooks of later plugins first.
             if not emulates and getattr(plugin, "__name__", None) == "pytest_gpumem.plugin":
                 manager.register(_NotEmulating())
 

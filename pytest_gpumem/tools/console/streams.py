@@ -1,4 +1,4 @@
-"""Input and output of commands: reports to read, lines to print, and errors about the input."""
+"""Functions for a command's input and output: read reports, print lines, and report errors in the user's input."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
+"""The exit status after Ctrl-C. As in shells, it is 128 plus 2, the number of the signal SIGINT."""
 
 
 class InputError(click.ClickException):
-    """An error about an input. The message names the wrong input, and a correct input.
+    """An error in the user's input, with exit status 2. The message names the wrong input, and shows a correct input.
 
     Args:
-        lines: The lines of the message. They are sanitized, because a test's id could contain a command for a CI's log, for
-            example ``::error::``.
+        lines: The lines of the message. They are sanitized, because they may contain a test's id, and an id could contain a
+            command for the CI runner, for example ``::error::``.
     """
 
     exit_code = 2
@@ -44,10 +44,10 @@ class InputError(click.ClickException):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in ASCII digits, because Python's ``int`` would also accept other scripts' digits."""
+    """The click type for a whole number in ASCII digits. Python's ``int`` would also accept digits such as ``٣``."""
 
     def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
-        """Return the placeholder in the help text."""
+        """Return the placeholder for the number in the help text."""
         return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -57,15 +57,15 @@ class WholeNumber(click.IntRange):
 
 
 def format_option(*formats: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--format`` for a command that prints a table, or the same figures in another format.
+    """Return the option ``--format``, with which a command prints its figures as a text or in another format.
 
     Args:
-        formats: Some of ``"json"``, ``"markdown"`` and ``"html"``.
+        formats: The other formats: some of ``"json"``, ``"markdown"`` and ``"html"``.
     """
     purposes = {
         "json": "`json` for programs, with all figures in bytes and seconds",
-        "markdown": "`markdown` for a comment",
-        "html": "`html` for a page with charts of the memory over the step",
+        "markdown": "`markdown` for a comment on GitHub",
+        "html": "`html` for a web page with charts of the memory during the step",
     }
     return click.option(
         "--format",
@@ -73,13 +73,13 @@ def format_option(*formats: str) -> Callable[[_Function], _Function]:
         type=click.Choice(("text", *formats)),
         default="text",
         show_default=True,
-        help=f"Print {', '.join(['`text` for a terminal', *(purposes[name] for name in formats)])}.",
+        help=f"Print one of these formats: {'; '.join(['`text` for a terminal', *(purposes[name] for name in formats)])}.",
     )
 
 
 @contextmanager
 def input_errors(*errors: type[Exception]) -> Iterator[None]:
-    """Turn these exceptions into an `InputError` with the same message."""
+    """If the body raises one of ``errors``, raise an `InputError` with the same message instead."""
     try:
         yield
     except errors as error:
@@ -87,10 +87,10 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback for parsing an option.
+    """Return a click callback to parse the value of an option.
 
     Args:
-        parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the mistake.
+        parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the user's mistake.
     """
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
@@ -106,13 +106,13 @@ _COLOURS: dict[Style | None, str] = {"good": "green", "bad": "red", "doubtful": 
 
 
 def screen() -> Screen:
-    """Return the width and encoding of standard output. The width of a file, a pipe or a CI's log is unlimited."""
+    """Return the width and encoding of standard output. The width is unlimited if standard output is not a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
 def write_lines(lines: Iterable[Line | str]) -> None:
-    """Write lines to standard output. Plain texts are sanitized first."""
+    """Write lines to standard output. Plain strings are sanitized first."""
     target = screen()
     for line in lines:
         for text, style in [(target.legible(line), None)] if isinstance(line, str) else map(astuple, line):
@@ -122,20 +122,20 @@ def write_lines(lines: Iterable[Line | str]) -> None:
 
 
 class WholeLines:
-    """Writes whole lines to standard error, because torch also writes its warnings to standard error.
+    """Writes a line to standard error only when the line is complete, so torch's warnings never split the line.
 
-    A terminal shows an unfinished line at once, and overwrites it when the line ends.
+    On a terminal, an incomplete line is shown at once, and overwritten when the line is complete.
 
     Example:
-        After ``write("fp32 ... ")`` and ``write("12.00 GB\\n")``, a file contains ``fp32 ... 12.00 GB``. A terminal showed
-        ``fp32 ...`` in the meantime.
+        The calls ``write("fp32 ... ")`` and ``write("12.00 GB\\n")`` write the line ``fp32 ... 12.00 GB`` into a file. A
+        terminal shows ``fp32 ...`` after the first call.
     """
 
     def __init__(self) -> None:
         self._begun = ""
 
     def write(self, text: str) -> None:
-        """Write a text. If it does not end with a line break, the next text continues the line."""
+        """Write a text. If the text does not end with a line break, the next call continues the line."""
         self._begun += text
         has_ended = self._begun.endswith("\n")
         if can_redraw(sys.stderr):
@@ -146,7 +146,11 @@ class WholeLines:
 
 
 def read_report(path: Path) -> SessionReport:
-    """Return the report in a JSON file or on standard input. Raises `InputError`, which names the file."""
+    """Return the report in a JSON file or on standard input.
+
+    Raises:
+        InputError: The file cannot be read, or is not a report. The message names the file.
+    """
     name = name_of(path)
     try:
         text = read_text(path)
@@ -163,12 +167,13 @@ def read_report(path: Path) -> SessionReport:
 
 
 def files_of(names: Sequence[str]) -> list[Path]:
-    """Return the files that a user named. ``-`` is standard input.
+    """Return the user's files. ``-`` means standard input.
 
-    Patterns are expanded if the shell did not expand them: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
+    If the shell did not expand a pattern, this function does: ``shards/*.json`` becomes ``shards/a.json`` and
+    ``shards/b.json``.
 
     Raises:
-        InputError: A pattern matches no file, or a file is given twice. A repeated report would count as two shards.
+        InputError: A pattern matches no file, or a file is named twice, because its report would then count twice.
     """
     files: dict[Path, str] = {}
     for name in names:

@@ -1,1 +1,1 @@
-"""Checks for ``gpumem doctor``: collect facts about the machine and the project, then derive findings from them."""
+"""Checks for ``gpumem doctor``. It collects facts about the machine and the project, and derives findings from the facts."""

@@ -1,6 +1,6 @@
-"""Collect facts from files, from NVML, and from separate processes with torch.
+"""Collect facts for ``gpumem doctor`` from files, from NVML, and from separate processes with torch.
 
-The only files written are the compiled stand-ins for CUDA's libraries, in the user's cache.
+Collecting writes only the compiled stand-ins for CUDA's libraries, into the user's cache.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.stored import StoredBaseline
 
 _PATIENCE = 180.0
-"""Seconds after which the probe is stopped. The first probe of an emulated GPU compiles the stand-ins."""
+"""Seconds after which the process with torch is killed. It may need time to compile the stand-ins for CUDA's libraries."""
 _RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
-"""Python code for running a module as ``-m`` does, but without the current folder on the path.
+"""Python code to run a module as ``-m`` does, but without the current folder on ``sys.path``.
 
-The reason is that a stranger may have put a ``torch.py`` into the current folder.
+A stranger may have put a ``torch.py`` into the current folder.
 """
 
 
@@ -46,32 +46,32 @@ def releases() -> dict[str, str]:
 
 
 def driver() -> str:
-    """Return the driver release from NVML, or ``unknown`` with NVML's error."""
+    """Return the driver's release from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
     return NvmlGpu("").driver_version()
 
 
 def compiling(environment: Mapping[str, str]) -> str | None:
-    """Return a sentence about missing requirements for torch.compile on an emulated GPU, or ``None``."""
+    """Return what torch.compile lacks on an emulated GPU, and how to install it; ``None`` if torch.compile works."""
     return missing_for_compiling(environment)
 
 
 def reports() -> tuple[str, ...]:
-    """Return a sentence for each report format without its packages on this machine."""
+    """Return a sentence for each report format whose packages are not installed."""
     return tuple(lacking for report_format in FORMATS if (lacking := report_format.lacking()) is not None)
 
 
 def other_command() -> OtherCommand | None:
-    """Return the first command ``gpumem`` on the path, if it belongs to another package."""
+    """Return the first command ``gpumem`` on the ``PATH``, if the command belongs to another package."""
     return command_name.other_command()
 
 
 def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
-    """Import torch and open devices in a new process, and return its report.
+    """Import torch and open devices in a new process, and return the facts from the output of this process.
 
-    If the process aborts or takes longer than 180 s, the result names this as the trouble with torch and each device.
+    If the process crashes, or takes longer than 180 s, torch and each device in the result have this as their ``trouble``.
 
     Args:
-        words: Words for ``--gpumem-device``: built-in devices, or a single emulated GPU.
+        words: The devices, as values of ``--gpumem-device``: built-in devices, or a single emulated GPU.
         environment: The environment variables for the new process, which runs the same Python as this process.
 
     Example:
@@ -90,17 +90,19 @@ def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _failure(words, f"the process that checks it did not end within {_PATIENCE:g} s")
+        return _failure(
+            words, f"the process that imports torch and opens the device did not end within {_PATIENCE:g} s"
+        )
     last_line = process.stdout.strip().rpartition("\n")[2]
     if process.returncode == 0 and last_line.startswith("{"):
         result = from_plain(ProbeResult, json.loads(last_line))
         return result if result.torch.trouble is None else _with_release(result)
-    error = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "it printed no error")
+    error = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "no error was printed")
     return _failure(words, f"its process ended with status {process.returncode}: {error.strip()}")
 
 
 def _with_release(result: ProbeResult) -> ProbeResult:
-    """Add the release of torch from its installed files, if torch cannot be imported."""
+    """Add torch's release from the metadata of the installed package, because torch cannot be imported."""
     try:
         release = version("torch")
     except PackageNotFoundError:
@@ -114,9 +116,10 @@ def _failure(words: Sequence[str], trouble: str) -> ProbeResult:
 
 
 def stored_facts(baselines: Iterable[StoredBaseline]) -> tuple[StoredFacts, ...]:
-    """Count the baselines from each environment, sorted by slug.
+    """Count the baselines from each device and environment, sorted by the device's slug.
 
-    For example, three baselines recorded on the CPU, two with torch 2.12 and one with torch 2.13, are two `StoredFacts`.
+    For example, a store has three baselines from a CPU, two recorded with torch 2.12 and one with torch 2.13. The result is two
+    `StoredFacts`, with 2 baselines and with 1 baseline.
     """
     by_environment: dict[str, StoredFacts] = {}
     for baseline in baselines:

@@ -50,16 +50,17 @@ _SETTINGS = "pyproject.toml"
 @click.option(
     "--conftest",
     is_flag=True,
-    help="Also check a device that the project's `conftest.py` adds. This runs that file.",
+    help="Also check the device in the project's settings if the project's `conftest.py` adds it. This runs the `conftest.py`.",
 )
 def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     """Check which measurements work here, and how to enable the others.
 
-    The command prints a row for each finding: `ok`, `limited` or `no`, its subject and a fact. The line below says how to fix
-    it. The command compares the current environment with the environments in which the store's baselines were recorded.
+    The command checks torch, the driver, each device, the project's settings and its store. For each check it prints a row with
+    `ok`, `limited` or `no`, and below the row a way to fix the problem. It also compares the current environment with the
+    environments in which the baselines in the store were recorded.
 
-    Each device is opened in a process of its own. No step is run, and no code of the project except with --conftest. The
-    command writes only the compiled libraries of an emulated GPU, if they are missing.
+    Separate processes open the devices, so a crash in torch does not end the command. No step runs, and no code of the project
+    except with --conftest. The command writes only the compiled libraries of an emulated GPU, if they are missing.
 
     \b
     Examples:
@@ -69,11 +70,11 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     Exit status: 0 if the device in the project's settings can be measured here, 1 if it cannot, or after Ctrl-C, 2 if the
     settings are wrong or name an unknown device, or for wrong usage.
     \f
-    With `device = "auto"`, the exit status is 0, because the CPU can always be measured.
+    With `device = "auto"` the exit status is 0, because the CPU can be measured on any machine.
 
     ## Output
 
-    With the CPU build of torch, in a project without settings and baselines:
+    This project has no settings and no baselines, and the CPU build of torch is installed:
 
     ```console
     $ gpumem doctor
@@ -92,28 +93,29 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
 
     | status | meaning |
     |---|---|
-    | `ok` | it is measured as it should be |
-    | `limited` | it is measured with limits: times only in seconds, workspaces counted as 0, verdicts that may be `uncertain` |
-    | `no` | it is not measured, which matters only if a test needs it: see the row `project` |
+    | `ok` | the measurement works without limits |
+    | `limited` | it works with limits: times only in seconds, workspaces counted as 0, or verdicts that may be `uncertain` |
+    | `no` | the measurement does not work; this matters only if a test needs it, as the row `project` says |
 
     ## Rows
 
-    - `cuda`, `cpu` and an emulated GPU (that of the settings, or `h100`) are always opened. If torch cannot be imported there,
-      the row says so. A device from an installed plugin, or with `--conftest` from a `conftest.py`, is opened if the settings
-      name it. The lock for timed steps is not taken.
-    - `clock of` a device says whether times can also be measured in cycles.
-    - `load on` a device names other load within half a second, if the gate would judge a step as disturbed by it.
-    - `baselines of` a device lists differences between the current environment and theirs, if a difference can change a
-      [metric](metrics.md) that they contain. A release of cuDNN counts only if convolutions run.
-    - `settings` names a `[tool.gpumem]` that pytest does not read: in the `pyproject.toml` of a nested project, above pytest's
-      root directory, or with a mistyped name such as `[tool.gpumen]`.
+    - `cuda`, `cpu` and `emulated:h100` are always opened, or the emulated GPU in the settings instead of the H100. If torch
+      cannot be imported for a device, its row says so. A device from an installed plugin, or with `--conftest` from a
+      `conftest.py`, is opened only if the settings name it. The command does not wait for the lock that protects timed steps.
+    - `clock of` a device says whether step times can be compared in clock cycles, or only in seconds.
+    - `load on` a device names other load on the device within half a second, if a step's time would be invalid because of it.
+    - `baselines of` a device lists the differences between the current environment and the environment in which the baselines
+      were recorded. Only differences that can change a [metric](metrics.md) in these baselines are listed. Another release of
+      cuDNN changes only the metrics of steps with convolutions.
+    - `settings` names a table `[tool.gpumem]` that pytest does not read: the table is in the `pyproject.toml` of a nested
+      project, is above pytest's root directory, or has a mistyped name such as `[tool.gpumen]`.
 
     ## JSON
 
-    `--format json` prints `format` (1), `exit_status`, `findings` (each with `status`, `subject`, `fact` and `mend`, the fix)
-    and `facts`, the values from which the findings were made.
+    `--format json` prints an object with `format` (1), `exit_status`, `findings` and `facts`. Each finding is a row of the
+    text, with `status`, `subject`, `fact` and `mend`, the fix. `facts` are the values from which the findings follow.
     """
-    # A conftest.py that runs later could change the environment.
+    # Copy the environment variables now, because a conftest.py could change them later.
     environment = dict(os.environ)
     files = files_around()
     if not files.is_plugin_loaded:
@@ -155,7 +157,7 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
 
 
 def _ignored(root: Path) -> str | None:
-    """Return the nearest pyproject.toml if pytest does not read its settings, because the root directory is above it."""
+    """Return the nearest pyproject.toml with settings, if pytest's root directory is above this file, so pytest ignores it."""
     current_folder = Path.cwd()
     folders = (current_folder, *current_folder.parents)
     nearest = next((folder for folder in folders if (folder / _SETTINGS).exists()), None)
@@ -166,7 +168,11 @@ def _ignored(root: Path) -> str | None:
 
 
 def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
-    """Return the facts about a device from a plugin or a conftest.py. Raises `InputError` if no such device exists."""
+    """Open the device in the settings, which a plugin or a conftest.py adds, and return the facts about it.
+
+    Raises:
+        InputError: No plugin or conftest.py adds this device.
+    """
     factories = {name: make for devices in devices_of_plugins(conftest=conftest) for name, make in devices.items()}
     try:
         check_device(settings, [*BUILT_IN, AUTO, *factories], typed=False)
@@ -174,7 +180,7 @@ def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
         hint = (
             ""
             if conftest
-            else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and checks the device"
+            else "; if a conftest.py adds the device, `gpumem doctor --conftest` runs this conftest.py and checks the device"
         )
         raise InputError(f"{error}{hint}") from None
     return open_device(settings.device, factories[settings.device])

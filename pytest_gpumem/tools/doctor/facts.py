@@ -1,6 +1,6 @@
-"""Facts about a machine, its Python and a project: frozen values that `collecting` collects and `findings` judges.
+"""Classes for facts about a machine, its Python and a project. `collecting` makes the facts, and `findings` judges them.
 
-Field names are keys in ``gpumem doctor --format json``.
+The names of the fields are also the keys in ``gpumem doctor --format json``.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ class TorchFacts:
     cuda: str | None = None
     """The CUDA release of this build, for example ``"13.0"``."""
     trouble: str | None = None
-    """The import's exception, or the way in which the importing process ended."""
+    """The reason why torch cannot be imported: an exception, or the crash of the process. ``None`` if torch was imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device after it was opened and closed. No step ran.
+    """Facts about a device after it was opened and closed. No step ran on the device.
 
     For example, on a machine without a GPU: ``DeviceFacts("cuda", trouble="no CUDA device: ...")``.
     """
 
     word: str
-    """The word for ``--gpumem-device``."""
+    """The device's name as a value of ``--gpumem-device``, for example ``"cuda"``."""
     environment: Environment | None = None
     trouble: str | None = None
-    """The message of the `DeviceUnavailable` or `EmulationError`, if the device cannot be used here."""
+    """The reason why the device cannot be used here, for example the message of a `DeviceUnavailable` or `EmulationError`."""
     tells_time: bool = True
     pace: float | None = None
-    """The rate of its clock: Hz of a GPU's SM clock, or runs per second of the reference workload on the CPU."""
+    """The current speed: the frequency of a GPU's SM clock in Hz, or a CPU's runs of the reference workload in a second."""
     conditions: tuple[Conditions, Conditions] | None = None
-    """Two readings, half a second apart."""
+    """The load on the device and its clock, read twice, half a second apart."""
     lacking: str | None = None
-    """On an emulated GPU, the reason why convolution workspaces count as 0 bytes."""
+    """The reason why convolution workspaces count as 0 bytes on an emulated GPU; ``None`` if workspaces count."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The report from a process after importing torch and opening devices."""
+    """Facts from a separate process, in which torch was imported and devices were opened."""
 
     torch: TorchFacts = field(default_factory=TorchFacts)
     devices: tuple[DeviceFacts, ...] = ()
@@ -56,11 +56,11 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """The baselines from one device in one environment."""
+    """Baselines in the store from the same device and the same environment, as a group."""
 
     environment: Environment
     baselines: int
-    """The number of baselines."""
+    """The number of baselines in the group."""
     metrics: frozenset[str] = frozenset()
     """The names of all metrics in these baselines."""
     has_times: bool = False
@@ -68,7 +68,7 @@ class StoredFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """The project's store."""
+    """The project's store of baselines."""
 
     location: str
     """The store's folder or URL, without credentials."""
@@ -77,7 +77,7 @@ class StoreFacts:
     trouble: str | None = None
     """The reason why the store cannot be read."""
     restore: str | None = None
-    """The command for restoring the store from git. ``None`` if the store exists, or git does not track it."""
+    """The git command to restore a missing store. ``None`` if the store exists, or git does not track the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +85,28 @@ class Facts:
     """All facts from which the findings are derived."""
 
     device: str
-    """The device in the project's settings."""
+    """The device in the project's settings, as a value of ``--gpumem-device``."""
     releases: Mapping[str, str]
-    """Releases of Python, pytest and this plugin, by name."""
+    """The installed releases of Python, pytest and this plugin, by name."""
     driver: str
-    """The driver release from NVML, or ``unknown`` with NVML's error."""
+    """The driver's release from NVML, or ``"unknown"`` followed by NVML's error in parentheses."""
     torch: TorchFacts
     torch_emulated: TorchFacts
-    """torch as imported on an emulated GPU. Empty if this machine cannot emulate a GPU."""
+    """The facts from importing torch on an emulated GPU. Empty if this machine cannot emulate a GPU."""
     devices: tuple[DeviceFacts, ...]
     store: StoreFacts
     compiling: str | None = None
-    """A sentence about missing requirements for torch.compile on an emulated GPU, with the fix."""
+    """A sentence about missing requirements for torch.compile on an emulated GPU, and the fix; ``None`` if none is missing."""
     ignored: str | None = None
-    """The nearest pyproject.toml, if pytest ignores its settings because the root directory is above this file."""
+    """The nearest pyproject.toml with settings, if pytest ignores this file because pytest's root directory is above it."""
     is_default_device: bool = False
     """True if no setting names the device."""
     unread: str | None = None
-    """A sentence about unread settings, for example in a mistyped table, with the fix."""
+    """A sentence about settings that pytest does not read, for example in a table with a mistyped name, and the fix."""
     reports: tuple[str, ...] = ()
-    """A sentence for each report format without its packages, with the fix."""
+    """A sentence for each report format whose packages are not installed, and the fix."""
     other_command: OtherCommand | None = None
-    """The first command ``gpumem`` on the path, if it belongs to another package."""
+    """The first command ``gpumem`` on the ``PATH``, if the command belongs to another package."""
 
     def device_facts(self, word: str) -> DeviceFacts | None:
         """Return the facts about the device called ``word``; ``None`` if it was not opened."""
@@ -114,7 +114,7 @@ class Facts:
 
     @property
     def chosen(self) -> DeviceFacts | None:
-        """The project's device. ``auto`` chooses CUDA if CUDA can be used, otherwise the CPU."""
+        """The facts about the device in the settings. ``auto`` means CUDA if CUDA can be used, otherwise the CPU."""
         if self.device != "auto":
             return self.device_facts(self.device)
         cuda = self.device_facts("cuda")

@@ -1,4 +1,7 @@
-"""Derive findings from facts: which measurements work fully, partly or not at all, and how to fix the others. Pure."""
+"""Derive findings from facts. A finding says whether a measurement works fully, partly or not at all, and how to fix it.
+
+All functions are pure: they read no files and start no processes.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ _MACHINE = "machine"
 _EMULATE = "measure on an emulated GPU (--gpumem-device=emulated:h100) or on the CPU (--gpumem-device=cpu)"
 _RECORD_HERE = '`pytest --gpumem-update=all --gpumem-reason="{}"` records them again'
 _INSTRUCTION_SETS = ("DEFAULT", "AVX2", "AVX512")
-"""torch's instruction sets on x86-64, in ascending order. Each includes the previous sets."""
+"""torch's instruction sets on x86-64, in ascending order. Each set includes the sets before it."""
 _MEGA = 1e6
 _PYPI, _BUILDS = "https://pypi.org/simple", "https://download.pytorch.org/whl"
-"""The index with the CUDA build for Linux, and the index with a folder for each build, for example ``cu126``."""
+"""Two package indexes. PyPI has torch's CUDA build for Linux. PyTorch's own index has a folder for each build: ``cu126``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A row of the output.
+    """A row in the output of ``gpumem doctor``, with the fix below.
 
-    For example, ``Finding("limited", "store", "there is no gpumem-baselines: nothing can be compared", "pytest
-    --gpumem-update=new")``. ``mend`` is the fix, or ``None`` if there is nothing to fix.
+    ``mend`` is the fix, or ``None`` if there is nothing to fix. For example: ``Finding("limited", "store", "there is no
+    gpumem-baselines: nothing can be compared", "pytest --gpumem-update=new")``.
     """
 
     status: Status
@@ -49,7 +52,7 @@ class Finding:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return all findings. A cause precedes its consequences: torch, then devices, then the store and the project."""
+    """Return all findings in the order of the output. Torch comes first, because a problem with torch causes later problems."""
     return [
         _python(facts),
         _torch(facts),
@@ -69,7 +72,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def exit_status(facts: Facts) -> int:
-    """Return 0 if the device of the project's settings can be measured here, else 1."""
+    """Return the exit status: 0 if the device in the project's settings can be measured here, otherwise 1."""
     return int(_trouble_of_project(facts) is not None)
 
 
@@ -93,9 +96,9 @@ def _torch(facts: Facts) -> Finding:
             return Finding(
                 "limited",
                 "torch",
-                f"{fact}; it can be imported on an emulated GPU",
-                f"pip install --force-reinstall torch=={_public(torch.release)} brings NVIDIA's libraries, which the CPU and a "
-                "real GPU need",
+                f"{fact}; on an emulated GPU, torch can be imported",
+                f"pip install --force-reinstall torch=={_public(torch.release)} also installs NVIDIA's libraries, which torch "
+                "needs on the CPU and on a real GPU",
             )
         requirement = f"torch=={_public(torch.release)}" if torch.release else "torch"
         return Finding("no", "torch", fact, f"pip install --force-reinstall {requirement}")
@@ -121,7 +124,7 @@ def _command(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "limited",
             "command",
-            f"the first gpumem on the path belongs to another package: {other.path}{module}",
+            f"the first gpumem on the PATH belongs to another package: {other.path}{module}",
             f"type {LONG}, the second name of this package's command",
         )
 
@@ -131,18 +134,18 @@ def _numbers(release: str | None) -> tuple[int, ...]:
 
 
 def _public(release: str | int | None) -> str:
-    """Return a release without its build, for pip: ``"2.13.0"`` for ``"2.13.0+cpu"``."""
+    """Return a release as pip needs it, without the name of the build: ``"2.13.0"`` for ``"2.13.0+cpu"``."""
     return str(release or "").partition("+")[0]
 
 
 def _cuda_build(release: str | None) -> str:
-    """Return the command for installing the CUDA build of the same torch release."""
+    """Return a sentence with the command to install the CUDA build of the same torch release."""
     requirement = f"torch=={_public(release)}" if release else "torch"
-    return f"pip install --force-reinstall {requirement} --index-url {_PYPI} brings the CUDA build"
+    return f"pip install --force-reinstall {requirement} --index-url {_PYPI} installs the CUDA build"
 
 
 def _install(release: str) -> str:
-    """Return the command for installing a torch release with its build, for example ``"2.12.0+cpu"``."""
+    """Return the command to install a torch release in the same build, for example ``"2.12.0+cpu"`` for CPUs."""
     build = release.partition("+")[2]
     if re.fullmatch(r"cpu|cu[0-9]+|rocm[0-9.]+|xpu", build):
         return f"pip install torch=={release} --index-url {_BUILDS}/{build}"
@@ -170,7 +173,7 @@ def _device(device: DeviceFacts, facts: Facts) -> Finding:
         times = "bytes, counts and times" if device.tells_time else "bytes and counts, no times"
         return Finding("ok", subject, f"{device.environment.device}{size}: {times}")
     if device.word.startswith(EMULATED):
-        # An EmulationError has its fix after a colon: "no C compiler was found, which ...: install one".
+        # The message of an EmulationError contains the fix behind a colon: "no C compiler was found, which ...: install one".
         fact, _, mend = device.trouble.partition(": ")
         return Finding("no", subject, fact, mend or None)
     if device.word == "cuda":
@@ -185,8 +188,8 @@ def _mend_of_cuda(facts: Facts) -> str:
         return _cuda_build(facts.torch.release)
     if _has_driver(facts):
         return (
-            f"see whether nvidia-smi lists a GPU, CUDA_VISIBLE_DEVICES hides it, or driver {facts.driver} is too old for CUDA "
-            f"{facts.torch.cuda}"
+            f"check whether nvidia-smi lists a GPU, CUDA_VISIBLE_DEVICES hides the GPU, or driver {facts.driver} is too old "
+            f"for CUDA {facts.torch.cuda}"
         )
     return _EMULATE
 
@@ -208,8 +211,8 @@ def _ignored(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "limited",
             "settings",
-            f"{facts.ignored} has [tool.gpumem], which is not read, because pytest's root directory is above it",
-            "move the table into the pyproject.toml of the root directory, or give this one [tool.pytest.ini_options]",
+            f"{facts.ignored} has [tool.gpumem], which is not read, because pytest's root directory is above this file",
+            "move the table into the pyproject.toml in the root directory, or add [tool.pytest.ini_options] to this file",
         )
 
 
@@ -235,7 +238,7 @@ def _convolutions(facts: Facts) -> Iterator[Finding]:
             continue
         wheel = re.search(r"\(pip install (.+?)\)", device.lacking)
         fact = device.lacking.replace(wheel[0], "").rstrip() if wheel else device.lacking
-        # pip also installs cuBLASLt. Without cuBLASLt, cuDNN is not used.
+        # pip also installs cuBLASLt with cuDNN. Without cuBLASLt, cuDNN is not used.
         yield Finding("limited", "convolutions", fact, f"pip install {wheel[1]}" if wheel else None)
 
 
@@ -249,7 +252,7 @@ def _compiling(facts: Facts) -> Iterator[Finding]:
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
-    """Yield whether a step's time can be measured in cycles of the device's clock."""
+    """Yield a finding for each device: its step times can be compared in clock cycles, or only in seconds."""
     for device in facts.devices:
         if device.trouble is not None or not device.tells_time or device.conditions is None:
             continue
@@ -260,27 +263,27 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
                     "limited", subject, "the reference workload cannot be timed, so times are compared in seconds only"
                 )
             elif conditions.waited is None or conditions.cores is None:
-                load = "the time spent waiting for a core" if conditions.waited is None else "the load on the cores"
+                load = "how long a thread waits for a core" if conditions.waited is None else "the load on the cores"
                 yield Finding(
                     "limited",
                     subject,
                     f"the reference workload runs {device.pace:,.0f} times a second; the system does not report {load}, so a "
-                    "slowdown from it counts as the step's own",
+                    "slowdown by other programs counts as the step's own",
                     "on Linux, let the container read /proc/stat and /proc/thread-self/schedstat",
                 )
             else:
                 yield Finding(
                     "ok",
                     subject,
-                    f"the reference workload runs {device.pace:,.0f} times a second; the wait for a core and the load on "
-                    f"{counted(conditions.cores, 'core')} are known",
+                    f"the reference workload runs {device.pace:,.0f} times a second; the system reports the wait for a core "
+                    f"and the load on {counted(conditions.cores, 'core')}",
                 )
         elif device.pace is None or conditions.clock_events is None:
             yield Finding(
                 "limited",
                 subject,
                 "NVML does not report the SM clock and its limits, so times are compared in seconds only",
-                "update the driver, or give the container access to NVML (--gpus with the capability utility)",
+                "update the driver, or give the container access to NVML (docker run --gpus with the capability utility)",
             )
         else:
             default = f" of {conditions.sm_clock_default / _MEGA:,.0f} MHz" if conditions.sm_clock_default else ""
@@ -299,8 +302,8 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "limited",
                 subject,
-                f"{cause}: a slowdown that this explains is `uncertain`; bytes and counts do not change",
-                "end the other programs, or take no times (--no-gpumem-time)",
+                f"{cause}: if this can explain a slowdown, the verdict is `uncertain`; bytes and counts do not change",
+                "end the other programs, or do not time steps (--no-gpumem-time)",
             )
 
 
@@ -309,7 +312,7 @@ def _reports(facts: Facts) -> Iterator[Finding]:
         fact, _, mend = sentence.partition(": ")
         yield Finding("limited", "reports", fact, mend)
     if not facts.reports:
-        yield Finding("ok", "reports", "every format can be written")
+        yield Finding("ok", "reports", "every report format can be written")
 
 
 def _store(facts: Facts) -> Iterator[Finding]:
@@ -332,7 +335,10 @@ def _store(facts: Facts) -> Iterator[Finding]:
     )
     if slug is not None and slug not in slugs:
         yield Finding(
-            "limited", "store", f"{fact}; none from {slug}, which is measured here", "pytest --gpumem-update=new"
+            "limited",
+            "store",
+            f"{fact}; but no baseline from {slug}, which is measured here",
+            "pytest --gpumem-update=new",
         )
     else:
         yield Finding("ok", "store", fact)
@@ -347,24 +353,27 @@ def _store(facts: Facts) -> Iterator[Finding]:
 
 def _mend_of_store(location: str) -> str:
     if is_url(location):
-        return f"fix this until `{command_name()} show --store {location}` works, or name another store with --store"
-    return "fix or remove the file or folder that it names; its history is in git"
+        return (
+            f"fix the error until `{command_name()} show --store {location}` works, or name another store with --store"
+        )
+    return "correct or remove the file or folder in the message; git has its earlier versions"
 
 
 def _absent(subject: str, slug: str, number: int) -> Finding:
     fact = f"{counted(number, 'baseline')}; this machine does not have that device"
     if slug.startswith(EMULATED_SLUG):
-        mend = "see the row of the emulated GPU; --gpumem-device emulates another GPU by its name"
+        mend = "see the row of the emulated GPU; --gpumem-device=emulated:NAME emulates another GPU"
         return Finding("no", subject, fact, mend)
-    return Finding("no", subject, fact, "run their gate on a machine with that device")
+    return Finding("no", subject, fact, "run pytest --gpumem-baseline on a machine with that device")
 
 
 def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts) -> Iterator[Finding]:
-    """Yield a finding for each difference between the current environment and the baselines' environments.
+    """Compare the environments in which a device's baselines were recorded with the current environment.
 
-    For example, three baselines from torch 2.13.0 with ``operators``, under torch 2.15.0, are ``limited``:
-    "3 baselines: torch was 2.13.0, now 2.15.0; a change of operators may be `uncertain`". Baselines with only
-    ``peak_allocated`` are ``ok``, because this metric is compared across releases of torch.
+    Yields a finding for each group of baselines whose environments differ from the current environment in the same details.
+    For example, three baselines with the metric ``operators`` were recorded with torch 2.13.0, and torch 2.15.0 is installed.
+    They are ``limited``: "3 baselines: torch was 2.13.0, now 2.15.0; a change of operators may be `uncertain`". Baselines with
+    only ``peak_allocated`` are ``ok``, because a release of torch does not change how this metric is compared.
     """
     assert device.environment is not None, "the device has a slug"
     numbers: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()
@@ -385,9 +394,9 @@ def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts
 
 
 def differences(recorded: Environment, current: Environment) -> dict[str, tuple[str | int, str | int]]:
-    """Return the recorded and the current value of each differing detail, for example ``{"torch": ("2.12.0", "2.13.0")}``.
+    """Return the differing details of two environments, each with its recorded and its current value.
 
-    Details that only a single environment has are left out.
+    For example, ``{"torch": ("2.12.0", "2.13.0")}``. Details that are missing in one of the environments are left out.
     """
     pairs = {
         name: (value, current.details[name]) for name, value in recorded.details.items() if name in current.details
@@ -398,7 +407,7 @@ def differences(recorded: Environment, current: Environment) -> dict[str, tuple[
 def _moved(
     stored: StoredFacts, differing: Mapping[str, tuple[str | int, str | int]]
 ) -> dict[str, tuple[str | int, str | int]]:
-    """Return the differing details on which a metric in the baselines depends."""
+    """Return the details in ``differing`` that can change a metric in the baselines."""
     decisive = {detail for name in stored.metrics for detail in METRICS[name].details}
     return {name: pair for name, pair in differing.items() if name in decisive}
 

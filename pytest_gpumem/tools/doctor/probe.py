@@ -1,7 +1,8 @@
-"""Import torch and open devices in a separate process: ``python -m pytest_gpumem.tools.doctor.probe cuda cpu``.
+"""A program that imports torch, opens devices and prints the facts: ``python -m pytest_gpumem.tools.doctor.probe cuda cpu``.
 
-The process prints a `ProbeResult` as a line of JSON. If torch aborts, only this process ends. An emulated GPU needs a new
-process, because the GPU must exist before torch is imported.
+``gpumem doctor`` runs the program in a separate process, so a crash in torch ends only this process. An emulated GPU needs a
+process of its own in any case, because the GPU must exist before torch is imported. The facts are a `ProbeResult` in JSON on
+the last line of the output.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.registry import DeviceFactory
 
 _SECONDS = 0.5
-"""Seconds between two readings of interference. One tick in /proc/stat is 10 ms, or 2 % of this time."""
+"""Seconds between the two times at which the load is read. /proc/stat counts in ticks of 10 ms, which is 2 % of this time."""
 
 
 def probe(words: Sequence[str]) -> ProbeResult:
-    """Import torch and open the devices: built-in devices, or a single emulated GPU."""
+    """Import torch and open devices in this process.
+
+    Args:
+        words: Values of ``--gpumem-device``: built-in devices, or a single emulated GPU.
+    """
     if words[0].startswith(EMULATED):
         try:
             emulate(emulated_gpu(words[0], described_gpus()))
@@ -47,7 +52,7 @@ def probe(words: Sequence[str]) -> ProbeResult:
 
 
 def import_torch() -> TorchFacts:
-    """Import torch, and return its release, or the exception."""
+    """Import torch, and return its release. If the import fails, return the exception as the ``trouble``."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
@@ -57,10 +62,10 @@ def import_torch() -> TorchFacts:
 
 
 def open_device(word: str, make: DeviceFactory) -> DeviceFacts:
-    """Open a device to check whether it can count bytes, read its conditions, and close it."""
+    """Open a device, read its environment, speed and load, and close it. If opening fails, return the reason."""
     try:
         device = make()
-        # Another process may hold the lock for minutes. This process times nothing, so it needs no lock.
+        # The lock protects timed steps, and another process may own it for minutes. Nothing is timed here, so do not wait.
         device.lock = None
         device.open()
     except DeviceUnavailable as unavailable:
@@ -92,7 +97,7 @@ def _conditions(device: Device) -> tuple[Conditions, Conditions]:
     first_reading = device.conditions()
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        pass  # Keep the thread busy, because a sleeping thread does not wait for a core.
+        pass  # Keep this thread busy. A sleeping thread cannot measure how long it would wait for a core.
     return first_reading, device.conditions()
 
 

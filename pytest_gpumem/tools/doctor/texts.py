@@ -1,4 +1,4 @@
-"""Findings as lines for people, and as JSON together with all facts. Pure."""
+"""Write findings as lines of text, or as JSON together with all facts. All functions are pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.doctor.findings import Finding, Status
 
 FORMAT = 1
-"""The version of the JSON format."""
+"""The version of the JSON format, which is the value of the key ``format``."""
 _STYLES: dict[Status, Style] = {"ok": "good", "limited": "doubtful", "no": "bad"}
 
 
 def lines(findings: Sequence[Finding], screen: Screen) -> list[Line]:
-    """Return a line with status, subject and fact for each finding, its fix below, and a last line with the counts.
+    """Return the output of ``gpumem doctor``.
+
+    For each finding there is a line with its status, subject and fact, and a line below with the fix. The last line counts the
+    findings by status.
 
     Example:
         ``limited  torch    torch 2.13.0+cpu without CUDA: no GPU can be measured, real or emulated``

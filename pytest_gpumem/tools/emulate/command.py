@@ -20,21 +20,21 @@ from pytest_gpumem.tools.console.project import own_gpus_around
     "--quiet",
     "-q",
     is_flag=True,
-    help="Print no peaks and do not record the allocator's history, which takes time. Warnings about wrong figures are still "
-    "printed.",
+    help="Print no peaks. The program then also runs faster, because the allocator's history is not recorded. Warnings about "
+    "wrong figures are still printed.",
 )
 @click.argument("gpu", shell_complete=completion.cards)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     """Run a program on an emulated GPU and print its memory peaks.
 
-    GPU is a card such as `h100`, `a100-40gb` or `l4`, several of them (`h100x8`), a MIG slice (`h100-80gb-mig-1g.10gb`), a
-    card in the project's settings (`[tool.gpumem.gpus]`), or a size: `24GB` is an H100 with this much memory. The prefix
-    `emulated:` is allowed.
+    GPU is the name of a GPU such as `h100`, `a100-40gb` or `l4`. `h100x8` are eight GPUs, `h100-80gb-mig-1g.10gb` is a MIG
+    slice, and `24GB` is an H100 with 24 GB of memory. The project's settings can define more names (`[tool.gpumem.gpus]`). The
+    prefix `emulated:` is allowed.
 
-    The CUDA build of torch runs unchanged on stand-ins for CUDA's libraries. PyTorch's own allocator manages the memory. Values
-    in large tensors are not computed, and durations differ from a GPU's. COMMAND may be any program: every Python that it
-    starts sees the GPU.
+    The CUDA build of torch runs unchanged, but stand-ins replace CUDA's libraries. PyTorch's own allocator manages the memory,
+    as on a real GPU. Values in large tensors are not computed, and the program's times are not a GPU's times. COMMAND may be
+    any program. Each Python process that it starts sees the GPU.
 
     \b
     Examples:
@@ -42,20 +42,21 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
       gpumem emulate --quiet h100x8 -- python -m pytest tests/models
 
     Exit status: 0 if the program ends with 0, 1 if a GPU cannot be emulated here or the program cannot be started, 2 for wrong
-    usage. Any other exit status is the program's own.
+    usage. Any other exit status comes from the program itself.
     \f
     ## Output
 
-    When a Python process ends, it prints on standard error, for each device that it used:
+    When a Python process ends, it prints to standard error for each GPU that it used:
 
     - the peaks of allocated and reserved memory;
-    - the memory that was live at the peak: bytes, blocks, and the line of the program that allocated them.
+    - the allocated memory at the peak, in bytes and blocks, for each line of the program that allocated some of it.
 
-    An allocator other than PyTorch's has no history, so only the peaks are printed. One without statistics
-    (`torch.cuda.memory.CUDAPluggableAllocator`) has no peaks either.
+    If the program replaces PyTorch's allocator, the history is missing, so only the peaks are printed. An allocator without
+    statistics (`torch.cuda.memory.CUDAPluggableAllocator`) has no peaks either.
 
-    A process also warns if the figures that the program prints may be wrong: if cuDNN is missing and a convolution could have
-    raised the peak, or if the program read a value that is not computed.
+    The process also prints a warning if figures may be wrong: cuDNN is missing and a convolution could have raised the peak, or
+    the program read a value that an emulated GPU does not compute.
+
     See [emulated GPUs](../concepts/emulated-gpu.md) and [all cards](cards.md).
     """
     own = own_gpus_around()

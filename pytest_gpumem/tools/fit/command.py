@@ -1,4 +1,4 @@
-"""``gpumem fit``: runs a program on emulated GPUs to find the GPUs into which it fits."""
+"""``gpumem fit``: runs a program on emulated GPUs to find out which GPUs have enough memory for the program."""
 
 from __future__ import annotations
 
@@ -48,53 +48,64 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="GPU",
     shell_complete=completion.cards,
-    help="Run the program on this GPU: `l4`, `24GB`, `h100x8`, `h100-80gb-mig-1g.10gb`, or a GPU that the project defines. "
-    "May be repeated; the program must fit into each. Default: all known GPUs, beginning with `h100`.",
+    help="Run the program on this emulated GPU: `l4`, `24GB` (an H100 with 24 GB), `h100x8` (8 GPUs), "
+    "`h100-80gb-mig-1g.10gb` (a MIG slice), or a GPU that the project defines. May be repeated. Default: all known GPUs, "
+    "beginning with `h100`.",
 )
 @click.option(
     "--steps",
     type=WholeNumber(min=1),
     metavar="N",
-    help="End the program, with status 0, after N steps of one of its optimizers, for example `3`. An evaluation or a "
-    "checkpoint that comes later does not run. Default: run the program to its end.",
+    help="Stop the program after N calls of `step()` on one of its optimizers, for example `3`, and treat this as success. The "
+    "program's later code, such as an evaluation, does not run, so its memory is not measured. Default: run the program to its "
+    "end.",
 )
-@jobs_option("Runs at the same time must not write the same files.")
+@jobs_option("The runs share the current folder, so they must not write the same files.")
 @format_option("json")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
 def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, command: tuple[str, ...]) -> None:
     """Find the GPUs into which an unchanged program fits.
 
-    The command runs the program on each GPU, which is emulated, so no GPU is needed. The CUDA build of torch runs on
-    stand-ins for CUDA's libraries, so PyTorch's own allocator decides whether memory runs out. If it does, the program
-    runs once more with `expandable_segments:True` in `PYTORCH_CUDA_ALLOC_CONF`, unless the environment sets expandable
-    segments itself.
+    The command runs the program once for each GPU, and prints the memory that the program needs on the GPU. It needs no
+    real GPU, because every GPU is emulated: the CUDA build of torch runs, but stand-ins replace CUDA's libraries.
+    PyTorch's own allocator decides whether memory runs out.
 
-    COMMAND is a script (`train.py`) or a module (`-m my.train`) for this Python, or any other program. It runs in the
-    current folder, several times, and writes its files each time. It has no standard input. Its output is shown only if
-    it fails. Without --device, a program that fails for another reason than memory on the first GPU is not tried on the
-    others. After Ctrl-C or another signal, the command stops the programs and prints the results so far.
+    If memory runs out on a GPU, the command runs the program there once more with a setting of the allocator that reduces
+    fragmentation: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+
+    COMMAND is a script (`train.py`) or a module (`-m my.train`) for this Python, or any other program. Each run starts in
+    the current folder, without standard input, and writes the program's files again. The program's output is shown only
+    if the program fails.
 
     \b
     Examples:
       gpumem fit train.py --batch 8
       gpumem fit --device l4 --device a100-40gb --steps 3 -- python train.py
 
-    Exit status: 0 if the program fits into each GPU of --device, or without --device into at least one GPU, 1 if
-    memory ran out on a GPU, even if the program fits with expandable segments, 2 for wrong usage, or if no answer is
-    possible because a GPU cannot be emulated here, the program fails by itself or it uses no GPU memory, 130 after
-    Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 if the program fits into each --device, or without --device into at least one GPU, 1 if memory ran out,
+    2 for wrong usage, or if there is no answer because a GPU cannot be emulated here, the program fails by itself
+    or it uses no GPU memory, 130 after Ctrl-C, 143 after SIGTERM.
     \f
+    The status is also 1 if the program fits only with expandable segments.
+
+    If no `--device` is given, the command first runs the program on an H100. If the program fails there for another reason
+    than memory, the command does not try other GPUs. After Ctrl-C or SIGTERM, the command stops the programs and prints
+    the results so far.
+
+    If the environment already sets expandable segments, on or off, there is no second run.
+
     ## `--device`
 
-    The words for GPUs are on the page [cards](cards.md), and a project's own GPUs in `[tool.gpumem.gpus]`.
+    The names of all GPUs are on the page [cards](cards.md). A project defines its own GPUs in `[tool.gpumem.gpus]`.
 
     ## `--jobs`
 
-    The first GPU is tried alone, then N others at a time.
+    The command first runs the program on a single GPU, and then on N other GPUs at the same time.
 
     ## Example with output
 
-    Three steps of GPT-2 small (transformers 5.23, torch 2.13.0, AMP in bfloat16, 8 sequences of 1,024 tokens, AdamW):
+    This program trains GPT-2 small for three steps with AdamW, AMP in bfloat16 and 8 sequences of 1,024 tokens
+    (transformers 5.23, torch 2.13.0):
 
     ```console
     $ gpumem fit --device t4 --device rtx4090 --device l4 --device a100-40gb --device h100 --steps 3 train.py --batch 8
@@ -116,73 +127,76 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
 
     ## Columns
 
-    - `reserved` and `allocated` are the highest values in PyTorch's allocator, even if the program resets its peaks.
-      They differ between GPUs because kernels and cuBLAS workspaces differ. Expandable segments change
-      `reserved`.
-    - `left` is `memory` minus `reserved` and minus the CUDA context, which is assumed to take 545 MB in each process.
-    - For several GPUs (`h100x8`) the figures are those of the GPU with the highest peak. Each process can use a
-      device's whole memory. If several processes used one device at the same time, their peaks are added up, although
-      the peaks may not have come at the same moment.
+    - `reserved` and `allocated` are the highest values in PyTorch's allocator, even if the program calls
+      `torch.cuda.reset_peak_memory_stats()`. They differ between GPUs because kernels and cuBLAS workspaces differ.
+      Expandable segments change `reserved`.
+    - `left` is the free memory: `memory` minus `reserved`, and minus 545 MB for the CUDA context in each process.
+    - For several GPUs (`h100x8`), the row shows the GPU with the highest peak.
+    - In the emulation, each process can use a GPU's whole memory. If several processes used the same GPU at the same time,
+      their peaks are added. The sum is an upper bound, because the peaks may come at different times.
 
     ## Outcomes
 
     - `fits`: the program ended with status 0 and never ran out of memory.
     - `out of memory`: the program failed because memory ran out.
-    - `out of memory together`: each process fits alone, but not together with the processes that use the same device.
-    - `ran out of memory and went on`: the program caught the error and ended with status 0, for example with a smaller
-      batch; this does not count as fitting.
+    - `out of memory together`: each process fits alone, but the processes on the same GPU need too much together.
+    - `ran out of memory and went on`: the program caught the error and ended with status 0, for example after it chose a
+      smaller batch. The program does not count as fitting.
     - `cannot run on it`: the installed torch has no kernels for the GPU (a V100 with CUDA 13), or the GPU lacks an
-      operation (flash attention on a T4, `torch._scaled_mm` on an A100). The program would fail on a real GPU as well.
-      bfloat16 on a T4 is no such case, because torch emulates it.
-    - `failed by itself`: the program ended with another status than 0 for another reason; the end of its output is
-      shown.
+      operation (flash attention on a T4, `torch._scaled_mm` on an A100). The program would also fail on a real GPU of this
+      kind. bfloat16 on a T4 works, because torch emulates bfloat16.
+    - `failed by itself`: the program ended with a status other than 0, but memory did not run out. The last lines of its
+      output are shown.
 
     ## Notes
 
-    A line that begins with `note:` says that
+    A line with `note:` contains one of these remarks:
 
-    - the program fits only just, because PyTorch returned cached memory to the GPU before an allocation succeeded;
-    - the program read a value that an emulated GPU does not compute, so later memory may differ from a GPU's;
-    - cuDNN's memory on this GPU is not known;
-    - a process was killed before it reported its memory;
-    - autograd graphs may fill the GPU, as in an inference program without `torch.no_grad()`. The note appears if memory
-      ran out before any backward in a program without an optimizer, gradients were recorded, and at least a quarter of
-      the allocated bytes belonged to no tensor of the program. JSON has these bytes as `ran_out.without_tensor`.
+    - The program only just fits. PyTorch had to return cached memory to the GPU before an allocation succeeded.
+    - The program read a value that an emulated GPU does not compute. From then on, its memory may differ from the memory on a
+      real GPU.
+    - cuDNN's workspace memory on this GPU is not known.
+    - A process was killed before it reported its memory.
+    - Autograd graphs may fill the GPU, as in an inference program without `torch.no_grad()`. This note appears if all of
+      these conditions hold: memory ran out before the first backward, the program made no optimizer, operations were
+      recorded for autograd, and at least a quarter of the allocated bytes belonged to no tensor of the program. In JSON,
+      these bytes are `ran_out.without_tensor`.
 
     ## Shared imports
 
-    - For a file or module, the runs share the imports: one process imports the packages that the first run imported,
-      and each further run is a fork of it. The first run is repeated in a fork. If its result differs there, each run
-      imports by itself.
-    - Nothing is shared if sharing would not be faster, for other commands (`torchrun`), and for programs in which
-      several processes use a GPU. To share nothing, start Python through another program:
+    - Imports take most of a short run's time, so the runs of a script or module share them. A server process imports the same
+      packages as the first run, and each further run is a fork of the server. To check that a fork gives the same figures, the
+      first run is repeated in a fork. If the results differ, every run imports its packages itself.
+    - Runs do not share imports for other commands (`torchrun`), for programs in which several processes use a GPU, or if
+      sharing would not be faster. To switch sharing off, start Python through another program:
       `gpumem fit -- env python train.py`.
-    - A package whose import depends on the GPU, for example torchao, is imported in each fork.
+    - A package that looks at the GPU during its import, for example torchao, is imported in each fork.
 
     ## JSON
 
-    `--format json` prints bytes. The keys are `format` (1), `emulated` (true), `exit_status`, `command`, `conclusion`
-    and `gpus`, in the order of the `--device` options, or beginning with `h100`. Each GPU has these keys:
+    `--format json` prints an object with `format` (1), `emulated` (true), `exit_status`, `command`, `conclusion` and `gpus`.
+    The list `gpus` follows the order of the `--device` options, or begins with `h100`. Each GPU has these keys:
 
-    - `gpu`, `count`, `name`, `total_bytes`: the GPU: `l4`, the number of GPUs, its name, its memory.
+    - `gpu`, `count`, `name`, `total_bytes`: the word for `--device` (`l4`), the number of GPUs, the GPU's name, and the
+      memory in bytes of a single GPU.
     - `outcome`: the outcome, as listed above.
-    - `status`: the program's exit status; negative for the signal that killed it.
-    - `allocated`, `reserved`: the highest values, in bytes.
-    - `devices`, `together`: the number of devices that were used, and of processes that used one device at the same
-      time.
-    - `retries`: allocations that succeeded only after cached memory was returned.
-    - `times_out_of_memory`: how often memory ran out.
-    - `ran_out`: the moment when memory first ran out: `device`, `wanted`, `allocated`, `reserved`, `line`,
-      `without_tensor`; or `null`.
-    - `message`: PyTorch's error.
-    - `last_lines`: the end of the output of a program that failed by itself.
-    - `expandable`: whether segments were expandable.
-    - `unknown`: the value that the program read and that an emulated GPU does not compute; or `null`.
-    - `without_statistics`: whether the program has an allocator of its own, which keeps no statistics.
-    - `lacking`: why the peaks may be too low; or `null`.
-    - `cannot_run`: why the program cannot run on this GPU; or `null`.
+    - `status`: the program's exit status, or a negative signal number if a signal killed the program.
+    - `allocated`, `reserved`: the highest values in PyTorch's allocator, in bytes.
+    - `devices`: the number of used GPUs.
+    - `together`: the largest number of processes that used the same GPU at the same time.
+    - `retries`: the number of allocations that succeeded only after PyTorch returned cached memory to the GPU.
+    - `times_out_of_memory`: the number of failed allocations.
+    - `ran_out`: the first failed allocation, with `device`, `wanted`, `allocated`, `reserved`, `line` and `without_tensor`,
+      or `null`.
+    - `message`: PyTorch's out-of-memory error.
+    - `last_lines`: the last lines of the program's output, if it failed by itself.
+    - `expandable`: whether the allocator used expandable segments.
+    - `unknown`: the value that the program read although an emulated GPU does not compute it, or `null`.
+    - `without_statistics`: whether the program uses its own allocator, which has no statistics.
+    - `lacking`: the reason why the peaks may be too low, or `null`.
+    - `cannot_run`: the reason why the program cannot run on this GPU, or `null`.
     - `killed`: the number of processes that were killed before they reported their memory.
-    - `with_expandable_segments`: the second run, with the keys from `outcome` on; or `null`.
+    - `with_expandable_segments`: the second run, with `outcome` and the keys below it, or `null`.
     """
     gpus = _gpus(words)
     arguments = _with_python(command)
@@ -204,10 +218,14 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
         sys.exit(interrupted)
     if fits[0].plain.without_statistics:
         raise InputError(
-            "the program's memory is unknown, because it uses its own allocator, which keeps no statistics"
+            "the program's memory is unknown, because the program replaces PyTorch's allocator by its own, which has no "
+            "statistics; run it with PyTorch's allocator"
         )
     if fits[0].plain.outcome is FitOutcome.UNUSED:
-        raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
+        raise InputError(
+            "the program uses no GPU memory: PyTorch allocated nothing on a CUDA device; check that the program moves its "
+            "model to cuda"
+        )
     status = exit_status(fits, every=bool(words))
     _print(fits, arguments, status, as_json=form == "json")
     sys.exit(status)
@@ -224,7 +242,7 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gpus(words: Sequence[str]) -> list[Gpu]:
-    """Return the requested GPUs, or all known GPUs with the default first."""
+    """Return the GPUs in ``words``. If the user named no GPU, return all known GPUs, beginning with the H100."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
         requested = [emulated_gpu(word, own) for word in words]
@@ -245,7 +263,7 @@ def _try_all(
 ) -> None:
     """Run the program on the first GPU, then on ``jobs`` GPUs at a time, and add the results to ``fits``.
 
-    If the user named the GPUs, ``every`` is true. Otherwise a failure on the first GPU ends the search.
+    ``every`` is true if the user named the GPUs. If it is false, a failure on the first GPU ends the search.
     """
     expandable = with_expandable_segments(os.environ)
 
@@ -254,7 +272,7 @@ def _try_all(
         segments = " with expandable segments" if extra_variables else ""
         begin = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){segments} ... "
         line = WholeLines()
-        # Simultaneous runs would mix their lines.
+        # With several jobs, print the line only when it is complete, because simultaneous runs would mix their lines.
         if jobs == 1:
             line.write(begin)
         try:
@@ -282,7 +300,7 @@ def _try_all(
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.record(signal.SIGTERM)  # This signal ends the other runs.
+            stop.record(signal.SIGTERM)  # End the running programs on other GPUs.
             raise
         finally:
             threads.shutdown(cancel_futures=True)

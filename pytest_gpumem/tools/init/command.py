@@ -1,4 +1,4 @@
-"""``gpumem init``: proposes and writes settings, a workflow and first baselines for a repository that has tests."""
+"""``gpumem init``: proposes and writes settings and workflows for a repository with tests, and records its first baselines."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 _SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
 _LARGEST = 2**20
-"""Maximum bytes of a source file. Larger files are assumed to be data."""
+"""Maximum bytes of a Python file. A larger file is not read, because it is assumed to contain data, not tests."""
 _NONE = (
     (
-        "nothing is proposed, because no test was found that runs a model. Mark such tests with @pytest.mark.gpumem, name them "
-        f"in [tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again. "
-        "For example:"
+        "nothing is proposed, because no test was found that runs a model. Mark the tests to measure with @pytest.mark.gpumem, "
+        f"name them in [tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture as in the test below. Then run "
+        f"{command_name()} init again."
     ),
     "",
     "    def test_forward(gpumem):",
@@ -77,103 +77,118 @@ _NONE = (
 @click.option(
     "--runner",
     type=click.Choice(RUNNERS),
-    help="Propose a workflow for this machine: `emulated` (an emulated GPU on GitHub's runners), `self-hosted` (a runner "
-    "with a GPU) or `cpu` (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
+    help="Propose a workflow that measures on `emulated` (an emulated GPU, on GitHub's runners), `self-hosted` (the GPU of "
+    "your own runner) or `cpu` (the CPU of GitHub's runners). Default: chosen so this machine can record the baselines, if "
+    "possible.",
 )
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set up a repository: settings, a workflow and first baselines.
 
-    The command finds the tests that run models by reading their source, never by running it. It proposes
-    `[tool.gpumem]` in `pyproject.toml`, a workflow in `.github/workflows/gpumem.yml` with its
-    `requirements-gpumem.txt`, the workflow `gpumem-comment.yml`, which comments on pull requests, and a line in
-    `.gitattributes`. It shows the changes as a diff, asks, and writes. Existing files and sections are not changed.
+    The command finds the tests that run models. It reads the source code of all tests, and does not run any code.
 
-    Then it asks to record the first baselines, shows the end of that session, and runs the gate once on the same code.
-    Tests that fail there have figures that depend on chance, so their baselines are removed and the settings leave them
-    out.
+    \b
+    Then it proposes to write:
+      pyproject.toml                        settings in `[tool.gpumem]`
+      .github/workflows/gpumem.yml          a workflow that runs the gate
+      .github/workflows/gpumem-comment.yml  a workflow that comments on pull requests
+      requirements-gpumem.txt               the packages that the gate needs
+      .gitattributes                        a line for the files with baselines
+
+    It shows the changes as a diff, asks, and writes them. Text that is already in these files stays unchanged.
+
+    After another question, it runs the tests to record their first baselines, and runs them again under the gate. A test
+    that fails the gate on the same code has random figures, so its baseline is removed and the settings leave it out.
 
     \b
     Examples:
       gpumem init --dry-run
       gpumem init --yes --runner emulated
 
-    Exit status: 0 if everything is set up, shown or declined, 1 if no test runs a model, so nothing was written, or
-    if not every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or
-    written, or a question without a terminal, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 if everything is set up, or after --dry-run or a `no` to a question, 1 if no test runs a model, or not
+    every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or written, or if a
+    question has no terminal, 130 after Ctrl-C, 143 after SIGTERM.
     \f
     ## `--runner`
 
-    Without this option, the command takes the first line with a true condition:
+    If this option is not given, the command uses the first of these rules that applies:
 
-    1. `cpu`, if no test that runs a model puts it on a GPU.
+    1. `cpu`, if no test that runs a model moves the model to a GPU.
     2. `self-hosted`, if this machine has a GPU.
     3. `emulated`, if this machine [can emulate a GPU](../guide/no-gpu.md#an-emulated-gpu).
-    4. `cpu`.
+    4. `cpu` in all other cases.
 
     ## Proposed files
 
-    - `pyproject.toml`: `[tool.gpumem]` with `device`, and with `mark` for tests that run models. It is appended, and
-      the rest of the file stays the same byte for byte.
-    - `.github/workflows/gpumem.yml`: the workflow of [From nothing to a gate](../ci.md#from-nothing-to-a-gate), [with a
-      real GPU](../runner.md#a-real-gpu-confirms-it) or [without any GPU](../ci.md#without-any-gpu), with the Python
-      version of this environment, at the top of the repository.
+    - `pyproject.toml`: a table `[tool.gpumem]` with `device`, and with `mark` for tests that run models. The command appends
+      the table, so the rest of the file stays the same byte for byte.
+    - `.github/workflows/gpumem.yml`, at the top of the repository: the workflow from [From nothing to a
+      gate](../ci.md#from-nothing-to-a-gate), [with a real GPU](../runner.md#a-real-gpu-confirms-it) or [without any
+      GPU](../ci.md#without-any-gpu). It uses the Python version of this environment.
     - `.github/workflows/gpumem-comment.yml`: the workflow that [comments on pull requests](../github.md#the-comment),
-      in a job that runs no tests. GitHub starts it once it is on the default branch. It is not proposed if `gpumem.yml`
-      exists.
-    - `requirements-gpumem.txt`: the packages of the workflow, see below.
-    - `.gitattributes`: `text eol=lf` for the store, so no checkout changes its line ends. No rule hides baselines in
-      diffs or merges two versions of a baseline.
+      in a job that runs no tests. GitHub starts this workflow only after it has been merged into the default branch. It is
+      not proposed if `gpumem.yml` already exists.
+    - `requirements-gpumem.txt`: the packages that the workflow installs.
+    - `.gitattributes`: `text eol=lf` for the store, so git never changes the line ends of baselines. The command adds no rule
+      that hides baselines in diffs, or that merges two versions of a baseline.
 
     Rules:
 
-    - `device` is `cpu` if no test that runs a model puts anything on a GPU. Otherwise it is `cuda` on a machine with a
-      GPU and `auto` on a machine without one. It is `emulated:h100` if torch can only be imported [on an emulated
-      GPU](../guide/no-gpu.md#an-emulated-gpu).
-    - `mark` has as few patterns as possible: a folder, a file or a class, if all of its tests run models, else single
-      tests.
-    - `requirements-gpumem.txt` has the installed version of torch, pytest, the plugin and the project's requirements:
-      files (`requirements.txt`, `requirements-dev.txt`, `tests/requirements.txt`, ...), the dependency group `test` or
-      `dev`, and the project with its extra `test` or `dev` if pip can install it, else its dependencies. If an extra
-      asks for another version of torch, its lines are listed without torch.
-    - `requirements-gpumem.txt` is not proposed if `requirements.txt` has the plugin and a pinned torch (one line
+    - `device` is `cpu` if no test that runs a model puts anything on a GPU. Otherwise, it is `cuda` on a machine with a GPU,
+      and `auto` on a machine without a GPU. If torch can be imported only [on an emulated
+      GPU](../guide/no-gpu.md#an-emulated-gpu), it is `emulated:h100`.
+    - `mark` has as few patterns as possible. If all tests in a folder, a file or a class run models, the pattern names the
+      folder, file or class. Otherwise, patterns name single tests.
+    - `requirements-gpumem.txt` lists the installed version of torch, pytest, this plugin and the project's requirements. The
+      requirements come from files (`requirements.txt`, `requirements-dev.txt`, `tests/requirements.txt`, ...), from the
+      dependency group `test` or `dev`, and from the project itself: the project with its extra `test` or `dev` if pip can
+      install the project, otherwise its dependencies. If an extra asks for another version of torch, the packages of the
+      extra are listed without torch.
+    - `requirements-gpumem.txt` is not proposed if `requirements.txt` already lists this plugin and pins torch (a single line
       `torch==` without a marker), or if the version of torch is not known.
-    - Workflows name every action by commit. For the plugin's own action this is the commit that pip installed from git,
-      or else the tag of the installed release.
-    - The GitHub account of the plugin comes from the installed package's metadata. If the metadata has a placeholder,
-      the command names the files in which to replace it.
-    - All files are checked before the first is written, and restored if a later one cannot be written.
+    - Workflows name every action by its commit. The plugin's own action is named by the commit that pip installed from git, or
+      else by the tag of the installed release.
+    - The plugin's GitHub account comes from the metadata of the installed package. If the metadata contains a placeholder
+      instead of an account, the command names the files in which you must replace the placeholder.
+    - The command checks all files before it writes the first. If a file cannot be written, the command restores the files that
+      it has already written.
 
     ## Which tests run models
 
-    - A test runs a model if its body does one of these things: calls `.backward()`, an optimizer's `.step()`, a
-      trainer's `.fit()` or `.train()`, `.generate()` or `.forward()`; calls a module that it made, was given, has from
-      `parametrize` or loaded with `from_pretrained`; trains an object made from a class of modules
-      (`Classifier(Net).fit`); uses a model from transformers, diffusers, timm or `torchvision.models`.
-    - The same holds for code that the test uses: its fixtures, `autouse` fixtures of its file and of each
-      `conftest.py`, the set-up functions of its class or module (`setUpClass`, `setup_module`), and the project's
-      functions that it calls.
-    - Annotations also say that a parameter or a method's result is a module. Imports between the project's modules,
-      `usefixtures` and base classes of test classes are followed into other files.
-    - Models made in other ways are not found. Give their tests the marker.
-    - Test files, classes and functions are those of pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
-      ...), without `collect_ignore` in a `conftest.py` and `--ignore` in `addopts`, and with the methods `test*` of
-      each `unittest.TestCase`. In a folder below the root directory, they are the tests of that folder.
-    - Tests with the marker or the fixture are measured as they are.
-    - Test files that cannot be parsed are named. So are files that a `conftest.py` ignores under a condition; their
-      tests count.
+    A test runs a model if its body does one of these things:
+
+    - It calls `.backward()`, an optimizer's `.step()`, a trainer's `.fit()` or `.train()`, `.generate()` or `.forward()`.
+    - It calls a module that it made, got as a parameter, got from `parametrize`, or loaded with `from_pretrained`.
+    - It trains an object that was made with a module class (`Classifier(Net).fit`).
+    - It uses a model from transformers, diffusers, timm or `torchvision.models`.
+
+    A test also runs a model if code that the test uses does one of these things: its fixtures, `autouse` fixtures in its
+    file or in a `conftest.py`, the set-up functions of its class or module (`setUpClass`, `setup_module`), and functions of
+    the project that it calls.
+
+    - Annotations show that a parameter or a method's result is a module. The command follows imports between the project's
+      modules, `usefixtures`, and base classes of test classes into other files.
+    - The command does not find models if they are made in other ways. Give their tests the marker.
+    - The command finds test files, classes and functions by pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
+      ...). It leaves out files that `collect_ignore` in a `conftest.py` or `--ignore` in `addopts` excludes. Methods `test*`
+      of each `unittest.TestCase` are tests, too. If the current folder is below the root directory, only its tests are set up.
+    - Tests with the marker or the fixture `gpumem` are measured already, so `mark` does not name them.
+    - The command names test files that cannot be parsed. It also names test files that a `conftest.py` ignores under a
+      condition, and sets up their tests.
 
     ## The first baselines
 
-    - They are recorded for the device of the settings, and for the workflow's device if it is another one that this
-      machine can measure. Otherwise the command prints the command for a machine that has the device.
-    - They have no step times if the workflow takes none. They are not recorded if the store has baselines.
-    - Tests that failed by themselves, for example without a network, are left out of `mark` and named. So are tests
-      that fail the gate on the same code. If `[tool.gpumem]` existed before, they are only named.
-    - After Ctrl-C at a question, the files or baselines in question are not written. After Ctrl-C while
-      tests run, the baselines of finished tests are kept if pytest ends within 3 seconds.
+    - Baselines are recorded on the device in the settings. If the workflow uses another device, baselines are also recorded on
+      this other device. If this machine does not have the device, the output says which command to run on a machine with the
+      device.
+    - Baselines have no step times if the workflow does not time steps. Nothing is recorded if the store already has baselines.
+    - If a test fails by itself, for example because it needs a network, the command removes it from `mark` and names it. The
+      same happens to a test that fails the gate on the same code. If `[tool.gpumem]` existed before, the command only names
+      these tests.
+    - After Ctrl-C at a question, the command does not do what the question asks. After Ctrl-C while tests run, the baselines of
+      finished tests are kept if pytest ends within 3 seconds.
     """
     if yes and dry_run:
-        raise click.UsageError("--yes and --dry-run exclude each other: add one of them")
+        raise click.UsageError("--yes and --dry-run exclude each other: leave out one of them")
     environment = dict(os.environ)
     check_pyproject()
     place = _place()
@@ -222,45 +237,45 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
 
 def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
-    """Yield a sentence for each test file or conftest.py that cannot be parsed."""
+    """Yield a warning for each test file or conftest.py with a syntax error."""
     for path, why in sources.not_parsed.items():
         if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
             yield (
-                f"{path} cannot be parsed ({why}), so its tests are not found. Correct it and run {command_name()} init again, "
-                "or mark its tests"
+                f"{path} cannot be parsed ({why}), so its tests are not found. Correct this file and run {command_name()} init "
+                "again, or mark its tests with @pytest.mark.gpumem"
             )
 
 
 def _perhaps_ignored(found_tests: ProjectTests) -> Iterator[str]:
-    """Yield a sentence for each file that pytest may not collect."""
+    """Yield a warning for each test file in a conditional ``collect_ignore`` of a conftest.py."""
     for path in found_tests.perhaps_ignored:
         yield (
-            f"a conftest.py ignores {path} under a condition that is only known when it runs, so its tests are counted. If "
-            f"pytest never collects them, remove them from {MARK_KEY}"
+            f"a conftest.py ignores {path} under a condition that is known only when pytest runs, so the tests in {path} are "
+            f"set up. If pytest never collects these tests, remove them from {MARK_KEY}"
         )
 
 
 class _Place(NamedTuple):
-    """The project around the current folder: its root directory, test names, repository and tests."""
+    """The project around the current folder, with the folders and the name patterns by which its tests are found."""
 
     root: Path
     """pytest's root directory."""
     names: Names
     """The patterns by which pytest collects files, classes and functions."""
     top: Path | None
-    """The top of the git repository, or ``None`` outside a repository."""
+    """The top folder of the git repository, or ``None`` if the project is in no repository."""
     tests: str
-    """The current folder, whose tests are set up, as a path from the root directory."""
+    """The current folder as a path from the root directory, for example ``"tests"``. Only its tests are set up."""
 
 
 def _place() -> _Place:
     def read(config: pytest.Config) -> tuple[Path, Names, str]:
         names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
-        # init leaves existing settings unchanged, and wrong settings would end every session.
+        # Check the existing settings here, because init does not correct them, and every later session would fail.
         settings_of(config)
         root = config.rootpath
         tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
-        # In a folder below the root directory, pytest ignores testpaths and collects that folder.
+        # If pytest starts in a folder below the root directory, it ignores testpaths and collects only that folder.
         folders = config.getini("testpaths") if tests == "." else [tests]
         addopts = addopts_of(config.inipath.name, _text(config.inipath) or "") if config.inipath is not None else ()
         excluded = {"not_entered": config.getini("norecursedirs"), "ignored": ignored_by(addopts, tests)}
@@ -275,9 +290,9 @@ def _place() -> _Place:
 
 
 def _texts(root: Path) -> dict[str, str]:
-    """Return the text of each Python file by its path from the root.
+    """Return the text of each Python file in the project, by the file's path from the root directory.
 
-    Virtual environments, builds and hidden folders are left out.
+    Files in virtual environments, build folders and hidden folders are skipped.
     """
     return {path.relative_to(root).as_posix(): text for path in _files(root) if (text := _text(path)) is not None}
 
@@ -297,7 +312,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str | None:
-    """Return the text of a file with its line ends, or ``None`` if the file does not exist. Raises `InputError`."""
+    """Return the text of a file with unchanged line ends, or ``None`` if the file does not exist. Raises `InputError`."""
     try:
         return path.read_bytes().decode("utf-8", "strict" if path.name == SETTINGS else "surrogateescape")
     except (FileNotFoundError, NotADirectoryError):
@@ -334,17 +349,17 @@ def _project(place: _Place) -> Project:
 
 
 def _existing(top: Path, workflow: str) -> str | None:
-    """Return an existing workflow's path, with the suffix ``.yml`` or ``.yaml``; ``None`` if neither file exists."""
+    """Return the workflow's path with the suffix ``.yml`` or ``.yaml`` that exists; ``None`` if neither file exists."""
     return next((path for path in (workflow, f"{workflow[:-3]}yaml") if (top / path).exists()), None)
 
 
 def _is_inside(store: str) -> bool:
-    """Return whether a store is a folder below the root directory."""
+    """Return whether the setting ``store`` names a folder below the root directory, and not a URL or another folder."""
     return not (is_url(store) or Path(store).is_absolute() or store.startswith(("~", "..")))
 
 
 def _this_machine(environment: Mapping[str, str]) -> Machine:
-    """Return the devices and versions on this machine. torch is imported in separate processes."""
+    """Return the usable devices and the installed versions on this machine. torch is imported only in separate processes."""
     plain = collecting.probe(list(BUILT_IN), environment)
     emulated = collecting.probe([DEVICES["emulated"]], environment)
     usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}
@@ -373,7 +388,7 @@ def _has_terminal() -> bool:
 def _ask(question: str) -> bool:
     if not _has_terminal():
         raise InputError(
-            "there is no terminal for the question, so nothing was written: add --yes to write the files, or --dry-run to see "
-            "them"
+            "the command cannot ask a question without a terminal, so nothing was written: add --yes to write the files, or "
+            "--dry-run to see them"
         )
     return click.confirm(question, default=True)

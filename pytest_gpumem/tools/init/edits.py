@@ -1,4 +1,4 @@
-"""Write all files of a proposal, or none of them."""
+"""Write the proposed files of ``gpumem init``. If a file cannot be written, restore all files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 def check_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Raise `InputError` for the first file that cannot be written, or whose path below the project contains a symbolic link.
+    """Check whether all files can be written, and whether a path below the project contains a symbolic link.
 
-    A stranger's branch can contain such a link, and the diff would show a file from outside the repository.
+    A branch from a stranger can contain a link to a file outside the repository. The diff would show the content of this file.
+
+    Raises:
+        InputError: A file cannot be written, or its path contains a link. The message names the first such file.
     """
     for edit in edits:
         _check_writable(*_placed(root, edit))
 
 
 def write_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Check all files, then write them. If a write fails, restore the files written before.
+    """Check all files, and then write them. If a write fails, restore all files written so far.
 
     Raises:
         InputError: A file cannot be written.
@@ -51,7 +54,7 @@ def write_edits(root: Path, edits: Sequence[Edit]) -> None:
 
 
 def _placed(root: Path, edit: Edit) -> tuple[Path, Path]:
-    """Return the innermost folder that contains both the project and an edited file, and the path of the file."""
+    """Return the nearest folder that contains both the project and the edited file, and the absolute path of the file."""
     project = root.resolve()
     path = Path(os.path.normpath(project / edit.path))
     return Path(os.path.commonpath([project, path])), path
@@ -60,7 +63,7 @@ def _placed(root: Path, edit: Edit) -> tuple[Path, Path]:
 def _check_writable(top: Path, path: Path) -> None:
     *folders, name = path.relative_to(top).parts
     try:
-        # A missing folder is created later.
+        # If a folder is missing, `write_atomically` creates it later.
         with suppress(FileNotFoundError, NotADirectoryError), open_folder(top, folders) as folder:
             folder.refuse_link(name)
     except OSError as error:
@@ -69,7 +72,7 @@ def _check_writable(top: Path, path: Path) -> None:
     kind = "a file" if path == existing else "a folder"
     if path != existing and not existing.is_dir():
         raise InputError(f"{path} cannot be written: {existing} is a file, expected a folder; nothing was written")
-    # A file is replaced by a new file, so its folder must also be writable.
+    # An existing file is replaced by a new file in the same folder, so the folder must be writable as well.
     for target in {existing, path.parent if path == existing else existing}:
         if not os.access(target, os.W_OK):
             raise InputError(

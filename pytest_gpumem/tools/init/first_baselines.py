@@ -1,4 +1,4 @@
-"""Record the first baselines of a repository, run their gate once, and leave out tests that cannot be gated."""
+"""Record the first baselines of a repository, run the gate once, and exclude tests with random figures from the gate."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FirstBaselines:
-    """The first baselines of a repository whose settings were just written.
+    """Records the first baselines of a repository for which ``gpumem init`` has just written the settings.
 
-    Example:
-        In a repository with 12 tests, pytest records 12 baselines. One test needs a network and fails: it is left out of
-        ``mark``. The gate then runs on the same code, and a test with random batch sizes fails: it is also left out of
-        ``mark``, and its baselines are removed. The gate is green with the other 10 tests.
+    The setting ``mark`` lists patterns for the tests to measure.
+
+    Example: In a repository with 12 tests, a test fails because it needs a network. This test is removed from ``mark``, and
+        the other 11 tests get baselines. Then the gate runs on the same code, and a test with random batch sizes fails. It is
+        also removed from ``mark``, and its baselines are removed from the store. The gate passes with the other 10 tests.
 
     Args:
         root: The root directory of pytest.
         tests: The folder whose tests are set up, as a path from the root directory.
-        proposed: The written proposal.
-        collected: The tests in the repository's source.
-        environment: The environment variables of pytest sessions.
+        proposed: The proposal, whose files are already written.
+        collected: The tests in the repository's source code.
+        environment: The environment variables for pytest sessions.
     """
 
     root: Path
@@ -54,14 +55,16 @@ class FirstBaselines:
     environment: Mapping[str, str]
 
     def record(self, agreed: Callable[[str], bool]) -> None:
-        """Record the baselines, run the gate once, show the end of each session's output, and print the next steps.
+        """Record the baselines, run the gate once, and print the user's next steps.
+
+        The end of each pytest session's output is shown.
 
         Args:
-            agreed: Asks a question, and returns whether the answer is yes.
+            agreed: Asks the user a question, and returns True if the answer is yes.
 
         Raises:
-            StopSignal: The process received a signal, for example SIGTERM.
-            SystemExit: Not every test could be recorded. The status is 1.
+            StopSignal: This process received a signal, for example SIGTERM.
+            SystemExit: Not every test could be recorded. The exit status is 1.
         """
         failed = False
         gates: list[list[str]] = []
@@ -78,7 +81,7 @@ class FirstBaselines:
             verdicts += of_session
             gates.append(["-m", "pytest", "--gpumem-baseline", *options])
             failed = failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not of_session
-        # These tests may need a network or missing weights. Without any measurement, they cannot be gated.
+        # A test that fails by itself may need a network or missing weights. If it has no measurement, it cannot be gated.
         functions = {_function(verdict) for verdict in verdicts if verdict.failed_by_itself}
         functions -= {_function(verdict) for verdict in verdicts if verdict.verdicts}
         if not self._leave_out(functions):
@@ -104,13 +107,13 @@ class FirstBaselines:
         self._say_what_is_next(missing)
 
     def _say_what_is_next(self, missing: list[str]) -> None:
-        """Print the commands for recording the ``missing`` baselines, and the files to commit."""
+        """Print the user's next steps: commands to record the ``missing`` baselines, and a commit of the files."""
         if self.proposed.record_elsewhere is not None:
             device = self.proposed.record_elsewhere
             typed = f"python {' '.join(_recording(f'--gpumem-device={device}'))}"
             missing = [*missing, f"{typed} (on a machine that has {device})"]
         if missing:
-            write_lines(["", "the gate needs baselines that are not recorded yet; first run:"])
+            write_lines(["", "the gate needs baselines that are not recorded yet. First run:"])
             write_lines([f"  {command}" for command in missing])
         baselines = " and the recorded baselines" if missing else ""
         if not self.proposed.installs_from_nowhere:
@@ -119,14 +122,18 @@ class FirstBaselines:
             files = " and ".join(map(os.path.normpath, self.proposed.installs_from_nowhere))
             step = (
                 f"replace {PLACEHOLDER} in {files}, and commit the written files{baselines}; until then "
-                "`pytest --gpumem-baseline` gates here, but the workflow cannot install it"
+                "`pytest --gpumem-baseline` gates on this machine, but the workflow cannot install this plugin"
             )
         write_lines([f"then {step}"] if missing else ["", step])
 
     def _gate_once(self, commands: Sequence[Sequence[str]], verdicts: Sequence[TestVerdict]) -> set[str]:
-        """Run the gate on the same code as the recording sessions, and return the test functions that fail.
+        """Run the gate on unchanged code, right after the baselines were recorded, and return the failing test functions.
 
-        The figures of these tests depend on chance. ``verdicts`` are those of the recording sessions.
+        Their figures must be random, because the code is the same.
+
+        Args:
+            commands: The arguments for Python, once for each session.
+            verdicts: The verdicts in the sessions that recorded the baselines. Tests that failed there are not returned.
         """
         failed_before = {verdict.nodeid for verdict in verdicts if verdict.failure is not None}
         differing: set[str] = set()
@@ -141,23 +148,36 @@ class FirstBaselines:
         return differing
 
     def _leave_out_differing(self, differing: AbstractSet[str], left_out: AbstractSet[str]) -> None:
-        """Remove tests whose figures depend on chance from the patterns and the store.
+        """Remove tests with random figures from the patterns in ``mark``, and remove their baselines from the store.
 
-        ``left_out`` are the test functions already removed from the patterns.
+        Args:
+            differing: The test functions with random figures.
+            left_out: The test functions already removed from the patterns.
         """
-        why = "they failed on the code that recorded them (see above), so their figures depend on chance"
+        why = "they failed on the code that recorded their baselines (see above), so their figures are random"
         if self._leave_out(differing | left_out):
-            write_lines(["", f"left out of {MARK_KEY}, because {why}; add them when they repeat (with a seed):"])
+            write_lines(
+                [
+                    "",
+                    f"left out of {MARK_KEY}, because {why}; add them when their figures repeat, for example with a seed:",
+                ]
+            )
             write_lines([f"  {function}" for function in sorted(differing)])
             self._prune(sorted(differing))
         else:
             write_lines(
-                ["", f"the gate fails until you remove these tests from {MARK_KEY} or set a seed, because {why}:"]
+                [
+                    "",
+                    f"the gate fails until you remove these tests from {MARK_KEY} or set a seed in them, because {why}:",
+                ]
             )
             write_lines([f"  {function}" for function in sorted(differing)])
 
     def _prune(self, functions: Sequence[str]) -> None:
-        """Remove the baselines of test functions from the store, or else print the command to run. Raises `StopSignal`."""
+        """Remove the baselines of test functions from the store. If this fails, print a command for the user to run later.
+
+        Raises `StopSignal`.
+        """
         with TemporaryDirectory(prefix="gpumem-init-") as folder, recorded_signals() as stop:
             output = Path(folder) / "output.txt"
             command = ["-m", "pytest_gpumem.tools.main", "prune", *functions]
@@ -170,11 +190,11 @@ class FirstBaselines:
                 write_lines(["", *errors, f"their baselines are still in the store; when this is fixed, run: {typed}"])
 
     def _leave_out(self, functions: AbstractSet[str]) -> bool:
-        """Remove test functions from the written patterns.
+        """Remove test functions from the patterns in ``mark``, which ``gpumem init`` has just written.
 
         Returns:
-            False if nothing was changed, because there are no such functions, the settings were not written by this command,
-            or no test that runs a model would remain.
+            True if the patterns were changed. False if ``functions`` is empty, this command did not write the settings, or no
+            test that runs a model would remain.
         """
         remaining = [
             replace(test, runs_model=False) if test.nodeid in functions else test for test in self.collected.tests
@@ -187,10 +207,10 @@ class FirstBaselines:
 
 
 def _function(verdict: TestVerdict) -> str:
-    """Return the node id of a test's function, without parameters: ``"test_a.py::test_b"`` for ``"test_a.py::test_b[1]"``."""
+    """Return the id of a test's function: ``"test_a.py::test_b"`` for the test ``"test_a.py::test_b[1]"``."""
     return f"{verdict.file}::{verdict.test.partition('[')[0]}"
 
 
 def _recording(*options: str) -> list[str]:
-    """Return Python's arguments for recording baselines with these pytest options."""
+    """Return Python's arguments for a session with these pytest options. The session records missing baselines."""
     return ["-m", "pytest", "--gpumem-update=new", *options]

@@ -1,4 +1,4 @@
-"""Run a pytest session that shows its progress lines at once, and only the end of its other output."""
+"""Run pytest in a new process, and show only its progress lines while it runs and the end of its output."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import TestVerdict
 
 _END = 25
-"""Number of output lines to show at the end of a session."""
+"""Number of lines from the end of the output to show when the session ends."""
 _SUMMARY = ("gpumem:", "gpumem store:")
-"""Prefixes of summary lines, which are shown even if they come earlier."""
+"""Prefixes of pytest-gpumem's summary lines. They are shown even if they are not among the last lines."""
 _PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
-"""The end of a progress line in each of pytest's styles: ``[ 50%]`` or ``[ 6/12]``."""
+"""The end of a progress line in pytest's styles: ``[ 50%]`` or ``[ 6/12]``."""
 
 
 def run_shown(
@@ -33,10 +33,10 @@ def run_shown(
     Args:
         command: The arguments for Python, for example ``["-m", "pytest", "--gpumem-update=new"]``.
         folder: The working folder of the session.
-        environment: Its environment variables.
+        environment: The environment variables of the session.
 
     Returns:
-        The exit status, and the verdicts on measured tests. No verdicts if the session wrote no report.
+        The session's exit status, and its verdicts on measured tests. There are no verdicts if the session wrote no report.
 
     Raises:
         StopSignal: This process received a signal, for example SIGTERM.
@@ -54,23 +54,27 @@ def run_shown(
         )
         shown.show_end()
         if status < 0:
-            write_lines(["", f"{_name_of(-status)} ended the session, so no baselines were recorded"])
+            write_lines(["", f"the signal {_name_of(-status)} ended the session, so no baselines were recorded"])
         results = read_report(report).results if report.exists() else ()
     return status, [result.verdict for result in results]
 
 
 class _ShownOutput:
-    """The output file of a session, and the part of it that was shown."""
+    """Shows new lines of a session's output file while the session writes the file."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self._read = 0
         self._lines: list[str] = []
-        """Lines to show at the end. After a test has run, lines before the first progress line are dropped."""
+        """All lines except progress lines. Lines before the first progress line, such as pytest's header, are dropped."""
         self._began = False
 
     def show_progress(self, *, ended: bool = False) -> None:
-        """Show new progress lines. ``ended`` means that the last line is complete."""
+        """Show the new progress lines in the output file.
+
+        Args:
+            ended: True if the session has ended, so the last line is complete even without a line break.
+        """
         with self.output.open("rb") as file:
             file.seek(self._read)
             new_bytes = file.read()
@@ -88,9 +92,9 @@ class _ShownOutput:
                 self._lines.clear()
 
     def show_end(self) -> None:
-        """Show the last 25 lines, and earlier summary lines.
+        """Show the last 25 lines of the output, and the summary lines before them.
 
-        pytest prints a line for each failed test after the summary, so many such lines would hide the summary.
+        pytest prints a line for each failed test after the summary. With many failed tests, the summary is not in the last 25.
         """
         self.show_progress(ended=True)
         earlier, last = self._lines[:-_END], self._lines[-_END:]
@@ -98,7 +102,7 @@ class _ShownOutput:
 
 
 def _name_of(number: int) -> str:
-    """Return the name of a signal, for example ``"SIGTERM"``, or its number if it has no name."""
+    """Return the name of a signal, for example ``"SIGTERM"``, or ``"signal 40"`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -61,7 +61,7 @@ def _repository(text: str) -> str:
 
 def _name(text: str) -> str:
     if len(text) > _LONGEST_NAME:
-        raise ValueError(f"it has {len(text)} characters; use at most {_LONGEST_NAME}")
+        raise ValueError(f"the name has {len(text)} characters; use at most {_LONGEST_NAME}")
     return text
 
 
@@ -77,21 +77,20 @@ def _name(text: str) -> str:
     "--run",
     metavar="ID",
     type=WholeNumber(min=1),
-    help="Comment on the pull request of this workflow run, for example `1234567`. Its artifact contains the reports. Only "
-    "JSON is read, because a stranger's code may have written the reports.",
+    help="Comment on the pull request for which this workflow run was started, for example `1234567`. REPORT comes from an "
+    "artifact of the run. Only JSON is read, because a stranger's code may have written the reports.",
 )
 @click.option(
     "--pull-request",
     type=WholeNumber(min=1),
-    help="Comment on this pull request, for example `12`. Default: the pull request of the workflow's event.",
+    help="Comment on this pull request, for example `12`. Default: the pull request for which the current job was started.",
 )
 @click.option(
     "--repository",
     metavar="OWNER/NAME",
     envvar="GITHUB_REPOSITORY",
     callback=parsed(_repository),
-    help="The repository with the pull request or the issue, for example `ada/models`. Default: the variable "
-    "`GITHUB_REPOSITORY`.",
+    help="Write into this repository, for example `ada/models`. Default: the environment variable `GITHUB_REPOSITORY`.",
 )
 @click.option(
     "--name",
@@ -99,32 +98,34 @@ def _name(text: str) -> str:
     default=DEFAULT_NAME,
     show_default=True,
     callback=parsed(_name),
-    help="Distinguish several comments or issues by this name, for example `nightly`. A name other than the default is also "
-    "the title of the comment.",
+    help="Give the comment or issue this name, for example `nightly`. A run updates only the comment with its own name, so "
+    "several jobs can comment on a pull request. A name other than the default is the heading of the comment.",
 )
 @click.option(
     "--issue",
     type=click.Choice(("open", "closed")),
-    help="Write an issue instead of a comment: `open` opens one or updates the open one, `closed` closes the open one.",
+    help="Write an issue instead of a comment. `open` opens an issue, or updates it if it is already open. `closed` closes the "
+    "open issue.",
 )
 @click.option(
     "--title",
     metavar="TEXT",
-    help="The issue's title, which follows the name. Default: the change that a report of `gpumem bisect` found, or "
-    f"'{DEFAULT_TITLE}'.",
+    help="Give the issue this title, behind its name. Default: the change that `gpumem bisect` found, if REPORT comes from "
+    f"`gpumem bisect`, otherwise '{DEFAULT_TITLE}'.",
 )
 @click.option(
     "--link",
     metavar="URL",
     default="",
     callback=parsed(_address),
-    help="The address of the whole report, for example `https://example.org/report.html`. Default with --run: the run.",
+    help="Link to the whole report at this address, for example `https://example.org/report.html`. Default with --run: the "
+    "page of the run.",
 )
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="The run's artifact with the report, for example `gpumem-report`. If tests failed because of their baselines, or have "
-    "none, the comment contains the commands that accept the new figures.",
+    help="Name the run's artifact with the report, for example `gpumem-report`. If a test failed because of its "
+    "baseline, or has no baseline, the comment shows how to download this artifact and accept the new figures.",
 )
 def comment(
     *,
@@ -140,15 +141,17 @@ def comment(
 ) -> None:
     """Post a report in a pull request on GitHub, or in an issue.
 
-    A pull request gets a single comment, which later runs update. REPORT is a file that `pytest --gpumem-report=FILE`,
-    `gpumem ab` or `gpumem bisect` wrote. JSON is shortened to its most important parts. Markdown is posted unchanged, and
-    refused if it is too long. Several reports are joined in the same comment.
+    The first run creates a comment in the pull request, and later runs update it. REPORT is a file that
+    `pytest --gpumem-report=FILE`, `gpumem ab` or `gpumem bisect` wrote, in JSON or Markdown. If a JSON report is too long for a
+    comment, its most important parts are posted. Markdown is posted unchanged, and refused if it is too long. Several reports
+    are joined in the same comment.
 
-    The variable `GITHUB_TOKEN` contains the token. It needs the permission `pull-requests: write`, or with --issue `issues:
-    write`. If the token is read-only, for example in a pull request from a fork, or if the job runs for no pull request, the
-    command says so and writes nothing. This is not an error.
+    The command reads a token from the environment variable `GITHUB_TOKEN`. The token needs the permission
+    `pull-requests: write`, or with --issue `issues: write`. If the token is read-only, as in a pull request from a fork, or if
+    the job runs for no pull request, the command prints a notice and writes nothing. This is not an error.
 
-    A job with a pull request's tests should not have a token with write access. Comment in another job, with --run.
+    If a job runs a pull request's code, it should not have a token with write access. So run the tests in one job, and comment
+    in another job with --run.
 
     \b
     Examples:
@@ -157,35 +160,37 @@ def comment(
       gpumem comment gpumem.json --issue open --name nightly
 
     Exit status: 0 if the comment or issue was written, the token is read-only or the job runs for no pull request, 1 if GitHub
-    refused or did not answer, or after Ctrl-C, 2 for wrong usage or input.
+    refused the request or did not answer, or after Ctrl-C, 2 for wrong usage or a report that cannot be read.
     \f
     ## `--run`
 
-    - The command trusts nothing that the run wrote. It asks GitHub for the run, and for the open pull request with the run's
-      branch, repository and newest commit. Without exactly one such pull request there is no comment.
-    - Only JSON files of at most 32 MiB are read, and their texts are escaped.
-    - The comment says if a report is missing or broken, and if a report passed although its run failed.
+    - The command trusts nothing that the run wrote. It asks GitHub about the run, and searches the open pull requests for a
+      pull request whose branch, repository and newest commit were run. If there is not exactly one, the command writes no
+      comment.
+    - Only JSON files with at most 32 MiB are read, and their texts are escaped.
+    - If a report is missing or broken, the comment says so. The comment also says if a report passed although its run failed.
 
     ## `--issue`
 
-    An issue is for a job without a pull request, for example a scheduled job. The command looks for it among the open
-    issues. A closed issue stays closed: the next red run opens another.
+    Use an issue for a job without a pull request, for example a scheduled job. The command searches only the open issues. A
+    closed issue stays closed, and the next failure opens a new issue.
 
     ## `--artifact`
 
-    The run is that of `--run`, or `GITHUB_RUN_ID`. The commands download the artifact and call `gpumem accept`.
+    The artifact belongs to the run in `--run`, or else to the current run (`GITHUB_RUN_ID`). The commands in the comment
+    download the artifact and call `gpumem accept`.
 
     ## Rules
 
     - The [action for comments](../github.md#the-comment) runs this command.
-    - The command finds its comment by a hidden first line with the name, among the comments of the token's owner. Other
-      people's comments are not changed, even if they quote this line.
-    - `GITHUB_API_URL` and `GITHUB_GRAPHQL_URL` name the GitHub server, as in every workflow.
-    - If GitHub is down or limits the rate, the command tries four times.
+    - The first line of the comment is hidden and contains the name. The command finds its comment by this line, among the
+      comments by the token's owner. It does not change other people's comments, even if they quote the line.
+    - `GITHUB_API_URL` and `GITHUB_GRAPHQL_URL` name the GitHub server. GitHub sets them in every workflow.
+    - If GitHub is down or limits the request rate, the command tries up to four times.
     """
     api, repository = _api(), _known(repository)
     if issue is not None and pull_request is not None:
-        raise click.UsageError("--issue and --pull-request exclude each other")
+        raise click.UsageError("--issue and --pull-request exclude each other: leave out one of them")
     contents = [_content(file, strict=run is None) for file in reports]
     is_of_event = issue is None and pull_request is None and run is None
     number = _number_of_event() if is_of_event else pull_request
@@ -214,8 +219,8 @@ def comment(
             "no issue was written, because the token may not write issues: give the job the permission issues: write "
             f"({error})"
             if issue is not None
-            else "there is no comment, because the token may not write comments, as in pull requests from forks; otherwise "
-            f"give the job the permission pull-requests: write ({error})"
+            else "no comment was written, because the token may not write comments. This is usual in a pull request from a "
+            f"fork. In other jobs, set the permission pull-requests: write ({error})"
         )
     except GitHubError as error:
         kind = "comment" if issue is None else "issue"
@@ -227,7 +232,9 @@ def comment(
 def _api() -> Api:
     token = os.environ.get(GITHUB_TOKEN)
     if not token:
-        raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
+        raise InputError(
+            "GITHUB_TOKEN is not set; in a workflow, add env: {GITHUB_TOKEN: '${{ github.token }}'} to the step"
+        )
     return Api(
         token,
         os.environ.get("GITHUB_API_URL", "https://api.github.com"),
@@ -248,7 +255,7 @@ def _title(contents: Sequence[_Content]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A report: its result if the file is JSON, otherwise its text."""
+    """The content of a report file: ``result`` if the file is JSON, or ``text`` if the file is Markdown."""
 
     file: Path
     result: JobResult | None
@@ -256,15 +263,15 @@ class _Content:
 
 
 def _content(file: Path, *, strict: bool) -> _Content:
-    """Read a report.
+    """Read a report file.
 
     Args:
-        file: Its path.
-        strict: False if a stranger may have written the file. The file must then be JSON. If the file is missing or broken,
-            the content says so, and nothing is raised.
+        file: The path of the file.
+        strict: False if a stranger may have written the file. Then only JSON is accepted, and a missing or broken file raises
+            no error. Instead, the returned text reports the problem in the comment.
 
     Raises:
-        InputError: The file cannot be used.
+        InputError: The file is Markdown and ``strict`` is false, or the file cannot be read and ``strict`` is true.
     """
     if not strict and suffix_of(file) != ".json":
         raise InputError(
@@ -281,7 +288,7 @@ def _content(file: Path, *, strict: bool) -> _Content:
 
 
 def _text(file: Path) -> str:
-    """Return the content of a regular file of bounded size. Raises `ReportError`."""
+    """Return the content of a report file. Raises `ReportError` for a link, a folder or a file with more than 32 MiB."""
     if file != STANDARD and (file.is_symlink() or not file.is_file()):
         kind = "is not a file" if file.is_symlink() or file.exists() else "does not exist"
         raise ReportError(f"{str(file)!r} {kind}")
@@ -294,7 +301,7 @@ def _text(file: Path) -> str:
 
 
 def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
-    """Return a paragraph with the commands for accepting a report's figures. Empty if accepting them would not help."""
+    """Return a paragraph with the commands for accepting a report's figures. Empty if no test would pass with new baselines."""
     number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
     for content in contents:
         report = None if content.result is None else content.result.session
@@ -312,45 +319,51 @@ def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str,
 
 
 def _may_be_accepted(result: TestResult) -> bool:
-    """Return whether a new baseline would make a test pass."""
+    """Return whether a new baseline would make the test pass, or would be the test's first baseline."""
     if result.failed:
         return result.verdict.accept is not None
     return result.passed and result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN)
 
 
 def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: Run | None) -> str:
-    """Return the comment's text without its hidden first line. Raises `InputError`."""
+    """Return the comment's text without its hidden first line. Raises `InputError` if a report is too long."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     link = link or ("" if run is None else run.address)
-    # The report may claim success, because the job wrote it. GitHub knows whether the run failed.
+    # The run itself wrote the report, so a failed run could claim success. GitHub knows whether the run failed.
     passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
     left = room_in_comment(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
-    # Markdown comes first, because only JSON can be shortened to the remaining characters.
+    # Render Markdown reports first. They cannot be shortened, but JSON reports can be shortened to the remaining characters.
     for content in sorted(contents, key=lambda content: content.result is not None):
         texts[content.file] = content.text if content.result is None else content.result.markdown(left)
         if len(texts[content.file]) > left:
             raise InputError(
-                f"{content.file} has {len(texts[content.file]):,} characters, but the comment has room for only {left:,}: give "
-                "the report as JSON, which is shortened to its most important parts"
+                f"{content.file} has {len(texts[content.file]):,} characters, but only {left:,} more fit into the comment: "
+                "give the report as JSON, which is shortened to its most important parts"
             )
         left -= len(texts[content.file])
     return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"
 
 
 def _number_of_event() -> int | None:
-    """Return this job's pull request, if it has one. Raises `InputError` outside a job."""
+    """Return the number of the pull request for which this job runs, or ``None`` if there is none.
+
+    Raises:
+        InputError: This process runs in no GitHub job, or the job's event cannot be read.
+    """
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
         raise InputError("the pull request is not known: give --pull-request NUMBER")
     try:
         return pull_request_of_event(Path(file))
     except (OSError, ValueError) as error:
-        raise InputError(f"GITHUB_EVENT_PATH: {error}") from None
+        raise InputError(
+            f"the job's event in GITHUB_EVENT_PATH cannot be read: {error}; give --pull-request NUMBER"
+        ) from None
 
 
 def _print(sentence: str) -> None:
-    """Print a sentence. In GitHub Actions, print it as a notice, which the run's page shows."""
+    """Print a sentence. In GitHub Actions, print it as a notice, because the page of the workflow run shows notices."""
     click.echo(notice_line(sentence) if is_github(os.environ) else f"gpumem: {sentence}")

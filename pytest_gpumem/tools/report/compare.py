@@ -1,4 +1,4 @@
-"""``gpumem compare``: compares two reports, the store at two revisions, or two devices in it."""
+"""``gpumem compare``: compares two reports, the store at two git revisions, or two devices in the store."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pytest_gpumem.tools.console.streams import InputError, format_option, read_
 def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     """Compare two reports, two revisions of the store, or two devices.
 
-    The command runs no test. It prints a line for each metric that changed from OLD to NEW, and for each measurement that only
-    one side has. OLD and NEW are JSON reports (`pytest --gpumem-report=FILE.json`), git revisions of the store (`main`,
-    `HEAD~3`), or devices in the store (`emulated-h100-80gb`). Without NEW, OLD is compared with the store in the current
-    checkout.
+    The command runs no test. It compares earlier figures: a JSON report (`pytest
+    --gpumem-report=FILE.json`), the store at a git revision (`main`, `HEAD~3`), or the baselines from a device in the store
+    (`emulated-h100-80gb`). If NEW is missing, OLD is compared with the store in the current checkout. The command prints a
+    line for each metric that changed from OLD to NEW, and for each measurement that is only in OLD or only in NEW.
 
-    Figures are judged as the gate judges them, with OLD as the baseline and the tolerances in the project's settings. A test
-    that failed only in NEW counts as worse, whatever its figures are.
+    Figures are compared as by the gate: OLD is the baseline, and the tolerances come from the project's settings. A test that
+    failed only in NEW counts as worse, even if its figures are better.
 
     \b
     Examples:
@@ -47,46 +47,48 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
       gpumem compare last-week.json today.json --format markdown
       gpumem compare nvidia-h100-80gb-hbm3 emulated-h100-80gb
 
-    Exit status: 0 if nothing is worse, 1 if something regressed or failed only in NEW, or after Ctrl-C, 2 if nothing could be
-    compared, or for wrong usage or input.
+    Exit status: 0 if no test is worse, 1 if a test regressed or failed only in NEW, or after Ctrl-C, 2 if nothing could be
+    compared, or for wrong usage or input that cannot be read.
     \f
-    ## Sides
+    ## `OLD` and `NEW`
 
-    - A name that ends with `.json`, or of a file, is a report; `-` is standard input. Other names are revisions, or else
-      devices by the names of their folders in the [store](store-format.md).
+    - A name is a report if it ends with `.json`, or if a file has this name. `-` is a report on standard input. Any other
+      name is a git revision. If git does not know the name, it is a device, named like its folder in the
+      [store](store-format.md).
     - Credentials in a store's URL are not shown.
 
     ## Verdicts
 
-    - Measurements are compared with those of the same device and workload.
-    - **Tolerances** come from the settings. The marker's limits, budgets and the hook for tolerances are not
-      applied.
-    - **An emulated GPU is compared with the real GPU** if one side has a test's figures from the one and the other side from
-      the other. The tolerances are those of [`--gpumem-against`](options.md#--gpumem-against).
-    - **Step times** are judged if `NEW` is a report, because a report has every round. Baselines have only the medians. These
-      are printed if they moved by more than the tolerance, and not judged. `gpumem ab` compares the speed of two revisions.
-    - **`failed`** is a test that failed in the report `NEW` and not in `OLD`: by itself, in its tear-down, by its budget or a
-      relation, or because it did not finish. A test that has figures in `OLD` and whose file could not be collected in `NEW` is
-      `failed` as well. A regressed test is not listed a second time as `failed`.
+    - Measurements are compared only if they come from the same device and the same workload.
+    - **Tolerances** come from the settings. The marker's limits, budgets and the hook for tolerances are not applied.
+    - **Emulated and real GPU:** if `OLD` has a test's figures from an emulated GPU, and `NEW` has figures from the real GPU of
+      this kind, or the other way round, the figures are compared with the tolerances of
+      [`--gpumem-against`](options.md#--gpumem-against).
+    - **Step times** get a verdict only if `NEW` is a report, because a report contains the times of all rounds. Baselines
+      contain only the medians. If the medians differ by more than the tolerance, they are printed without a verdict. Use
+      `gpumem ab` to compare the speed of two revisions.
+    - **`failed`** means: the test failed in the report `NEW` and not in `OLD`, by itself, in its tear-down, by its budget or a
+      relation, or because it did not finish. A test is also `failed` if it has figures in `OLD`, and its file could not be
+      collected in `NEW`. A regressed test is not listed again as `failed`.
     - Tests that are `gone` or `unmeasured` do not count as worse.
 
     ## JSON
 
-    `--format json` prints an object. Figures are in bytes, seconds and counts. Infinity and NaN are texts, as in
+    `--format json` prints an object. Figures are in bytes, seconds and counts. Infinity and NaN are strings, as in
     [session reports](reports.md).
 
     | key | value |
     |---|---|
     | `format` | 1 |
     | `exit_status` | the command's exit status |
-    | `old`, `new` | the two sides |
+    | `old`, `new` | the names of `OLD` and `NEW` |
     | `tests` | `file`, `test`, `name`, `slug`, `old_slug` (if it differs), `outcome`, `reason`, `metrics` |
     | `added` | measurements only in `NEW`, with `peak_allocated` |
     | `gone` | measurements only in `OLD`, with `peak_allocated`, `reason` and `failed` |
     | `failed` | `file`, `test` and `reason` of each test that failed only in `NEW` |
     | `causes`, `not_explained` | the causes of growth in several tests, as in a session report |
 
-    Each of `metrics` has `metric`, `outcome`, `old`, `new`, `allowed` and `reason`.
+    Each entry in `metrics` has `metric`, `outcome`, `old`, `new`, `allowed` and `reason`.
     """
     if old == new == "-":
         raise click.UsageError("OLD and NEW cannot both be standard input")
@@ -106,7 +108,15 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
 
 
 def _side(name: str | None, settings: Settings) -> Side:
-    """Return the figures of a report, a revision or a device. Raises `InputError`."""
+    """Return the figures in a report, at a git revision of the store, or from a device in the store.
+
+    Args:
+        name: The argument OLD or NEW. ``None`` means the store in the current checkout.
+        settings: The project's settings, which name the store.
+
+    Raises:
+        InputError: The name is not a report, a revision or a device, or the figures cannot be read.
+    """
     if name is not None and (name == "-" or name.endswith(".json") or Path(name).is_file()):
         file = path_of(name)
         return side_of_report(name_of(file), read_report(file))

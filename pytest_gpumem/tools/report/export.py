@@ -1,4 +1,4 @@
-"""``gpumem export``: writes the figures in session reports for another tool."""
+"""``gpumem export``: writes the figures in session reports in the format of another tool, for example Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formats(click.Group):
-    """A group with a command for each format. If the user names a report instead of a format, the error lists the formats."""
+    """A click group with a command for each format. If the user forgets the format, the error lists all formats."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -45,12 +45,12 @@ class _Formats(click.Group):
 def export() -> None:
     """Write the figures in session reports for another tool: Bencher, Prometheus, TensorBoard.
 
-    A figure is the value of one metric in one measurement, for example the peak memory of a training step. The command
-    exports every measured test, whatever its verdict. A REPORT.json comes from `pytest --gpumem-report=FILE.json` or
-    from `gpumem merge`; `-` reads it from standard input.
+    A figure is the value of a metric in a measurement, for example the peak memory of a training step. The command
+    exports the figures of all measured tests, whether they passed or failed. A REPORT.json comes from
+    `pytest --gpumem-report=FILE.json` or from `gpumem merge`; `-` reads it from standard input.
 
-    Standard error says how many figures were exported, and which were left out: tests without a figure are counted, and
-    step times that another process disturbed are named with the reason.
+    A line on standard error says how many figures were exported, how many tests have no figure, and which step times
+    were left out because other programs disturbed the measurement.
 
     \b
     Examples:
@@ -60,30 +60,30 @@ def export() -> None:
       gpumem merge shard-*.json --report - | gpumem export bencher -
 
     Exit status: 0 if figures were exported, 1 after Ctrl-C, 2 for wrong usage, a report that cannot be read, or
-    reports without a figure. With 2, nothing is written.
+    reports without a figure. If the status is 2, nothing was written.
     \f
     ## Names
 
-    A figure has the same name in each session: `<test> (<measurement>) @ <slug>`, for example
+    A figure has the same name in the reports of all sessions: `<test> (<measurement>) @ <slug>`. For example:
     `tests/test_gpt.py::test_train (train_step) @ nvidia-h100-80gb-hbm3`. The slug is the name of the device's folder in
     the [store](store-format.md).
 
-    - Two devices never share a name, because neither their bytes nor their times can be compared. Two machines with the
-      same GPU do share a name, although their times can differ.
-    - A lone surrogate in a test's id, which UTF-8 cannot encode, is written `\\ud800`. A backslash in front of such a
-      text is doubled.
+    - Figures from two kinds of devices have different names, because their bytes and times cannot be compared. Figures from
+      two machines with the same GPU have the same name, although their times can differ.
+    - A test's id can contain a lone surrogate, which UTF-8 cannot encode. The surrogate is written `\\ud800`, and a
+      backslash in front of such a text is doubled.
 
     ## Left out
 
-    - Tests without a figure: they were not measured, did not finish, or only compare two measurements.
-    - Step times that a disturbance made invalid. They are not written into baselines either.
+    - Tests without a figure: the test was not measured, did not finish, or only compares two measurements.
+    - Step times that are invalid because other programs disturbed the step. They are not written into baselines either.
     - Infinite values and NaN.
 
     ## Several reports
 
-    - Several reports are exported together, for example the shards of a session, or many sessions for `tensorboard`.
-    - The same figure in two reports is an error. For `tensorboard`, it is an error only if both sessions ended in the
-      same second.
+    - Several reports can be exported together, for example the shards of a session, or many sessions for `tensorboard`.
+    - If two reports contain the same figure, the command ends with an error. `tensorboard` accepts the same figure from two
+      sessions, unless both sessions ended in the same second.
     """
 
 
@@ -126,23 +126,24 @@ def for_github_action_benchmark(
 ) -> None:
     """Write JSON for github-action-benchmark.
 
-    The file is for the tool `customSmallerIsBetter`, or with --better=bigger for `customBiggerIsBetter`. The GitHub
-    action takes one direction in a file, so a workflow that follows throughput exports two files.
+    The GitHub action reads the file as `tool: customSmallerIsBetter`, or with --better=bigger as
+    `tool: customBiggerIsBetter`. In each file, either smaller or bigger values are better. So a workflow that follows
+    both memory and throughput exports two files.
 
     \b
     Examples:
       gpumem export github-action-benchmark report.json -o smaller.json
       gpumem export github-action-benchmark --better=bigger report.json
     \f
-    The [action](https://github.com/benchmark-action/github-action-benchmark) reads an array. Each item has these keys:
+    The [action](https://github.com/benchmark-action/github-action-benchmark) reads a JSON array. Each item has these keys:
 
     | key | value |
     |---|---|
     | `name` | the figure's name and its metric: `<test> (<measurement>) @ <slug>: <metric>` |
     | `unit` | `bytes`, `count`, `seconds`, or the unit of a throughput, for example `samples/s` |
-    | `value` | the figure |
-    | `range` | for times and throughputs: how far the 95 % interval reaches from the value, for example `± 0.00021` |
-    | `extra` | device, config, commit and environment, a line each |
+    | `value` | the value of the metric |
+    | `range` | for times and throughputs: the distance from the value to the end of its 95 % interval: `± 0.00021` |
+    | `extra` | device, config, commit and environment, each on its own line |
     """
     try:
         one_direction = metrics_of(better, metrics)
@@ -162,14 +163,14 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
     Examples:
       gpumem export bencher report.json -o figures.json
     \f
-    The [format](https://bencher.dev/docs/reference/bencher-metric-format/) has a benchmark for each
-    `<test> (<measurement>) @ <slug>`, with a measure for each metric.
+    In this [format](https://bencher.dev/docs/reference/bencher-metric-format/), a benchmark has the name
+    `<test> (<measurement>) @ <slug>` and a measure for each metric.
 
-    - `step_time` becomes the measure `latency`, and `throughput` the measure `throughput`. Every project on Bencher has
-      these two. Other measures are named after the metric: `peak-allocated`.
-    - Times are in nanoseconds, because Bencher's `latency` is.
+    - `step_time` becomes the measure `latency`, and `throughput` becomes the measure `throughput`. Every project on Bencher
+      has these two measures. Other measures are named after the metric, for example `peak-allocated`.
+    - Times are in nanoseconds, the unit of Bencher's `latency`.
     - `lower_value` and `upper_value` are the ends of the 95 % interval.
-    - Bencher refuses names longer than 1,024 bytes. The end of a longer name is replaced by a digest.
+    - Bencher refuses names that are longer than 1,024 bytes. In a longer name, a digest replaces the end.
     """
     _export(bencher, reports, metrics, output)
 
@@ -205,8 +206,8 @@ def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -
     type=click.Choice(["time", "commits"]),
     default="time",
     show_default=True,
-    help="Place a report on the horizontal axis by the end of its session (time, in seconds since 1970) or by the number of "
-    "commits up to its commit (commits).",
+    help="Choose the horizontal axis: `time` is the end of the session in seconds since 1970, and `commits` is the number of "
+    "commits up to the report's commit.",
 )
 @click.option(
     "-o",
@@ -222,18 +223,19 @@ def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -
 def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, step: str) -> None:
     """Write scalars for TensorBoard.
 
-    Each report adds one point to each figure's curve. Give the reports of many sessions, together or one after the
-    other. The command needs TensorBoard: `pip install tensorboard`.
+    Each figure becomes a curve, and each report adds a point to the curve. Give the reports of many sessions together, or
+    call the command again after each session. The command needs TensorBoard: `pip install tensorboard`.
 
     \b
     Examples:
       gpumem export tensorboard reports/*.json -o runs
       gpumem export tensorboard --step=commits report.json -o runs
     \f
-    - Each device has a subfolder, named after its slug, which TensorBoard shows as a run.
+    - Each device gets a subfolder with its slug as the name. TensorBoard shows the subfolder as a run.
     - A scalar is named `<metric>/<test> (<measurement>)`. Its value has double precision, and its time is the end of the
       session.
-    - `--step=commits` counts in the git repository around the current folder. A shallow clone is an error.
+    - `--step=commits` counts commits in the git repository around the current folder. It needs a full clone, because a
+      shallow clone lacks old commits.
     """
     with input_errors(ExportError, OSError):
         exported = figures_of(_read(reports), metrics, over_time=True)
@@ -256,6 +258,6 @@ def _read(files: Sequence[str]) -> dict[str, SessionReport]:
 
 
 def _print(exported: ExportedFigures) -> None:
-    # The summary may contain ids of tests.
+    # Sanitize the summary, because it may contain a test's id with control characters.
     screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
     click.echo(screen.legible(exported.summary), err=True)

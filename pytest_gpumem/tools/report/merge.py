@@ -1,4 +1,4 @@
-"""``gpumem merge``: merges the JSON reports of a split run into one report with one verdict."""
+"""``gpumem merge``: merges the JSON reports of a test run that was split into shards."""
 
 from __future__ import annotations
 
@@ -64,67 +64,75 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
     multiple=True,
     type=FilePath(),
     callback=_files,
-    help=f"Write the merged report to this file, in the format of its suffix: {suffixes(FORMATS)}; `-` writes JSON to standard "
-    "output. May be repeated. Example: `whole.json`.",
+    help=f"Write the merged report to this file, for example `whole.json`. The suffix selects the format: {suffixes(FORMATS)}; "
+    "`-` writes JSON to standard output. May be repeated.",
 )
 @click.option(
     "--shards",
     metavar="N",
     type=WholeNumber(min=1),
-    help="Fail unless the reports come from N shards, for example `4`, so a lost report is an error. Default: any number.",
+    help="End with an error if the reports do not come from exactly N shards, for example `4`. So a lost report cannot go "
+    "unnoticed. Default: any number of shards.",
 )
-@click.option("-v", "--verbose", count=True, help="Show every test; `-vv` also shows phases and compositions.")
+@click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    help="Show every test. `-vv` also shows the phases of each step and the composition of each peak.",
+)
 def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | None, verbose: int) -> None:
     """Merge the reports of shards into one report with one verdict.
 
-    A REPORT.json comes from `pytest --gpumem-report=FILE.json` in one shard: a CI job, a machine or a group of tests,
-    split by folders, by `-k` or by pytest-split. Merged reports can be merged again. The order of the files does not
-    change the result.
+    A shard runs some of the tests, for example in one of several CI jobs. The tests can be split by folders, by `-k` or
+    by pytest-split. Each shard writes a REPORT.json with `pytest --gpumem-report=REPORT.json`. The order of the reports
+    does not change the result. Merged reports can be merged again.
 
-    The merged report passes if no test failed, every selected test ran in some shard, and no shard had an error. The
-    command names each measured test that failed or did not finish.
+    The merged report passes if no test failed, every selected test ran in at least one shard, and no shard had an error.
+    The command names each measured test that failed or did not finish.
 
     \b
     Examples:
       gpumem merge gpu-0.json gpu-1.json --report gpumem.html
       gpumem merge shards/*.json --shards 4 --report whole.json
 
-    Exit status: 0 if the merged report passed, 1 if it did not, or after Ctrl-C, 2 for wrong usage, a file that is
-    not a report, shards from different commits or with different options, or a violation of --shards.
+    Exit status: 0 if the merged report passed, 1 if it did not pass, or after Ctrl-C, 2 for wrong usage, a file that is
+    not a report, shards from different commits or with different options, or an error that --shards found.
     \f
     ## `--shards`
 
     With this option, each of these cases is an error:
 
     - The number of shards is not N.
-    - Two shards ran the same tests in the same environment while other tests ran in no shard, probably because a job
-      ran twice.
-    - A test has a baseline on a device of these shards, and no shard gated, failed, skipped, deselected or removed it.
-      Baselines of scripts (`train.py::run`) do not count.
+    - Two shards ran the same tests in the same environment, and other tests ran in no shard. The reason is probably that a
+      job ran twice, in place of another job.
+    - A test has a baseline from a device of these shards, but no report mentions the test: no shard gated, failed, skipped
+      or deselected the test, or removed its baseline. Baselines of scripts (`train.py::run`) are not checked.
 
     ## The verdict
 
-    - A failed measured test is listed with the first line of its failure. Other failed tests are counted; their
-      shard's output has the details.
-    - Only the merged report decides [whether nothing was gated](verdicts.md), and which baselines are unused.
-    - A test that ran in several shards on the same device has the worst of its results: a failure, else a measurement,
-      else the more serious verdict, else the larger peak. `improved` counts as less serious than `ok`, because the
-      other run did not improve. A test on several devices has a result for each device.
-    - A measured test that no shard selected is reported and does not fail the run, because `-m "not slow"` may be
-      intended. But if a gate was asked for and no shard ran a measured test, nothing was gated.
-    - A budget is reported as having no effect only if every shard reports it.
+    - A failed measured test is listed with the first line of its failure. Failed tests that are not measured are only
+      counted, and the output of their shard has the details.
+    - The merged report decides [whether nothing was gated](verdicts.md), and which baselines are unused. The reports of
+      single shards do not decide this.
+    - If a test ran in several shards on the same device, the worst result counts. A failure is worse than a success, and a
+      measurement counts more than no measurement. Between two verdicts, the more serious verdict counts, and `improved`
+      counts as better than `ok`. Between equal verdicts, the larger peak counts.
+    - A test that ran on several devices has a result for each device.
+    - A measured test that no shard selected is reported. This does not fail the run, because `-m "not slow"` may be
+      intended. But if the shards ran with a gate and no shard ran a measured test, nothing was gated.
+    - A budget is reported as having no effect only if every shard reports this.
 
     ## Shards must match
 
-    - All reports come from one version of pytest-gpumem and one commit.
-    - All sessions ran with the same `--gpumem-baseline`, `--gpumem-strict`, `--gpumem-update` and `units`. Devices may
-      differ.
+    - All reports must come from the same version of pytest-gpumem and the same commit.
+    - All sessions must have run with the same `--gpumem-baseline`, `--gpumem-strict`, `--gpumem-update` and `units`. Devices
+      may differ.
 
     ## Files and CI
 
-    - A pattern such as `shards/*.json` is expanded if the shell did not expand it.
-    - In GitHub Actions the command writes annotations and the step summary, as a session does. Run it in the project's
-      root directory, so the annotations point to the right files.
+    - The command expands a pattern such as `shards/*.json` if the shell did not expand it.
+    - In GitHub Actions, the command writes annotations and the step summary, as a pytest session does. Run the command in the
+      project's root directory, so the annotations point to the right files.
     """
     paths = files_of(reports)
     parts = [read_report(path) for path in paths]
@@ -138,7 +146,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         _check_shards(shards, paths, parts, report)
     with text_beside(files):
         _print(report, parts, verbose)
-        # These lines are commands for the CI runner, so do not sanitize them.
+        # Print these lines without sanitizing, because they are commands for the CI runner.
         write_lines((Span(screen().encodable(line)),) for line in report_to_github(report, Path.cwd(), os.environ))
     for path in files:
         form = format_of(f"report{suffix_of(path)}")
@@ -151,14 +159,15 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
 
 
 def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], report: SessionReport) -> None:
-    """Check that the merged report covers ``shards`` shards and every baseline on their devices.
+    """Check the number of shards, and whether a shard mentions each test with a baseline.
 
     Raises:
-        InputError: The number of shards differs, a job probably ran twice, or a test with a baseline ran in no shard.
+        InputError: The number of shards differs, a job probably ran twice, or no shard mentions a test with a baseline from a
+            device of the shards.
     """
     if report.shards != shards:
         count = counted(report.shards, "shard")
-        raise InputError(f"there are reports of {count}, expected {shards}: {', '.join(map(str, paths))}")
+        raise InputError(f"the reports come from {count}, expected {shards}: {', '.join(map(str, paths))}")
     idle, twice = unselected_tests(report), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
@@ -191,7 +200,7 @@ def _print(report: SessionReport, parts: list[SessionReport], verbose: int) -> N
     text = terminal_text(replace(report, closing_lines=tuple(lines)), screen(), verbose)
     write_lines(text.tables)
     write_lines(failure_lines(report, screen()))
-    # terminal_text prints errors, because pytest does not print them at the end of a session.
+    # Do not repeat these errors, because the lines of ``terminal_text`` contain them already.
     printed = {*report.errors, report.nothing_done}
     write_lines(f"gpumem: {problem}" for problem in report.problems if problem not in printed)
     write_lines(text.lines)

@@ -1,4 +1,4 @@
-"""``gpumem run``: measures and gates the training steps of an ordinary script."""
+"""``gpumem run``: measures the training steps of an ordinary script, and compares them with a baseline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERNAL_ERROR: 1,
     pytest.ExitCode.NO_TESTS_COLLECTED: 1,
 }
-"""This command's exit status for each replaced exit code of pytest."""
+"""The exit status of ``gpumem run`` for some exit codes of pytest. Other exit codes are passed on."""
 _NAME = re.compile(r"[\w.=+-]+")
 
 
@@ -41,19 +41,22 @@ def _as_click_option(option: Option) -> click.Option:
 
 def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise click.BadParameter(f"{value!r} becomes part of a test's id: use only letters, digits and . _ = + -")
+        raise click.BadParameter(f"{value!r} would be part of a test's id: use only letters, digits and . _ = + -")
     return value
 
 
 def _check_option(word: str) -> None:
-    """Raise ``click.UsageError`` for an unknown option that begins with ``--gpumem-``; it names the nearest known option."""
+    """Raise ``click.UsageError`` if a word begins with ``--gpumem-``, because known options were already parsed.
+
+    The message suggests the known option with the most similar name.
+    """
     if word.startswith("--gpumem-"):
         flags = [option.flag for option in OPTIONS if not option.for_tests]
         raise click.UsageError(f"no such option: {word}; {nearest(word.partition('=')[0], flags)}")
 
 
 class _ScriptPath(click.Path):
-    """The path of a script. An unknown option before the script arrives here as the path."""
+    """The click type of the argument SCRIPT. If an unknown option precedes the script, click passes the option as the path."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         _check_option(str(value))
@@ -67,7 +70,7 @@ class _ScriptPath(click.Path):
     default=STEPS,
     show_default=True,
     metavar="N",
-    help=f"Measure the memory of the first N steps (at least {FEWEST_STEPS}). The script ends some steps later.",
+    help=f"Measure the memory of the first N steps, at least {FEWEST_STEPS}. The script ends some steps later.",
 )
 @click.option(
     "--as",
@@ -76,20 +79,21 @@ class _ScriptPath(click.Path):
     show_default=True,
     metavar="NAME",
     callback=_name,
-    help="Call the run `train.py::NAME` in the store and in reports. Give each set of arguments its own name, for example "
-    "`small`.",
+    help="Store the baseline as `train.py::NAME`. Give each set of ARGUMENTS its own name, for example `small`, so each has "
+    "its own baseline.",
 )
 @click.argument("script", type=_ScriptPath(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--] [ARGUMENTS]...")
 def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **options: Any) -> None:
     """Measure and gate the training steps of a script.
 
-    The unchanged SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A step ends with each `step()`
-    of its first optimizer. After enough steps, an exception ends the script, so its `finally` and `with` blocks still
-    run. The verdict, the store, the reports and all settings work as for a test with the id `SCRIPT::run`.
+    The unchanged SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A training step ends when the
+    script calls `step()` on the first optimizer that it made. After enough steps, the command ends the script by an
+    exception, so `finally` and `with` blocks in the script still run. Verdicts, baselines, reports and settings work as for
+    a test with the id `SCRIPT::run`.
 
-    The script must move its model to the GPU itself; the device to measure is --gpumem-device. Options may follow
-    SCRIPT. An unknown option, and everything after `--`, goes to the script.
+    The script must move its model to the GPU itself. --gpumem-device names the device to measure. Options of this command
+    may follow SCRIPT. The script gets options that this command does not know, and everything after `--`.
 
     \b
     Examples:
@@ -97,31 +101,32 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
       gpumem run train.py --gpumem-device=emulated:h100 --gpumem-baseline
       gpumem run --as small --steps 30 train.py -- --width 64
 
-    Exit status: 0 if the script was measured and nothing failed, 1 if a metric regressed or is over budget, the
-    script failed by itself, or it was not measured, for example because the device is not available, 2 for wrong usage
+    Exit status: 0 if the script was measured and did not fail, 1 if a metric regressed or is over budget, the script
+    failed by itself, or the script was not measured, for example because the device is not available, 2 for wrong usage
     or a wrong setting, 130 after Ctrl-C.
     \f
     ## How the script runs
 
-    - The steps are measured as those of [`gpumem.loop`](fixture.md#gpumemloop). The script is the only item of a pytest
-      session, so settings, budgets by pattern (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports are
-      the project's.
-    - `addopts` that select, order or distribute tests have no effect, nor do `filterwarnings`, pytest's cache and
-      pytest-randomly.
-    - The script runs as `__main__`, with its folder first on `sys.path`.
-    - An emulated GPU exists before torch is imported. The script sees it as `cuda`.
-    - If a script puts nothing on the device, it is `unmeasured`.
+    - Steps are measured as in [`gpumem.loop`](fixture.md#gpumemloop).
+    - The script is the only item of a pytest session in the project. So the project's settings, budgets by pattern
+      (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports apply to the script.
+    - Options in `addopts` that select, order or distribute tests have no effect. `filterwarnings`, pytest's cache and
+      pytest-randomly have no effect either.
+    - The script runs as the module `__main__`, and its folder is the first on `sys.path`.
+    - An emulated GPU exists before torch is imported. The script uses it as `cuda`.
+    - If the script puts nothing on the device, the script is `unmeasured`.
 
     ## How the script ends
 
-    - `sys.exit()` ends a script like its last line. Another exit status, or an exception, fails the run with the
-      script's own traceback, and the measurements so far are shown.
-    - `os._exit(0)` and `os.exec*` fail the run, because they would end the process unmeasured.
-    - The script may clear `sys.argv`. A child that it forks ends with the script's code in the child, and is not
+    - `sys.exit()` ends the script normally. If the script ends with an exit status other than 0 or with an exception, the run
+      fails with the script's own traceback. The measurements so far are shown.
+    - `os._exit(0)` and `os.exec*` fail the run, because they would end the process before the measurement is complete.
+    - The script may change `sys.argv`. If the script forks, the child process runs the script's code to its end, and is not
       measured.
-    - Only this process is measured. Processes that the script starts (`torchrun`, workers of a `DataLoader`) are not.
-    - If memory runs out, no composition is recorded, because the script cannot be run again from that point.
-      `gpumem fit` names the line.
+    - Only this process is measured. Processes that the script starts (`torchrun`, workers of a `DataLoader`) are not
+      measured.
+    - If memory runs out, the composition of the peak is not recorded, because the step cannot run again. `gpumem fit` names
+      the line at which memory ran out.
     """
     for word in arguments:
         _check_option(word)
@@ -131,7 +136,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     repeat = Command(("gpumem", "run", os.path.relpath(path), *own_options), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, repeat))
     status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *typed_options], session)
-    # A skipped test is not a failure, but a script that was not measured is a failure.
+    # pytest exits with 0 after a skipped test. For this command, an unmeasured script is a failure.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)
@@ -141,7 +146,7 @@ run.params += [_as_click_option(option) for option in OPTIONS if not option.for_
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:
-    """Return the plugin's options as arguments for pytest."""
+    """Turn the plugin's options, as click parsed them, into arguments for pytest."""
     words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

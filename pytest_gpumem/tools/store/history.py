@@ -1,4 +1,4 @@
-"""``gpumem history``: lists the accepted changes of a baseline, with author and reason, from git."""
+"""``gpumem history``: lists when, why and by whom a baseline was changed, from the git history of the store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.stored import StoredBaseline
 
 _Entry = tuple[str, Key, Baseline | None]
-"""Slug, key and baseline. The baseline is ``None`` if the store no longer has it."""
+"""The device's slug, the key and the baseline. The baseline is ``None`` if it was removed from the store."""
 _SHALLOW = (
     "this clone is shallow, so changes are missing: fetch them with `git fetch --unshallow`, "
     "or on GitHub Actions with fetch-depth: 0 for actions/checkout"
@@ -51,19 +51,19 @@ _SHALLOW = (
     metavar="METRIC",
     default="peak_allocated",
     show_default=True,
-    help="Show the changes of this metric, for example `step_time`.",
+    help="Show the changes in this metric, for example `step_time`.",
 )
 @slug_option
 @store_option
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
     """Show when and why a baseline changed, from the git history of the store.
 
-    The command prints a row for each commit that changed the metric, the latest last, and a plot of the values below. Each
-    measurement and each device has a table of its own.
+    The command prints a row for each commit that changed the metric, and a plot of the values. The latest commit comes
+    last. Each measurement on each device has its own table.
 
-    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part that no other id contains. Add
-    the name of a measurement to see only this measurement: `test_train (train_step)`. A baseline that was removed from
-    the store is found by its full id.
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part that no other test's id contains. To see
+    only one measurement, add its name: `test_train (train_step)`. If the baseline was removed from the store, give the
+    test's full id.
 
     \b
     Examples:
@@ -71,27 +71,27 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
       gpumem history test_train_step --metric step_time
       gpumem history "test_train_step (train_step)" --slug emulated-h100-80gb
 
-    Exit status: 0 if the history was printed, 1 after Ctrl-C, 2 for wrong usage, or if there is no such baseline,
-    TEST matches several tests, or the store is not in a git repository.
+    Exit status: 0 if the history was printed, 1 after Ctrl-C, 2 for wrong usage, or if TEST has no baseline or matches
+    several tests, or the store is not in a git repository.
     \f
     ## Rows
 
-    - A row has the date, commit and author, the value and its change, the packages whose version changed with it, the
-      reason that was given with `--gpumem-reason`, and the first line of the commit message. Columns without a value
-      are left out.
+    - A row shows the date, the commit and its author, the new value and its change, packages whose version changed in the
+      same commit, the reason from `--gpumem-reason`, and the first line of the commit message. Empty columns are left out.
     - `new`, `gone` and `back` mean that the baseline was added, removed or restored. `other work` means that the
-      workload changed, so the two values measure different steps.
-    - Commits that left the metric unchanged are counted below the table. They have a row only if they changed the
-      workload or a package version, or gave a reason.
-    - Changes that are not committed come last.
-    - Renamed files of the store are followed if git detects the rename. Commits of a merged branch have rows of their
-      own. A merge commit has a row only if its value differs from both parents.
+      workload changed, so the old and the new value measure different steps.
+    - Commits that changed the baseline but not this metric are counted below the table. Such a commit has a row only if it
+      changed the workload or a package version, or if it has a reason.
+    - Uncommitted changes come last.
+    - If a file in the store was renamed, its history includes the old name if git detects the rename. Each commit in a
+      merged branch has its own row. A merge commit has a row only if its value differs from the values in both parents.
     - The axis of the plot begins at the smallest value.
 
     ## Shallow clones
 
-    In a shallow clone the oldest row has no author, because the change may be older than its commit.
-    `git fetch --unshallow` fetches the rest; on GitHub Actions, set `fetch-depth: 0` for `actions/checkout`.
+    In a shallow clone, the oldest row has no author, because the change may come from an earlier commit that the clone
+    lacks. `git fetch --unshallow` fetches the missing commits. On GitHub Actions, set `fetch-depth: 0` for
+    `actions/checkout`.
     """
     settings = project_settings(store)
     backend = store_backend(settings)
@@ -103,7 +103,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
             check_is_no_file(test)
             keys = [baseline.key for baseline in read_baselines(backend, slug)]
             hint = f"`{command_name()} show` lists the baselines"
-            raise no_such_test(test, f"there is no baseline of {test!r}, and there never was", keys, hint)
+            raise no_such_test(test, f"no commit ever contained a baseline of {test!r}", keys, hint)
         at_head = committed("HEAD", backend)[1]
         histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in entries]
         shallow = is_shallow(checkout.top)
@@ -124,13 +124,17 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
-    """Return the baselines of the test that ``name`` matches, if any. Raises `InputError` if several tests match."""
+    """Return the baselines of the test matching ``name``. The result is empty if no test matches.
+
+    Raises:
+        InputError: ``name`` matches several tests.
+    """
     keys = keys_of_one_test(name, (baseline.key for baseline in baselines))
     return [baseline for baseline in baselines if baseline.key in keys]
 
 
 def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
-    """Return removed baselines of the test with exactly this id. Raises `GitError`."""
+    """Return the removed baselines of the test with exactly this id. Raises `GitError`."""
     file, _, test = name.partition("::")
     if not test:
         return []
@@ -140,7 +144,7 @@ def _removed(name: str, top: Path, folder: str, below: str, device: str | None) 
         if path != below + path_of(slug, file) or device not in (None, slug):
             continue
         texts = texts_of(top, file_changes(top, path))
-        # The id may end with the name of a measurement.
+        # The text may end with the name of a measurement: "test_gpt.py::test_train (train_step)".
         for test_name in {test, test.rpartition(" (")[0]} - {""}:
             keys = [Key(file, test_name, measurement) for measurement in names_in(texts, test_name)]
             removed += [(slug, key, None) for key in keys if name in (str(key), f"{file}::{test_name}")]
@@ -148,7 +152,10 @@ def _removed(name: str, top: Path, folder: str, below: str, device: str | None) 
 
 
 def _events(top: Path, below: str, at_head: Backend, slug: str, key: Key, entry: Baseline | None) -> list[Event]:
-    """Return the changes of a baseline, the latest last. Raises `InputError`, `GitError` and `BackendError`."""
+    """Return the changes to a baseline in git, the oldest first, and then its uncommitted change if there is one.
+
+    Raises `InputError`, `GitError` and `BackendError`.
+    """
     path = path_of(slug, key.file)
     changes = file_changes(top, below + path)
     events = events_of(changes, texts_of(top, changes), key)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """Remove the baselines of tests that no longer exist or are no longer measured.
 
-    The command collects tests as `pytest PYTEST_ARGS` would, without running them. It removes the baselines of tests
-    that were not collected or are not measured. Baselines from a device that this machine does not have are kept as
-    long as their test file exists. A session never removes these baselines: a complete run with --gpumem-baseline or
-    --gpumem-update only lists them.
+    The command collects tests as `pytest PYTEST_ARGS` would, but does not run them. It removes the baselines of tests
+    that were not collected, or that are not measured. If this machine does not have the device of a baseline, the
+    baseline is removed only if its test file no longer exists. A pytest session never removes unused baselines: with
+    --gpumem-baseline or --gpumem-update, a complete session lists them.
 
-    PYTEST_ARGS are files, folders, test ids or options of pytest, for example --gpumem-store. With test ids
-    (FILE::TEST), only these tests can lose baselines. Without them, a test can lose baselines if its file was collected
-    as a whole, or if the file no longer exists.
+    PYTEST_ARGS are files, folders, test ids or options for pytest, for example --gpumem-store. If they contain test ids
+    (FILE::TEST), only the baselines of these tests can be removed. Otherwise, the baselines of a test can be removed if
+    all tests in its file were collected, or if the file no longer exists.
 
     \b
     Examples:
@@ -46,21 +46,22 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
       gpumem prune tests/models/test_gpt.py::test_train
 
     Exit status: 0 if the unused baselines were removed or listed, 1 after Ctrl-C, or if the tests cannot be
-    collected, the store cannot be read or written, or it seems to belong to another project, 2 for wrong usage. With 1
-    and 2, nothing is removed.
+    collected, the store cannot be read or written, or the store seems to belong to another project, 2 for wrong usage. If
+    the status is 1 or 2, nothing was removed.
     \f
     ## Kept baselines
 
-    - Baselines from a device that this machine does not have are removed only if their test file no longer exists. A
-      suite can be parametrised over the GPUs of a machine, so these tests may be collected elsewhere. The command names
-      the devices.
-    - With test ids, a baseline is removed if the test is not measured, or if the device that the test asks for is not
-      on this machine. The failure of a test that is no longer measured prints such a command.
-    - If none of the store's test files exists below the root directory, the store seems to belong to another project,
-      and nothing is removed.
+    - A suite can be parametrised over the GPUs of a machine, so another machine may collect tests that this machine does not
+      collect. That is why baselines from other machines' devices are kept as long as their test file exists. The command
+      names these devices.
+    - If you name a test by its id, its baselines are removed if the test is not measured, or if this machine does not have
+      the device that the test requests. If a test fails because it is no longer measured, the failure shows this command
+      with the test's id.
+    - If no test file of the store exists below the root directory, the store seems to belong to another project. Then
+      nothing is removed.
     """
     collected = _Collector()
-    # With --gpumem-baseline, a collection without a measured test fails.
+    # Drop --gpumem-baseline, because with this option pytest fails if it collects no measured test.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
     status = run_pytest(["--collect-only", "-qq", "--no-header", *arguments], collected)
     if status == pytest.ExitCode.USAGE_ERROR:
@@ -91,9 +92,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         else:
             measured = session.living(collected.items)
             candidates = unused_baselines(stored, measured=measured, whole_files=selection.files, exists=exists)
-        # Listing the devices imports torch, so the devices are listed only if the answer matters.
+        # `present_devices` imports torch, so call it only if a candidate's test file exists.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
-        # A suite may be parametrized over a machine's devices, so another machine may collect tests for other devices.
+        # A suite may be parametrized over a machine's devices, so a machine with another device may collect these tests.
         elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
         removable = [entry for entry in candidates if entry not in elsewhere]
         unlocked = store.change({}, removable) if removable and not dry_run else None
@@ -107,15 +108,15 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         devices = ", ".join(sorted({slug for slug, _ in elsewhere}))
         have = counted(len(elsewhere), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
-            f"{have} kept: this machine does not have the device ({devices}), and a machine that has it may collect the "
-            f"tests; run {command_name()} prune there"
+            f"{have} kept: this machine does not have the device ({devices}), and a machine with the device may collect the "
+            f"tests; run {command_name()} prune on such a machine"
         )
     if unlocked is not None:
         click.echo(f"warning: {unlocked}", err=True)
 
 
 class _Collector:
-    """A pytest plugin for storing the session and the collected tests."""
+    """A pytest plugin to store pytest-gpumem's session and the collected tests for this command."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
@@ -131,19 +132,19 @@ class _Collector:
 
     @property
     def not_measured(self) -> frozenset[str]:
-        """The ids of the selected unmeasured tests."""
+        """The ids of the selected tests that are not measured."""
         return frozenset(without_group(item) for item in self.items if not is_measured(item))
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        # A session registers itself only if it measures a test. This command always needs the session.
+        # pytest-gpumem makes its session only if a test is measured. This command needs the session in any case.
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        # On an emulated GPU, tests that are not measured are deselected later.
+        # Copy the list, because on an emulated GPU pytest-gpumem later deselects tests that are not measured.
         self.items = list(items)
         self.names_tests = any("::" in argument for argument in config.args)
 

@@ -21,15 +21,20 @@ from pytest_gpumem.tools.console.streams import format_option, screen, write_lin
 @store_option
 @slug_option
 @format_option("json")
-@click.option("-v", "--verbose", is_flag=True, help="Add the peaks and times of phases, and the counts.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also show counts, and the peak and time of each phase (forward, backward, optimizer).",
+)
 def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
     """Show the baselines in the store, a row for each.
 
-    A step time is followed by the number of runs that its median comes from, for example `12.00 ms (3 runs)`. The gate
-    does not compare a step time that is marked `not compared`.
+    A step time is the median of several runs, and the row shows their number: `12.00 ms (3 runs)`. The gate does not
+    compare a step time that is marked `not compared`.
 
-    PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. Without
-    PATTERN, all baselines are shown. A PATTERN without a matching baseline is an error.
+    PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. If PATTERN is
+    missing, all baselines are shown. If PATTERN matches no baseline, the command ends with an error.
 
     \b
     Examples:
@@ -38,7 +43,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
       gpumem show --slug nvidia-h100-80gb-hbm3 --format json
 
     Exit status: 0 if the baselines were printed, even if the store is empty, 1 after Ctrl-C, 2 for wrong usage,
-    or if the store, the device or a matching test does not exist, or a file in the store cannot be read.
+    or if the store or the device does not exist, PATTERN matches no baseline, or a file in the store cannot be read.
     \f
     ## JSON
 
@@ -48,13 +53,13 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     | key | value |
     |---|---|
     | `file`, `test`, `name` | the test and its measurement; `file::test` is the test's id |
-    | `slug`, `device` | the device's folder in the store, and its name |
-    | `environment` | versions and settings that move a metric, by name |
-    | `workload` | `step`, `config`, `parameters` and `batch` |
-    | `metrics` | the values by [name](metrics.md), in bytes, counts and seconds |
-    | `runs` | the step times of the last runs: `seconds` and `cycles`; or `null` |
-    | `recorded`, `commit`, `reason` | the day, the commit and the reason of the last change |
-    | `composition` | the rows of the peak's composition, as texts; or `null` |
+    | `slug`, `device` | the name of the device's folder in the store, and the device's own name |
+    | `environment` | versions and settings that can change a metric, by name |
+    | `workload` | the measured work: `step`, `config`, `parameters` and `batch` |
+    | `metrics` | the value of each [metric](metrics.md) by name, in bytes, counts and seconds |
+    | `runs` | the step times of the last runs, as `seconds` and `cycles`; or `null` |
+    | `recorded`, `commit`, `reason` | the day, the commit and the reason of the baseline's last change |
+    | `composition` | the rows of the peak's composition, as strings; or `null` |
     """
     settings = project_settings(store)
     location = without_credentials(settings.store)
