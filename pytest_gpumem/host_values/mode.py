@@ -794,8 +794,8 @@ class HostValues(TorchDispatchMode):
 
 
 def _contains_unknown(tensor: torch.Tensor) -> bool:
-    """Return whether a small float tensor contains the number `UNKNOWN`."""
-    if not tensor.is_floating_point() or not is_small((tensor,)):
+    """Return whether a small float tensor contains the number `UNKNOWN`. A tensor on meta contains no numbers."""
+    if tensor.is_meta or not tensor.is_floating_point() or not is_small((tensor,)):
         return False
     with beneath_modes():  # a mode in the program may trace these operators
         return bool((on_host(tensor) == UNKNOWN).any())
