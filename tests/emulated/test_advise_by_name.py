@@ -11,6 +11,7 @@ from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from tests import needs
 from tests.emulated.processes import REPOSITORY
+from tests.workspaces import KEPT, RELEASE
 
 pytestmark = needs.package("transformers")
 
@@ -165,6 +166,8 @@ LLAMA_3_8B = {
     "max_position_embeddings": 8192,
     "rope_theta": 500000.0,
 }
+LLAMA_3_8B_RESERVED = {(2, 13): 82_998_984_704, (2, 15): 82_936_070_144}
+"""Reserved bytes by torch release. With TORCH_CUBLAS_WORKSPACE_CACHE=1, torch 2.15 reserves as much as 2.13."""
 
 
 def test_the_guides_example_is_what_llama_3_8b_takes(on_gpu, model):
@@ -172,8 +175,10 @@ def test_the_guides_example_is_what_llama_3_8b_takes(on_gpu, model):
     config = "bf16,checkpoint=blocks"
     _, peak, fits, *_ = on_gpu(ADVICE.format(batch="1x4096", config=config, capacities=[0])).split()
     capacity = emulated_gpu("h100").total_bytes - CONTEXT
-    told = f"H100 80GB: {config}, {format_bytes(int(peak))} of {format_bytes(capacity)}\n"
-    assert (fits, told in (REPOSITORY / "docs/guide/fits.md").read_text(encoding="utf-8")) == ("True", True), told
+    assert (fits, int(peak)) == ("True", LLAMA_3_8B_RESERVED.get(RELEASE, int(peak)))
+    size = format_bytes(int(peak))
+    told = f"H100 80GB: {config}, {size} of {format_bytes(capacity)}\n" if KEPT else f"`{config}` reserves {size} there"
+    assert told in (REPOSITORY / "docs/guide/fits.md").read_text(encoding="utf-8"), told
 
 
 CAST = """

@@ -112,6 +112,16 @@ print({name for name, make in made.items() if not make().is_cuda})
     assert on_gpu(source) == "set()\nset()\n"
 
 
+def test_models_are_built_on_meta_after_a_loss_was_read(on_gpu):
+    source = """
+float(torch.rand(10**7, device="cuda").sum())  # the host has an uncomputed number from here on
+with torch.device("meta"):
+    made = torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.nn.Linear(2, 2).weight
+print({tensor.device.type for tensor in made})
+"""
+    assert on_gpu(source) == "{'meta'}\n"
+
+
 def test_a_process_ends_when_autograds_thread_has_let_go_of_what_it_ran(on_gpu):
     # Were it ending while the thread asks for Python's lock, it would abort. The callback goes with the thread's last hold on it.
     before = (
