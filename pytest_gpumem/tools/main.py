@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,31 +14,49 @@ from pytest_gpumem import __version__
 from pytest_gpumem.base.terminals import wants_colour
 from pytest_gpumem.base.units import nearest
 
-COMMANDS = {
-    "ab": "Compare two revisions, or two sets of packages, by running both.",
-    "accept": "Write baselines from the report of a session on another machine.",
-    "advise": "Find a config with which a model's step fits into a GPU.",
-    "bisect": "Find the commit or package release that caused a regression.",
-    "cache": "List the cached environments of ab and bisect, or remove them.",
-    "comment": "Post a report in a pull request on GitHub, or in an issue.",
-    "compare": "Compare two reports, two revisions of the store, or two devices.",
-    "doctor": "Check which measurements work here, and how to enable the others.",
-    "emulate": "Run a program on an emulated GPU and print its memory peaks.",
-    "export": "Write the figures in session reports for another tool.",
-    "fit": "Find the GPUs into which an unchanged program fits.",
-    "history": "Show when and why a baseline changed.",
-    "init": "Set up a repository: settings, a workflow and first baselines.",
-    "merge": "Merge the reports of shards into one report with one verdict.",
-    "prune": "Remove the baselines of tests that no longer exist.",
-    "run": "Measure and gate the training steps of a script.",
-    "show": "Show the baselines in the store.",
-    "why": "Explain the verdict on one test, from the last report.",
+
+class Subcommand(NamedTuple):
+    """A subcommand in the list of ``gpumem --help``, which imports no subcommand. Its module is below `tools`."""
+
+    help: str
+    module: str
+
+
+GROUPS = {
+    "First steps": {
+        "init": Subcommand("Set up a repository: settings, a workflow and first baselines.", "init.command"),
+        "doctor": Subcommand("Check which measurements work here, and how to enable the others.", "doctor.command"),
+        "run": Subcommand("Measure and gate the training steps of a script.", "run.command"),
+    },
+    "Baselines and reports": {
+        "show": Subcommand("Show the baselines in the store.", "store.show"),
+        "history": Subcommand("Show when and why a baseline changed.", "store.history"),
+        "prune": Subcommand("Remove the baselines of tests that no longer exist.", "store.prune"),
+        "accept": Subcommand("Write baselines from the report of a session on another machine.", "accept.command"),
+        "merge": Subcommand("Merge the reports of shards into one report with one verdict.", "report.merge"),
+        "export": Subcommand("Write the figures in session reports for another tool.", "report.export"),
+        "comment": Subcommand("Post a report in a pull request on GitHub, or in an issue.", "report.comment"),
+    },
+    "Changes": {
+        "why": Subcommand("Explain the verdict on one test, from the last report.", "report.why"),
+        "compare": Subcommand("Compare two reports, two revisions of the store, or two devices.", "report.compare"),
+        "ab": Subcommand("Compare two revisions, or two sets of packages, by running both.", "ab.command"),
+        "bisect": Subcommand("Find the commit or package release that caused a regression.", "bisect.command"),
+        "cache": Subcommand("List the cached environments of ab and bisect, or remove them.", "ab.cache_command"),
+    },
+    "GPUs": {
+        "advise": Subcommand("Find a config with which a model's step fits into a GPU.", "advise.command"),
+        "fit": Subcommand("Find the GPUs into which an unchanged program fits.", "fit.command"),
+        "emulate": Subcommand("Run a program on an emulated GPU and print its memory peaks.", "emulate.command"),
+    },
 }
-"""The help line of each subcommand. These lines repeat the docstrings, so ``gpumem --help`` imports no subcommand."""
+"""The subcommands by the title of their group in the help."""
+
+COMMANDS = {name: subcommand for group in GROUPS.values() for name, subcommand in group.items()}
 
 
 class _LazyGroup(click.Group):
-    """A click group that imports a subcommand when the user types it. For example, ``gpumem show`` imports ``tools/store/show.py``."""
+    """A click group that imports a subcommand when the user types it, for example ``store/show.py`` for ``gpumem show``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -45,15 +64,22 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.tools.console.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"pytest_gpumem.tools.{COMMANDS[cmd_name].module}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), subcommand.help) for name, subcommand in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        commands = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
+        commands = [
+            CompletionItem(name, help=subcommand.help)
+            for name, subcommand in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> object:
@@ -87,27 +113,30 @@ def main(context: click.Context) -> None:
     commands read the baselines and reports that pytest wrote, run tests at two revisions, or run a model or a program on an
     emulated GPU. They read the settings of the project in the current folder, as pytest does.
 
-    \b
-    Set up a repository:               gpumem init
-    Check what works here:             gpumem doctor
-    List the baselines:                gpumem show
-    See how a baseline changed:        gpumem history TEST
-    Compare the store at two commits:  gpumem compare main HEAD
-    Read a failure in full:            gpumem why TEST
-    Merge the reports of shards:       gpumem merge shard-*.json
-    Accept figures measured in CI:     gpumem accept gpumem.json
-    Find unused baselines:             gpumem prune --dry-run
-    Compare a branch with main:        gpumem ab main
-    Check an upgrade:                  gpumem ab --head-with "torch==2.15.*"
-    Find the commit that regressed:    gpumem bisect --good v1.2 TEST
-    Fit a model into a GPU:            gpumem advise hf:ORG/NAME --fits 24GB
-    Measure a program without a GPU:   gpumem emulate l4 -- python train.py
-    Find GPUs for a program:           gpumem fit train.py --batch 8
-    Gate a training script:            gpumem run train.py --gpumem-baseline
-
     Exit status: 0 if all is well, 1 if a result is worse than it should be, 2 for wrong usage or input, such as a file that is
     not a report, 130 after Ctrl-C in a command that runs tests or models. The help of each command lists its own exit statuses.
     \f
+    ## Tasks
+
+    | task | command |
+    |---|---|
+    | Set up a repository | `gpumem init` |
+    | Check what works here | `gpumem doctor` |
+    | List the baselines | `gpumem show` |
+    | See how a baseline changed | `gpumem history TEST` |
+    | Compare the store at two commits | `gpumem compare main HEAD` |
+    | Read a failure in full | `gpumem why TEST` |
+    | Merge the reports of shards | `gpumem merge shard-*.json` |
+    | Accept figures measured in CI | `gpumem accept gpumem.json` |
+    | Find unused baselines | `gpumem prune --dry-run` |
+    | Compare a branch with main | `gpumem ab main` |
+    | Check an upgrade | `gpumem ab --head-with "torch==2.15.*"` |
+    | Find the commit that regressed | `gpumem bisect --good v1.2 TEST` |
+    | Fit a model into a GPU | `gpumem advise hf:ORG/NAME --fits 24GB` |
+    | Measure a program without a GPU | `gpumem emulate l4 -- python train.py` |
+    | Find GPUs for a program | `gpumem fit train.py --batch 8` |
+    | Gate a training script | `gpumem run train.py --gpumem-baseline` |
+
     ## Names
 
     `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. On PyPI, another project is named `gpumem`.

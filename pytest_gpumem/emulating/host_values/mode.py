@@ -1,25 +1,28 @@
-"""Compute small tensors on an emulated GPU, and record reads of all other values.
+"""Compute the values of small tensors on an emulated GPU, and record when the program reads any other value.
 
-An emulated GPU's kernels do nothing, but its memory is host memory. If all operands of an operator are known and small,
-the mode runs the operator a second time, on the host and on the same memory. All other values are *unknown*. Unknown floats
-are assumed to be finite, and their bytes mean nothing. Small unknown integers are 0, and operators on them are computed. Copies
-of unknown values, and results computed from them, are unknown as well. `HostValues.reads` records each read by the host.
+An emulated GPU's kernels do nothing, but its memory is host memory. If all operands of an operator have known values and are
+small, the dispatch mode `HostValues` runs the operator again on the CPU, in the same memory, so its result is known too. All
+other values are *unknown*. Unknown floats are assumed to be finite, and the bytes in memory are meaningless. Small unknown
+integers are 0, and the CPU computes operators on them. A copy of an unknown value is unknown, and so is a result computed from
+an unknown value. `HostValues.reads` records each line where the program reads an unknown value.
 
-Example: what a program sees on an emulated H100, line by line. ::
+Example: a program on an emulated H100. ::
 
     x = torch.tensor([1.0, 2.0], device="cuda")
     (x * 2).tolist()            # [2.0, 4.0]: both operands are known and small, so the host computes the product
     loss = torch.randn(4, device="cuda").mean()   # random floats are never drawn, so they and the mean are unknown
     value = loss.item()         # an `UnknownFloat`, 2**-120 = 7.5e-37; the read is counted with its line
     if value < 3.0: ...         # recorded as a branch decided by an uncomputed value, with the line
-    int(value)                  # 0; "an integer is made of a value that an emulated GPU does not compute, at train.py:6"
+    int(value)  # 0; "the program makes an integer from a value that an emulated GPU does not compute, at train.py:6"
 
-The last line is a *trouble*, because an integer may become a size. The measurement fails with this sentence.
+The last line makes the measurement invalid (a *trouble*), because the integer may become the size of a tensor. The test is
+then ``unmeasured``, with the quoted sentence as its reason.
 
-The notes about tensors are stored by storage address. For example, `torch.ones(4, dtype=torch.int64)` gets the storage at
-``0x5ffffe001600``, and the note ``{0x5ffffe001600: _KnownStorage(storage, nbytes=32)}`` marks its 32 bytes as known. A view
-such as ``ones[2:]`` begins 16 bytes later but shares the storage, so the same note describes it. A note is valid until its
-weak reference to the storage has expired, because the allocator may reuse an address.
+`HostValues` has *notes* about tensors: entries in dicts whose keys are storage addresses. For example, ``torch.ones(4,
+dtype=torch.int64)`` gets the storage at ``0x5ffffe001600``, and the note ``{0x5ffffe001600: _KnownStorage(storage,
+nbytes=32)}`` marks its 32 bytes as known. A view such as ``ones[2:]`` begins 16 bytes later in the same storage, so the note
+is about the view too. A note contains a weak reference to its storage and expires when the storage is freed, because the
+allocator may reuse the address.
 """
 
 from __future__ import annotations
@@ -60,15 +63,9 @@ from pytest_gpumem.emulating.host_values.lent_memory import LentMemory
 from pytest_gpumem.emulating.host_values.reads import Reads
 from pytest_gpumem.emulating.host_values.routing import CHOOSING, MAKE_ZEROS, AssumedRouting
 from pytest_gpumem.emulating.host_values.unknown_float import UNKNOWN, is_unknown_number
-from pytest_gpumem.torch_support.private_api import (
-    beneath_modes,
-    is_higher_order,
-    is_tracing,
-    never_compiled,
-    run_kernel,
-    untraced,
-    unwrapped,
-)
+from pytest_gpumem.torch_support.private_api.compiler import is_tracing, never_compiled, untraced
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes, is_higher_order, run_kernel
+from pytest_gpumem.torch_support.private_api.tensors import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -79,13 +76,13 @@ _NO_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
 )
 _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
-"""Random operators computed on the host, because their integers are used as indices."""
+"""Random operators that the CPU computes too, because programs use the drawn integers as indices."""
 _SIZED = frozenset({"arange", "range"})
-"""Operators whose result size depends on a number's value, like all operators with a prefix from `_RESIZED`."""
+"""Operators for which a number argument decides the size of the result, like all operators with a prefix in `_RESIZED`."""
 _RESIZED = ("upsample_", "_upsample_")
 _READ = {
-    "equal": "tensors are compared",
-    "allclose": "tensors are compared",
+    "equal": "the program compares tensors",
+    "allclose": "the program compares tensors",
     "_local_scalar_dense": "a value is read",
     "item": "a value is read",
     "is_nonzero": "a value is read",
@@ -94,47 +91,51 @@ _READ = {
     "unique_dim": "unique reads values",
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
-"""The clause about a read, by the operator that reads. The clause for any other operator contains the operator's name."""
+"""The beginning of the message about a read, by the operator that reads. For all other operators, the message begins with the
+operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
-"""Operators that run their kernel. The kernel reads the size of its result, and the mode answers this read."""
+"""Operators whose CUDA kernel runs and reads the size of its result. `HostValues.answer` has the number for the kernel to
+read."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
-"""Operators that read a single number."""
+"""Operators that convert a tensor's only element to a Python number."""
 _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
-"""Operators with a flag for infinite or NaN gradients as the second argument. The mode leaves the flag unchanged."""
+"""Operators that write a flag for infinite or NaN gradients to their second argument. `HostValues` ignores this write, because
+unknown gradients are assumed to be finite."""
 
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
-"""The error for a call to ``torch.linalg.eig``, raised before the call reaches the stand-in for libcusolver."""
+"""The error message for a call to ``torch.linalg.eig`` on an emulated GPU."""
 _MOST_NOTED = 4096
-"""The number of notes after which the mode deletes the notes about freed storages."""
+"""If there are more notes than this, the notes about freed storages are deleted."""
 
 
 class _KnownStorage(NamedTuple):
-    """A GPU storage with known values."""
+    """A note about a storage on the GPU: all its values are known."""
 
     storage: StorageWeakRef
     nbytes: int
     routing: Routing | None = None
-    """The assumed routing that the values depend on, if any."""
+    """The assumed routing on which the values depend; ``None`` if they depend on no assumption."""
 
 
 class _UnknownStorage(NamedTuple):
-    """A host storage with at least one unknown value."""
+    """A note about a storage on the host: at least one of its values is unknown."""
 
     storage: StorageWeakRef
     of_floats: bool
-    """True if all unknown values passed through Python floats (``loss.item()``), whose uses `UnknownFloat` records."""
+    """True if the program made this storage's unknown values from Python floats (``torch.tensor(loss.item())``).
+    `UnknownFloat` has already recorded how these floats were used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call to an operator that makes, changes or reads values."""
+    """A call to an operator that creates, changes or reads values. Operators that only return a view are not such calls."""
 
     func: Any
     operator: Operator
     args: tuple[Any, ...]
     named: dict[str, Any]
     tensors: list[torch.Tensor]
-    """The tensors among the arguments."""
+    """All tensors in ``args`` and ``named``, including tensors in lists."""
 
     def run(self) -> Any:
         return self.func(*self.args, **self.named)
@@ -144,15 +145,15 @@ class _Call:
         return [tensor for tensor in self.tensors if tensor.is_cuda]
 
     def arguments(self) -> dict[str, Any]:
-        """Return each argument's value by its name, including default values."""
+        """Return the values of all arguments by parameter name, including default values."""
         parameters = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         by_place = dict(zip((parameter.name for parameter in parameters), self.args, strict=False))
         return {parameter.name: parameter.default_value for parameter in parameters} | by_place | self.named
 
     def has_numbers_for_tensors(self) -> bool:
-        """Return whether an argument is a number instead of a tensor, for example 2 in ``x * 2``.
+        """Return whether a number is passed for a tensor argument, for example 2 in ``x * 2``.
 
-        Kernels refuse such numbers.
+        In a direct call, the kernel raises an exception for such a number.
         """
         arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         return any(
@@ -161,7 +162,7 @@ class _Call:
         )
 
     def changed(self) -> list[torch.Tensor]:
-        """Return the tensors written by the operator."""
+        """Return the arguments to which the operator writes."""
         operator, args, named = self.operator, self.args, self.named
         if operator.writes_if is not None and not args[operator.writes_if]:
             return []
@@ -171,13 +172,13 @@ class _Call:
 
 
 class _Answer(local):
-    """The answer, in this thread, when a kernel reads the size of its result."""
+    """The number that a kernel in this thread reads as the size of its result, for example in ``nonzero``."""
 
     number: int | None = None
 
     @contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Answer reads inside the context with this number."""
+        """Let kernels within the context read this number."""
         outer, self.number = self.number, number
         try:
             yield
@@ -186,9 +187,10 @@ class _Answer(local):
 
 
 class HostValues(TorchDispatchMode):
-    """Dispatch mode that computes small known tensors on the host and records reads of uncomputed values.
+    """Dispatch mode for an emulated GPU. It computes small tensors on the CPU, and records when the program reads uncomputed
+    values.
 
-    `pytest_gpumem.emulating.host_values.scope` enters the mode. The module's docstring has an example.
+    `pytest_gpumem.emulating.host_values.scope` enters this mode once in a process. The module's docstring has an example.
     """
 
     def __init__(self) -> None:
@@ -196,35 +198,37 @@ class HostValues(TorchDispatchMode):
         self.reads = Reads()
         self._operators: dict[Any, Operator] = {}
         self._known: dict[int, _KnownStorage] = {}
-        """GPU storages with known values, by address. A storage without a note is unknown."""
+        """The GPU storages whose values are known, by address. The values in all other GPU storages are unknown."""
         self.captured: dict[int, StorageWeakRef] | None = None
-        """GPU storages written by the current CUDA graph capture, by address. ``None`` outside a capture."""
+        """The GPU storages to which operators wrote during the current CUDA graph capture, by address. ``None`` if nothing is
+        captured."""
         self._unknown: StorageWeakRef | None = None
-        """The storage most recently noted as unknown."""
+        """The GPU storage most recently marked as unknown."""
         self._unknown_on_host: dict[int, _UnknownStorage] = {}
-        """Host storages with unknown values, by address. A storage without a note is known."""
+        """The host storages with unknown values, by address. The values in all other host storages are known."""
         self.lent = LentMemory()
         self.choosing = AssumedRouting(self.is_unknown)
         self.constants = Constants(self._is_uncertain)
         self.exclusions = Exclusions(self._is_uncertain)
         self._has_left = False
-        """True once an uncomputed value has been on the host."""
+        """True after the first unknown value was copied to the host. Until then, all host tensors are known."""
         self.values_read = 0
-        """The number of the host's reads of uncomputed values."""
+        """Counts how often the host has read unknown values."""
         self.is_watched = False
-        """True while a watched method reads a tensor, because the method records the read itself."""
+        """True while a method from `watched_methods` runs, for example ``tolist``. Such a method records its read itself."""
         self.answer = _Answer()
         self._kernel: Operator | None = None
-        """The operator whose kernel is running, if the mode also sees the operators that this kernel calls."""
+        """The operator whose kernel is running, if this mode also intercepts the kernel's own calls to operators."""
         self._made_of_unknown = False
-        """True while `torch.tensor` makes a tensor from other tensors and some of them are unknown."""
+        """True while `torch.tensor` makes a tensor from a list with unknown tensors."""
 
     supports_higher_order_operators = True
-    """Ask torch to dispatch operators with function arguments, such as `torch.cond`, to this mode. Otherwise torch raises."""
+    """Ask torch to pass operators with function arguments, such as `torch.cond`, to this mode too. Otherwise torch raises an
+    exception for these operators."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so torch.compile runs compiled code beneath this mode."""
+        """Return True, so torch.compile compiles although this mode is active."""
         return True
 
     @classmethod
@@ -242,7 +246,8 @@ class HostValues(TorchDispatchMode):
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
-                # A fake tensor has no memory to compute. For any other subclass, the inner tensors come to this mode again.
+                # A fake tensor has no memory. Any other subclass calls operators on its inner tensors, and these calls reach
+                # this mode.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         if is_higher_order(func):
             return self._run_functions(func, args, named)
@@ -250,11 +255,12 @@ class HostValues(TorchDispatchMode):
         if operator is None:
             operator = self._operators[func] = operator_of(func)
         if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
-            # For a constant tensor in a script, torch dispatches the number from which the tensor was made.
+            # For a constant tensor in TorchScript, torch passes the number from which the tensor was made.
             args = tuple(torch.as_tensor(arg) if at in operator.only_tensors else arg for at, arg in enumerate(args))
         is_undecomposed = torch.is_inference_mode_enabled() and (operator.view or operator.reads)
         if is_undecomposed or self._kernel is not None or operator.name == "to":
-            # In these cases torch dispatches a composite operator as a single call, which would hide reads by inner operators.
+            # In these cases torch passes a composite operator to this mode as a whole. Decompose the operator, because
+            # otherwise its inner operators could read values unseen.
             self._read_by(operator, args, named)
             with self:
                 result = func.decompose(*args, **named)
@@ -267,7 +273,7 @@ class HostValues(TorchDispatchMode):
         call = _Call(func, operator, args, named, tensors_among((*args, *named.values())))
         device = named.get("device")
         is_hosts = not call.on_gpu and (device is None or torch.device(device).type != "cuda")
-        # Until an uncomputed value is on the host, no host tensor can be unknown.
+        # As long as no unknown value was copied to the host, all host tensors are known.
         if is_hosts and not self._has_left:
             return call.run()
         has_known_inputs = self._determines(call)
@@ -275,7 +281,7 @@ class HostValues(TorchDispatchMode):
         if read:
             if operator.name == "_local_scalar_dense":
                 return self._read_number(call, has_known_inputs)
-            if operator.name in _COUNTED and call.on_gpu:  # `NativeReads.positions` implements `nonzero`
+            if operator.name in _COUNTED and call.on_gpu:  # `NativeReads.positions` computes `nonzero`
                 return self._coalesce(call) if operator.name == "_coalesce" else call.run()
             runs_on_host = all(map(has_storage, call.tensors)) and not operator.calls_readers
             if runs_on_host and any(tensor.is_cuda for tensor in read):
@@ -283,16 +289,16 @@ class HostValues(TorchDispatchMode):
                 repeatable = self._repeatable((args, named))
                 result = func(*on_host(repeatable[0]), **on_host(repeatable[1]))
                 return self._to_gpu(result, call.on_gpu[0].device, routing)
-            has_known_inputs = self._knows(read)  # the result on the host depends only on `read`
+            has_known_inputs = self._knows(read)  # only the values in `read` affect the result
         if is_hosts:
             return self._run_on_host(call, has_known_inputs)
         return self._communicate(call) if operator.collective else self._run(call, has_known_inputs)
 
     def _run_functions(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run an operator with function arguments (`torch.cond`) beneath this mode, and the functions within the mode."""
+        """Run an operator with function arguments (`torch.cond`) without this mode, but its functions with this mode."""
 
         def within(argument: Any) -> Any:
-            if isinstance(argument, tuple):  # flex_attention's mask is a tuple of sizes, blocks and a function
+            if isinstance(argument, tuple):  # flex_attention gets its mask as a tuple with a function
                 return tuple(map(within, argument))
             if not callable(argument):
                 return argument
@@ -318,17 +324,17 @@ class HostValues(TorchDispatchMode):
         if has_known_inputs or not isinstance(value, float):
             return value
         self.values_read += 1
-        if not self.is_watched:  # C++ or a compiled script reads the value
+        if not self.is_watched:  # C++ code or TorchScript reads the value
             self.reads.of_float()
         return UNKNOWN
 
     def _read_by(self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-        """Record the reads by an operator call, and return the tensors read by the host."""
+        """Return the tensors whose values an operator call reads on the host, and record the read if a value is unknown."""
         read = operator.read_of(args, named)
         for tensor in read:
             if operator.name in _NUMBERS and self.constants.noted_as(tensor) is not None:
                 continue  # `_read_number` records this read
-            # A single float becomes an `UnknownFloat`, whose uses are recorded later.
+            # If the program reads a single unknown float, it gets an `UnknownFloat`, which records later how it is used.
             if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 reader = operator if self._kernel is None else self._kernel
                 self.reads.invalid(_READ.get(reader.name) or f"{reader.name.strip('_')} reads values")
@@ -337,7 +343,9 @@ class HostValues(TorchDispatchMode):
         return read
 
     def _repeatable(self, argument: Any) -> Any:
-        """Return arguments with zeros in place of unknown values, whose memory contains bytes from earlier tensors."""
+        """Replace unknown tensors among arguments by zeros, because their memory contains arbitrary bytes from earlier
+        tensors.
+        """
         if isinstance(argument, torch.Tensor):
             if not argument.is_cuda or not self.is_unknown(argument) or (is_exact(argument) and is_small((argument,))):
                 return argument
@@ -347,50 +355,53 @@ class HostValues(TorchDispatchMode):
         return type(argument)(map(self._repeatable, argument)) if type(argument) in (list, tuple) else argument
 
     def _determines(self, call: _Call) -> bool:
-        """Return whether all inputs of an operator are known, so its result can be computed."""
+        """Return whether all inputs of an operator are known, so the CPU can compute the result."""
         operator, tensors = call.operator, call.tensors
         inputs = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
         is_determined = self._knows(inputs)
         if not inputs and self._kernel is not None and not self._kernel.calls_readers:
-            is_determined = False  # a sparse kernel makes zeros and writes to them without an operator
+            is_determined = False  # a sparse kernel creates zeros and then writes to their memory directly
         if operator.name == "isin":
-            # Assume that no token ends a text, even if an assumed routing chose the token.
+            # `generate` searches end tokens with `isin`. Assume the answer "no end token", even for a token chosen by an
+            # assumed routing.
             is_determined = (is_determined and self._routing_among(inputs) is None) or self.exclusions.decide(
                 *call.args[:2]
             )
         if is_determined and self._has_left and operator.name in ("_to_copy", "copy_"):
-            # A host tensor may have come from an untracked source, such as a file.
+            # A host tensor may contain the number `UNKNOWN` although no note says so, for example if it was read from a file.
             is_determined = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in inputs)
         if self._has_left and any(map(is_unknown_number, (*call.args, *call.named.values()))):
             is_determined = False
             if operator.name in _SIZED or operator.name.startswith(_RESIZED):
-                self.reads.invalid("a size is made of a value")
+                self.reads.invalid("the program makes a size from a value")
         return is_determined
 
     def _run(self, call: _Call, has_known_inputs: bool) -> Any:
-        """Run an operator on the GPU, and again on the host if all inputs are known and small.
+        """Run an operator on the emulated GPU, and again on the CPU if all inputs are known and small.
 
-        Weaker facts about an unknown result are noted too: equal elements (`constants`), excluded indices (`exclusions`), and
-        indices or masks from an assumed routing (`choosing`).
+        If the result is unknown, partial knowledge about it is noted: all elements are equal (`constants`), some indices are
+        excluded (`exclusions`), or an assumed routing chose the indices (`choosing`).
         """
         operator, args = call.operator, call.args
-        if operator.name == "linalg_eig":  # this operator would read its input, and report infinite values
+        if operator.name == "linalg_eig":  # the kernel would read its input and report infinite values
             raise RuntimeError(NO_EIGENVALUES)
         nbytes = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         result = self._run_kernel(call, "CUDA")
         results = tensors_among((result,))
-        is_reshaped = nbytes is not None and args[0].untyped_storage().nbytes() == nbytes  # no new memory was allocated
-        # `torch.export` makes tensors without memory beneath this mode.
+        is_reshaped = (
+            nbytes is not None and args[0].untyped_storage().nbytes() == nbytes
+        )  # `resize_` allocated no memory
+        # While `torch.export` runs, results may be tensors without memory.
         if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in results):
             return result
         if not results and not operator.written and not operator.written_names:
-            # If a padding mask is unknown, its check answers False. torch's TransformerEncoder then skips its nested-tensor
-            # path, and needs more memory.
+            # torch's TransformerEncoder calls such an operator to check a padding mask. If the mask is unknown, return False.
+            # The encoder then does not use nested tensors, and needs more memory.
             return result and has_known_inputs if operator.calls_readers else result
         changed = call.changed()
         outcome = [tensor for tensor in (*results, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         self._clear_unwritten(results if len(outcome) < len(results) + len(changed) else ())
-        # The mode answers `isin` from the excluded tokens and not from the chosen tokens, so no routing affects its result.
+        # The result of `isin` follows from excluded tokens (`_determines`). An assumed routing does not affect the result.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         is_filled = has_known_inputs and self._is_filled(operator, outcome)
         constant = None if is_filled else self._constant_of(call, results, has_known_inputs)
@@ -411,7 +422,7 @@ class HostValues(TorchDispatchMode):
                 self._note_copy(tensor, has_known_inputs and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
             is_overwritten = id(tensor) not in ids or covers_its_storage(tensor)
-            # If the operator writes a storage only in part, the rest keeps its values.
+            # If the operator writes to only a part of the storage, all values are known only if they were known before.
             is_chosen = tensor is chosen
             is_known = is_chosen or (becomes_known and (is_overwritten or self._knows((tensor,))))
             assumed = (
@@ -437,10 +448,10 @@ class HostValues(TorchDispatchMode):
         )
 
     def _choose(self, call: _Call, results: list[torch.Tensor]) -> torch.Tensor | None:
-        """Write the indices chosen by the assumed routing among uncomputed scores.
+        """Let the assumed routing write the indices, if an operator such as ``topk`` chooses among uncomputed scores.
 
         Returns:
-            The indices, or ``None`` if the operator chooses nothing or no routing is assumed.
+        The tensor with the indices. ``None`` if the operator does not choose among scores, or if no routing is assumed.
         """
         if self.choosing.routing is None or call.operator.name not in CHOOSING or self.captured is not None:
             return None
@@ -452,11 +463,13 @@ class HostValues(TorchDispatchMode):
         return indices if self.choosing.choose(arguments, on_the_same_memory(indices), excluded) else None
 
     def _is_filled(self, operator: Operator, outcome: list[torch.Tensor]) -> bool:
-        """Return whether an operator made zeros. A program may use them to mark the experts chosen by an assumed routing."""
+        """Return whether an operator created a tensor of zeros, in which a program can mark the chosen experts."""
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        """Run an operator. If its kernel may call reading operators, the mode also sees these inner operators."""
+        """Run an operator. If the operator's kernel may call other operators that read values, this mode also intercepts the
+        inner operators.
+        """
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
             if tensor.layout is not torch.strided:
@@ -471,17 +484,17 @@ class HostValues(TorchDispatchMode):
             self._kernel = outer
 
     def _clear_unwritten(self, results: Iterable[torch.Tensor]) -> None:
-        """Set unknown indices in new sparse tensors to 0, because on the host random indices would be out of bounds."""
+        """Set unknown indices in new sparse tensors to 0, because random bytes as indices would be out of bounds."""
         for tensor in results:
             if tensor.is_cuda and is_ordinary(type(tensor)) and not has_storage(tensor):
                 for part in filter(self.is_unknown, parts_of(tensor)):
                     self._note(part, False)
 
     def _coalesce(self, call: _Call) -> Any:
-        """Run ``coalesce`` with the number of distinct indices, or with the number of all indices if their values are unknown.
+        """Run ``coalesce``, and let its kernel read how many distinct indices there are.
 
-        Example: the indices 0, 2, 2 are known. The kernel reads the number of distinct indices, 2, and returns the indices 0
-        and 2.
+        Example: the known indices 0, 2, 2 have two distinct values, so the kernel reads 2 and returns the indices 0 and 2. If
+        the indices are unknown, the kernel reads the number of all indices, 3.
         """
         sparse = call.args[0]
         indices, values = parts_of(sparse)
@@ -504,12 +517,11 @@ class HostValues(TorchDispatchMode):
     def _compute(
         call: _Call, has_known_inputs: bool, result: Any, outcome: list[torch.Tensor], routing: Routing | None
     ) -> bool:
-        """Run a GPU operator on the host as well, and return whether its result now has values."""
+        """Run a GPU operator again on the CPU, and return whether this wrote the result's values."""
         operator, results = call.operator, tensors_among((result,))
         if operator.reads or operator.name in _NO_VALUES or (operator.random and operator.name not in _DRAWN):
             return False
-        # Operators on unknown integers are computed as well, because a counter must advance, or loops that wait for it never
-        # end.
+        # Compute operators on unknown integers too. Otherwise a counter would stay at 0, and a loop could wait for it forever.
         if not has_known_inputs and not all(map(is_exact, (*call.tensors, *outcome))):
             return False
         on_gpu = (*call.on_gpu, *(tensor for tensor in outcome if tensor.is_cuda))
@@ -521,7 +533,7 @@ class HostValues(TorchDispatchMode):
             return compute(call.func, call.args, drawing, result)
 
     def _run_on_host(self, call: _Call, is_determined: bool) -> Any:
-        """Run a host operator. Its result is known if all inputs are known."""
+        """Run an operator on host tensors, and note the result as unknown if an input is unknown."""
         operator, args = call.operator, call.args
         result = self._run_kernel(call, "CPU")
         results = tensors_among((result,))
@@ -548,10 +560,9 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run an operator that returns existing memory. The notes about this memory stay valid."""
+        """Run an operator whose result is a view of existing memory. The notes about this memory remain valid."""
         if operator.name == "lift_fresh" and has_storage(args[0]):
-            # `torch.tensor` made this tensor from another tensor, about which the mode has a note, or from values without a
-            # note.
+            # `torch.tensor` calls `lift_fresh` on its result, which it made from a tensor with a note or from Python numbers.
             storage = args[0].untyped_storage()
             is_known = not self._made_of_unknown and not (self._has_left and _contains_unknown(args[0]))
             if not args[0].is_cuda:
@@ -559,12 +570,14 @@ class HostValues(TorchDispatchMode):
                     self._note_on_host(args[0], is_known, of_floats=not self._made_of_unknown)
             elif self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
                 self._note(args[0], is_known and storage.nbytes() <= BIGGEST_COPY)
-        if args[0].layout is torch.sparse_coo and args[0].is_cuda:  # `transpose` copies the indices
+        if args[0].layout is torch.sparse_coo and args[0].is_cuda:  # `transpose` copies the indices of a sparse tensor
             return self._run_kernel(_Call(func, operator, args, named, [args[0]]), "CUDA")
         return func(*args, **named)
 
     def _communicate(self, call: _Call) -> Any:
-        """Run a collective. The NCCL stand-in computes the result as if every rank sent the same values as this rank."""
+        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this
+        rank.
+        """
         name, on_gpu = call.operator.name, call.on_gpu
         result = call.run()
         returned = tensors_among((result,))
@@ -575,7 +588,7 @@ class HostValues(TorchDispatchMode):
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in addresses]
         is_complete = self._knows(sent or on_gpu) and complete(name, written_on_gpu, sent)
         for tensor in written_on_gpu:
-            # The NCCL stand-in does not compute sums in half precision.
+            # NCCL's stand-in does not compute sums in float16.
             self._note(tensor, is_complete and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
         return result
 
@@ -588,17 +601,17 @@ class HostValues(TorchDispatchMode):
         has_values: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """Record whether the values in a GPU tensor's storage are known.
+        """Note whether the values in a GPU tensor's storage are known.
 
-        Unknown integers become 0, so they are equal in every process. If the host computed an operator from these zeros
-        (``has_values``), the result stays.
+        Unknown integers are set to 0, so every process has the same numbers. If the CPU computed them from such zeros
+        (``has_values``), they are not changed.
 
         Args:
             tensor: A tensor on the GPU.
             is_known: Whether all values in the storage are known.
-            constant: The elements' value, if they are equal.
-            has_values: Whether the host computed the values, even if some inputs were unknown.
-            routing: The assumed routing that known values depend on.
+            constant: The elements' common value; ``None`` if they differ or their value is not known.
+            has_values: Whether the CPU computed the values, even from unknown inputs.
+            routing: The assumed routing on which known values depend, if any.
         """
         if not has_storage(tensor):
             return
@@ -624,9 +637,9 @@ class HostValues(TorchDispatchMode):
                     on_the_same_memory(tensor).zero_()
 
     def _note_copy(self, tensor: torch.Tensor, is_known: bool, *, has_values: bool) -> None:
-        """Record whether a copy on the host is known.
+        """Note whether a host tensor copied from the GPU is known.
 
-        Unknown floats become `UNKNOWN` and integers 0, so all processes agree.
+        Unknown floats are set to `UNKNOWN` and unknown integers to 0, so every process has the same numbers.
         """
         self._has_left = self._has_left or not is_known
         self.values_read += not is_known
@@ -637,13 +650,14 @@ class HostValues(TorchDispatchMode):
     def _note_on_host(
         self, tensor: torch.Tensor, is_known: bool, *, is_overwritten: bool = True, of_floats: bool = False
     ) -> None:
-        """Record whether a host tensor is known.
+        """Note whether an operator's host tensor is known.
 
         Args:
-            tensor: A tensor. Tensors on other devices are ignored.
+            tensor: A tensor to which an operator wrote. GPU tensors are ignored.
             is_known: Whether all written values are known.
-            is_overwritten: Whether the whole storage was written. If not, unknown values may remain in the rest.
-            of_floats: Whether all unknown values passed through Python floats (`_UnknownStorage.of_floats`).
+            is_overwritten: Whether the operator wrote to the whole storage. If false, the storage may still contain older
+                unknown values.
+            of_floats: Whether the program made all unknown values from Python floats (`_UnknownStorage.of_floats`).
         """
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
@@ -653,7 +667,7 @@ class HostValues(TorchDispatchMode):
             self._has_left = True
             if self.lent.holds(storage):
                 if is_exact(tensor):
-                    self.reads.invalid("NumPy or another library is given values")
+                    self.reads.invalid("NumPy or another library gets values")
                 self.reads.of_float()
             if len(self._unknown_on_host) > _MOST_NOTED:
                 live_notes = {at: note for at, note in self._unknown_on_host.items() if not note.storage.expired()}
@@ -663,7 +677,7 @@ class HostValues(TorchDispatchMode):
             self._unknown_on_host.pop(address, None)
 
     def _to_gpu(self, value: Any, device: torch.device, routing: Routing | None) -> Any:
-        """Return results from the host as known tensors on the GPU."""
+        """Copy results from the CPU to the GPU, and note them as known."""
         if isinstance(value, torch.Tensor):
             copy = value.to(device)
             for part in parts_of(copy):
@@ -677,7 +691,7 @@ class HostValues(TorchDispatchMode):
         return not any(map(self.is_unknown, tensors))
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor contains an uncomputed value."""
+        """Return whether a tensor contains an unknown value."""
         if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
             return False
         if type(tensor).__name__ == "FakeTensor":
@@ -700,7 +714,7 @@ class HostValues(TorchDispatchMode):
         return self.is_unknown(tensor) or self._routing_of(tensor) is not None
 
     def _routing_of(self, tensor: torch.Tensor) -> Routing | None:
-        """Return the assumed routing that a tensor's values depend on, if any."""
+        """Return the assumed routing on which a tensor's values depend; ``None`` if there is none."""
         if not self.choosing.made or not tensor.is_cuda or not has_storage(tensor):
             return None
         note = self._known.get(tensor.untyped_storage().data_ptr())
@@ -710,25 +724,25 @@ class HostValues(TorchDispatchMode):
         return next(filter(None, map(self._routing_of, tensors)), None) if self.choosing.made else None
 
     def _note_routing(self, routing: Routing | None) -> None:
-        """Record that the host reads values that depend on an assumed routing, unless ``routing`` is ``None``."""
+        """If ``routing`` is not ``None``, record a read of values from this assumed routing."""
         if routing is not None:
             self.reads.of_routing(routing)
 
     def _is_of_floats(self, tensor: torch.Tensor) -> bool:
-        """Return whether all unknown values in a tensor, if any, passed through Python floats (`_UnknownStorage.of_floats`)."""
+        """Return whether the program made all unknown values in a tensor from Python floats (`_UnknownStorage.of_floats`)."""
         if not self.is_unknown(tensor):
             return True
         return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats
 
     def knows(self, address: int) -> bool:
-        """Return whether the value at a GPU address is known, and record the read if the value depends on a routing."""
+        """Return whether the value at a GPU address is known. If the value depends on an assumed routing, record the read."""
         start = self._known_at(address)
         if start is not None:
             self._note_routing(self._known[start].routing)
         return start is not None
 
     def _known_at(self, address: int) -> int | None:
-        """Return the start of the known GPU storage that contains ``address``; ``None`` if no known storage does."""
+        """Return the start of the known GPU storage around ``address``; ``None`` if ``address`` is not in a known storage."""
         starts = (
             start
             for start, note in self._known.items()
@@ -737,18 +751,18 @@ class HostValues(TorchDispatchMode):
         return next(starts, None)
 
     def forget_at(self, address: int) -> None:
-        """Mark the GPU storage that contains ``address`` as unknown."""
+        """Mark the GPU storage around ``address`` as unknown."""
         start = self._known_at(address)
         if start is not None:
             del self._known[start]
             self.constants.forget(start)
 
     def has_left(self) -> None:
-        """Record that an uncomputed value has reached the host. From now on, any host tensor may contain this value."""
+        """Record that an unknown value is now on the host. From now on, any host tensor may contain the value."""
         self._has_left = True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark tensors as unknown after writes to them that the mode did not see."""
+        """Mark tensors as unknown after code has written to them without an operator visible to this mode."""
         for tensor in tensors:
             if not is_ordinary(type(tensor)):
                 parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
@@ -757,7 +771,7 @@ class HostValues(TorchDispatchMode):
                 self.note_unknown(tensor)
 
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Record a copy made without the mode. The copy is known if the original is known."""
+        """Note a copy as known if its original is known. Torch made this copy without an operator visible to this mode."""
         for part, source in zip(parts_of(copy), parts_of(original), strict=False):
             routing = self._routing_of(source)
             is_known = not self.is_unknown(source) and part.untyped_storage().nbytes() <= BIGGEST_COPY
@@ -767,25 +781,25 @@ class HostValues(TorchDispatchMode):
                 self._note_on_host(part, is_known)
 
     def note_known(self, tensor: torch.Tensor) -> None:
-        """Mark a GPU tensor as known although no operator has written its values."""
+        """Mark a GPU tensor as known, because its values were loaded without an operator, for example by `pickle`."""
         self._note(tensor, tensor.untyped_storage().nbytes() <= BIGGEST_COPY)
 
     def note_unknown(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor as unknown."""
+        """Note a tensor's storage as unknown."""
         if tensor.is_cuda:
             self._note(tensor, False)
         else:
             self._note_on_host(tensor, False)
 
     def has_moved(self, old_address: int, storage: torch.UntypedStorage) -> None:
-        """Move the note about a host storage from ``old_address``, for example if it moved to shared memory."""
+        """Move the note about a host storage to its new address, for example after a move to shared memory."""
         note = self._unknown_on_host.get(old_address)
         if note is not None and not note.storage.expired():
             self._unknown_on_host[storage.data_ptr()] = _UnknownStorage(StorageWeakRef(storage), note.of_floats)
 
     @contextmanager
     def making(self, of_unknown: bool) -> Iterator[None]:
-        """Mark tensors from `torch.tensor` within this context as unknown, if ``of_unknown`` is true."""
+        """If ``of_unknown`` is true, mark all results from `torch.tensor` within this context as unknown."""
         outer, self._made_of_unknown = self._made_of_unknown, of_unknown
         try:
             yield
@@ -794,8 +808,8 @@ class HostValues(TorchDispatchMode):
 
 
 def _contains_unknown(tensor: torch.Tensor) -> bool:
-    """Return whether a small float tensor contains the number `UNKNOWN`. A tensor on meta contains no numbers."""
+    """Return whether a float tensor contains the number `UNKNOWN`. The answer for a large tensor is False."""
     if tensor.is_meta or not tensor.is_floating_point() or not is_small((tensor,)):
         return False
-    with beneath_modes():  # a mode in the program may trace these operators
+    with beneath_modes():  # a dispatch mode in the program might record these operators
         return bool((on_host(tensor) == UNKNOWN).any())
