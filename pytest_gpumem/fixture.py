@@ -280,10 +280,9 @@ class Gpumem:
 
         The memory figures come from the loop's first ``steps`` steps. The first step creates lasting state, such as AdamW's
         moments, so only budgets apply to its peak. `growth` comes from the last 12 of these steps. If some of the 12 steps
-        kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. The loop's next steps are
-        counted, explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step
-        reaches the highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a
-        note says so.
+        kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted,
+        explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the
+        highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a note says so.
 
         When all of this is measured, an exception leaves the ``with`` block, and the loop's own ``finally`` blocks and
         context managers run as usual. The exception is not a subclass of ``Exception``, so ``except Exception`` in the loop
