@@ -111,10 +111,9 @@ class Gpumem:
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
         """Make the fixture for one test.
 
-        Args:
-            run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
-            refuse: A function that skips or fails a test that cannot be measured. Its argument is the reason as a clause,
-                or ``None`` if the machine lacks the device.
+        Args: run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
+        refuse: A function that skips or fails a test that cannot be measured. Its argument is the reason as a clause, or
+        ``None`` if the machine lacks the device.
         """
         self._maybe_run = run
         self._refuse = refuse

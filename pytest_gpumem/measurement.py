@@ -26,7 +26,10 @@ _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
 class MissingMetric(AttributeError):
-    """Raised if a test reads a metric that the measurement does not have. The message lists all metrics of the measurement."""
+    """Raised if a test reads a metric, but the measurement does not have it.
+
+    The message lists all metrics of the measurement.
+    """
 
 
 class MeasuringError(RuntimeError):
@@ -37,20 +40,18 @@ HELD_NOTHING = (
     "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
     '(device = "cpu", say)'
 )
-"""The second half of a message about a step that uses no memory on the device. It contains the cause and the remedy."""
+"""Text for messages about a step that uses no memory on the device, with the cause and the remedy."""
 
 
 MOST_OF_A_NAME = 200
-"""The maximum number of characters in the name of a measurement."""
+"""The maximum length of a measurement's name, in characters."""
 
 
 def check_name(name: object) -> None:
     """Check the name of a measurement.
 
-    Raises:
-        TypeError: The name is not a string.
-        ValueError: The name is empty, has more than 200 characters, or contains a character that cannot be stored in a
-            file.
+    Raises: TypeError: The name is not a string. ValueError: The name is empty, has more than 200 characters, or contains a
+    character which UTF-8 cannot encode.
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
@@ -70,10 +71,10 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that ran. Measurements with different workloads are not compared.
+    """The step that ran.
 
-    Example:
-        ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
+    Measurements with different workloads are not compared. Example:
+    ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
     """
 
     step: str
@@ -106,7 +107,8 @@ class Workload:
 def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple[str, str]:
     """Return texts for two different values of a field, with enough digits to show the difference.
 
-    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and ``16,641``.
+    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and
+    ``16,641``.
     """
     for show in (format_large_count, format_count):
         texts = [show(number) if isinstance(number, int) else str(number or "none") for number in (value, earlier)]
@@ -119,8 +121,7 @@ def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple
 class Environment(FrozenValue):
     """The device and the software with which a step was measured.
 
-    Example:
-        ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
+    Example: ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
     """
 
     slug: str
@@ -161,8 +162,7 @@ class Environment(FrozenValue):
 def changed_releases(earlier: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...]:
     """Return a clause for each package with another version: ``"transformers 4.38.2, was 4.37.2"``.
 
-    A package that is only in ``earlier`` or only in ``current`` is left out, because using an additional package is a
-    change in the code.
+    A package in only one of the two mappings is left out, because using an additional package is a change in the code.
     """
     common = sorted(earlier.keys() & current.keys())
     return tuple(f"{name} {current[name]}, was {earlier[name]}" for name in common if current[name] != earlier[name])
@@ -175,11 +175,11 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Measurement(FrozenValue, MetricAttributes):
-    """The figures of one measured step. The object cannot be changed.
+    """The figures of one measured step.
 
-    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``. Bytes and counts are ``int``,
-    seconds and items per second are ``float``. If this measurement lacks a metric, for example because the device cannot
-    report it, reading the attribute raises `MissingMetric`.
+    The object cannot be changed. Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``.
+    Bytes and counts are ``int``, seconds and items per second are ``float``. If this measurement lacks a metric, for
+    example because the device cannot report it, reading the attribute raises `MissingMetric`.
     """
 
     name: str
@@ -195,8 +195,7 @@ class Measurement(FrozenValue, MetricAttributes):
     notes: tuple[str, ...] = ()
     """Remarks on the measurement, each a clause. For example, a note says that the peaks changed from step to step."""
     recomputed: int | None = None
-    """The number of module calls that were repeated in the backward pass, because the config or the model recomputes
-    activations.
+    """The number of module calls repeated in the backward pass, because the config or the model recomputes activations.
 
     ``None`` unless the step is a ``train_step``.
     """
@@ -219,8 +218,8 @@ class Measurement(FrozenValue, MetricAttributes):
     value is their size at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
-    """The bytes that the allocator had reserved but not used when the step began (CUDA only). `peak_reserved` can vary by
-    this amount between identical runs.
+    """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
+    between identical runs.
     """
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.
@@ -282,7 +281,7 @@ class Measurement(FrozenValue, MetricAttributes):
     def saves(self, other: Measurement) -> Rate:
         """Return the memory saving rate (other - this) / other, computed from `peak_allocated` without workspaces.
 
-        For example, 0.3 means that this step needs 30 % less memory than the other step.
+        For example, this step needs 30 % less memory than the other step if the rate is 0.3.
 
         Args:
             other: A measurement on the same device.

@@ -24,9 +24,7 @@ WHOLE: tuple[Unit, ...] = ("bytes", "count")
 class Tolerance:
     """The allowed growth of a metric over its baseline: the larger of a relative and an absolute limit.
 
-    Example:
-        >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
-        200000.0
+    Example: >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6) 200000.0
     """
 
     relative: float
@@ -35,7 +33,7 @@ class Tolerance:
     """The absolute limit in the metric's unit: bytes, seconds or calls."""
 
     def allowed(self, baseline: float) -> float:
-        """Return the largest growth over the value ``baseline`` that is tolerated, in the metric's unit."""
+        """Return the largest tolerated growth over the value ``baseline``, in the metric's unit."""
         return max(self.relative * abs(baseline), self.absolute)
 
 
@@ -96,8 +94,9 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """The kind of the metric, for the text of a failure. For example, bytes are memory, and counts of operators are
-        work.
+        """The kind of the metric, for the text of a failure.
+
+        For example, bytes are memory, and counts of operators are work.
         """
         if self.is_counted_by_operator:
             return "work"
@@ -107,9 +106,8 @@ class Metric:
     def has_column(self, values: Collection[float], *, changed: bool = False) -> bool:
         """Return whether a table has a column for the metric.
 
-        Args:
-            values: The values of the measurements in the table.
-            changed: Whether a value in the table differs from its baseline, or the table should have all columns.
+        Args: values: The values of the measurements in the table. changed: Whether a value in the table differs from its
+        baseline, or the table should have all columns.
         """
         if self.shown == "if changed":
             return changed
@@ -134,8 +132,9 @@ class WholeMetric(Metric):
 
 
 class RealMetric(Metric):
-    """A metric in seconds, or in items per second. Reading it from a measurement, as in ``measurement.step_time``, returns
-    a ``float``.
+    """A metric in seconds, or in items per second.
+
+    Reading it from a measurement, as in ``measurement.step_time``, returns a ``float``.
     """
 
     __slots__ = ()
@@ -156,8 +155,8 @@ _SCALARS = Tolerance(relative=0.0, absolute=1024)
 # A test fails only if the whole confidence interval of its slowdown exceeds the tolerance. So a slowdown of 10 % is found,
 # although the step time of equal code varies by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
-# The allocator reserves segments of up to 20 MiB. By chance, a step may find room in a segment that exists because of other
-# tensors. So a growth by two such segments is tolerated, or by fewer if such segments had less room (`gate/judge.py`).
+# The allocator reserves segments of up to 20 MiB. By chance, a step may find room in another tensor's segment. So a growth
+# by two such segments is tolerated, or by fewer if such segments had less room (`gate/judge.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.
@@ -171,8 +170,9 @@ _EMULATED_SEGMENTS = Tolerance(relative=0.02)
 
 
 class MetricAttributes:
-    """The table of metrics, in the order in which metrics are shown and stored. Each metric is an attribute of a
-    measurement.
+    """The table of metrics, in the order in which metrics are shown and stored.
+
+    Each metric is an attribute of a measurement.
     """
 
     __slots__ = ()
@@ -189,8 +189,8 @@ class MetricAttributes:
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED,
     )
-    """The maximum number of bytes that tensors held at the same time. Each tensor counts with the bytes that it requested,
-    before the allocator rounds them up.
+    """The maximum number of bytes in tensors at the same time. Each tensor counts with its requested bytes, before the
+    allocator rounds them up.
 
     The peak includes memory from the test and its fixtures, or from the step's model, optimizer and batch. All other live
     memory is subtracted. If several steps run, the metric is the highest of their peaks. On a GPU the peak includes cuBLAS
@@ -241,9 +241,9 @@ class MetricAttributes:
     for a baseline without this metric.
 
     If one of a step's last five runs left bytes behind, the step runs 18 more times. If only a few of these runs kept
-    bytes, too few to be certain, 12 more runs follow. Growth is the average number of bytes that each of the last 12 (or
-    24) runs kept. It counts only if both the minimum and the maximum of the live bytes are higher in the second half of
-    these runs than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
+    bytes, too few to be certain, 12 more runs follow. Growth is the average number of bytes kept by each of the last 12 (or
+    24) runs. It counts only if both the minimum and the maximum of the live bytes are higher in the second half of these
+    runs than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
     `gpumem.loop`, growth comes from the last 12 (or 24) steps. A region, a call and a ``load`` do not have this metric.
     """
 
@@ -253,8 +253,8 @@ class MetricAttributes:
     `growth` if `growth` is larger."""
 
     loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
-    """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has this metric. Memory that
-    is mapped from a file on the CPU (``torch.load(mmap=True)``) is a part of `loaded`, but not of any peak."""
+    """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has this metric. On the CPU,
+    memory mapped from a file (``torch.load(mmap=True)``) is a part of `loaded`, but not of any peak."""
 
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
     """Bytes in reference cycles, which only Python's cyclic garbage collector frees. It is switched off during the
@@ -304,8 +304,8 @@ class MetricAttributes:
         is_counted_by_operator=True,
         depends_on=("torch",),
     )
-    """Calls to ATen operators and custom operators in a step, counted below autograd. For a composite operator, the
-    operators that it calls are counted.
+    """Calls to ATen operators and custom operators in a step, counted below autograd. A composite operator is not counted
+    itself, but the operators inside are.
 
     Operators that only make a view or allocate (``view``, ``t``, ``expand``, ``detach``, ``empty``) do not count, because
     their number differs between releases of torch. A call with a tensor subclass (such as int8 weights) counts once. In a
@@ -330,10 +330,10 @@ class MetricAttributes:
     ``torch.tensor(2.0, device="cuda")``. Two kinds of waits are not seen: waits within an operator, and waits that read no
     value (``torch.cuda.synchronize()``).
 
-    On the CPU, the metric is the number of waits that the same step would cause on a GPU. Every tensor counts as a GPU
-    tensor, except for an optimizer's counters (``step``), tensors that the step creates without ``device=``, tensors copied
-    with ``.cpu()`` or ``.to("cpu")``, and results computed only from these tensors. If a model keeps tensors on the host on
-    purpose, or creates them with ``torch.from_numpy``, these wrongly count as GPU tensors.
+    On the CPU, the metric is the number of waits in the same step on a GPU. Every tensor counts as a GPU tensor, except for
+    an optimizer's counters (``step``), tensors that the step creates without ``device=``, tensors copied with ``.cpu()`` or
+    ``.to("cpu")``, and results computed only from these tensors. If a model keeps tensors on the host on purpose, or
+    creates them with ``torch.from_numpy``, these wrongly count as GPU tensors.
     """
 
     launches = WholeMetric(
