@@ -91,7 +91,7 @@ class ModelFile(pytest.File):
 
 
 class ModelTest(pytest.Function):
-    """A test that measures a step of a model.
+    """A test for a step of a model.
 
     It is a test function with the fixture ``gpumem``, so markers, autouse fixtures and hooks apply as to any test.
     """

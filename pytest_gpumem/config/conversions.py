@@ -1,5 +1,6 @@
 """Check and convert the values of options and settings, by `Kind`. To keep pytest's start fast, a check imports other
-modules only when there is a value to check."""
+modules only when there is a value to check.
+"""
 
 from __future__ import annotations
 
