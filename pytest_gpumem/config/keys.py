@@ -40,7 +40,7 @@ BUDGET_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys that an entry in ``[[tool.gpumem.budget]]`` may have, in addition to the marker's arguments."""
+"""The keys for an entry in ``[[tool.gpumem.budget]]``, in addition to the marker's arguments."""
 
 GPU_KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -99,7 +99,7 @@ MODEL_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys that an entry in ``[[tool.gpumem.models]]`` may have, in addition to the marker's arguments."""
+"""The keys for an entry in ``[[tool.gpumem.models]]``, in addition to the marker's arguments."""
 
 _TOLERANCE = """
 ```toml
@@ -123,20 +123,20 @@ max_gb = 40
 max_retained = "1 MB"
 ```
 
-For each limit, the test's marker takes precedence over the entries. Among the entries, the first one that sets the limit
+For each limit, the test's marker takes precedence over the entries. Among the entries, the first entry with the limit
 applies. An entry only limits measured tests. It does not cause a test to be measured.
 
 In a pattern, `*` and `?` are wildcards, `*` also matches `/` and `::`, and brackets are ordinary characters.
 
 If pytest collects only whole folders, the run ends with a warning about each entry without effect. An entry has no effect
 if its tests are not measured, or if it has `max_slowdown` or `min_throughput` for tests without the fixture `gpumem`. A run
-also warns about a pattern that matches no test, if the run has collected all tests that the pattern could match. It has
+also warns about a pattern without a matching test, if the run has collected all tests that the pattern could match. It has
 collected them if it ran the `testpaths`, or a folder that contains the path before the pattern's first `*`, `?` or `::`.
 There is no such warning with `--ignore`, `--ignore-glob`, `--lf` or `--stepwise`.
 """
 _MARK = """ Patterns work as for `budget`. Matching test functions get the marker before `-m` and `-k` select tests, so
 `-m gpumem` finds them. Doctests and items from other plugins do not get the marker. As for `budget`, the run warns about a
-pattern that matches no test.
+pattern without a matching test.
 """
 _ROUTING = """ On a real GPU and on the CPU, the key has no effect, because the router's choice is computed there. In a
 [step config](step-configs.md), `routing=` makes the same assumption for a single step.
@@ -255,4 +255,4 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys in ``[tool.gpumem]`` that have no ``--gpumem-*`` option of the same name."""
+"""The keys in ``[tool.gpumem]`` without a ``--gpumem-*`` option of the same name."""

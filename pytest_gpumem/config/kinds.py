@@ -22,7 +22,7 @@ class Kind:
         is_path: bool = False,
     ) -> None:
         self.types = types
-        """The Python types that a value from TOML may have."""
+        """The possible Python types of a value from TOML."""
         self.expected = expected
         """The words for this kind of value in messages: ``"a string"``."""
         self.choices = choices
@@ -39,7 +39,7 @@ class Kind:
 
 
 def one_of(choices: tuple[str, ...]) -> Kind:
-    """Return the kind of value that must be one of the strings in ``choices``."""
+    """Return the kind for a value among the strings in ``choices``."""
     return Kind(str, "a string", choices=choices)
 
 

@@ -69,7 +69,7 @@ def check_of_a_call(item: pytest.Item) -> None:
 
 
 _MARKERS = pytest.StashKey[tuple[pytest.Mark, ...]]()
-"""The key for the markers that a test had when the session selected the measured tests."""
+"""The key for a test's markers from the time when the session selected the measured tests."""
 
 
 def remember_markers(item: pytest.Item) -> None:
@@ -94,8 +94,8 @@ def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:
-    """Return the budget from a test's markers; ``None`` without a marker. Each limit comes from the closest marker that
-    sets it.
+    """Return the budget from a test's markers; ``None`` without a marker. Each limit comes from the closest marker with
+    this limit.
 
     Raises:
         BudgetError: A marker's argument is wrong.

@@ -102,7 +102,7 @@ def test_forward():
 """The rules for the marker ``gpumem``, as Markdown for the reference page."""
 CONFIG_MARKER_DETAILS = """ Put `@pytest.mark.gpumem_configs(...)` on a test, a class or a module. A test with the argument
 `gpumem_config` runs once for every combination of the marker's values, and gets the combination as a `StepConfig`. If there
-are several markers, only the closest one applies.
+are several markers, only the closest marker applies.
 
 The marker's keyword arguments are the [axes of a step config](step-configs.md), each with a value or a list of values.
 Combinations are ordered like nested loops, with the last axis as the inner loop. The id of each test ends with the config's

@@ -162,9 +162,9 @@ the [metrics](metrics.md). If a test with baselines is not measured any more, th
 
 A baseline stores the times of up to ten runs. Each `--gpumem-update=all` writes all times of a run together. This run
 replaces the stored runs if the step became slower or faster, if it does other work, if it runs on another `machine`, or if
-this is the first run in which the GPU's clock rate can be read. The times of this run are not stored if something disturbed
-it, if the machine was slower than in the stored runs, or if the clock rate cannot be read although the stored runs have it.
-The session prints how many runs were left out for such a reason, and the reason for the first.
+this is the first run in which the device's clock rate can be read. The times of this run are not stored if something
+disturbed it, if the machine was slower than in the stored runs, or if the clock rate cannot be read although the stored
+runs have it. The session prints how many runs were left out for such a reason, and the reason for the first.
 
 ### Environment of a lowered baseline
 

@@ -95,7 +95,7 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 
 
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
-    """Return a clause that suggests a correction for a wrong device in a marker.
+    """Return a clause with a correction for a wrong device in a marker.
 
     For example, a marker cannot name an emulated GPU, because emulation replaces CUDA in the whole session.
     """
@@ -141,7 +141,10 @@ def without_group(item: pytest.Item) -> str:
 
 
 def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Add the marker to all test functions that match a pattern. Other items, such as doctests, do not get the marker."""
+    """Add the marker to all test functions with a matching pattern.
+
+    Other items, such as doctests, do not get the marker.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and any(
             matches_test(pattern, without_group(item)) for pattern in patterns
@@ -156,7 +159,7 @@ def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str
 
 
 def _covers(config: pytest.Config, pattern: str) -> bool:
-    """Return whether this run collects all tests that a pattern could match.
+    """Return whether this run collects all possible matches of a pattern.
 
     For example, ``pytest tests/gpt`` covers ``tests/gpt/*::test_step``, but not ``tests/*::test_step``.
     """
@@ -176,7 +179,7 @@ def idle_patterns(
     measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
-    """Return a warning for each ``budget`` entry and each ``mark`` pattern that has no effect.
+    """Return a warning for each ``budget`` entry and each ``mark`` pattern without effect.
 
     A pattern has no effect if no test matches, although this run collects all tests that could match. A budget also has no
     effect if the tests that it limits are not measured. A time limit has no effect if these tests time no step. Runs with

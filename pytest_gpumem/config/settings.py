@@ -105,13 +105,13 @@ class Settings:
     """The assumption on an emulated GPU about which experts get each token."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """The seconds that a test may use for the first time samples of all its steps."""
+    """The time limit, in seconds, for the first time samples of all steps in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
     """Patterns for tests that are measured as if they had the marker."""
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
-    """The cards that the user defined for emulation, by name."""
+    """The user's own cards for emulation, by name."""
     explicit: bool = False
     """True if the user typed an option, or if there is a table ``[tool.gpumem]``."""
 
@@ -348,7 +348,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
 
 
 def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
-    """Return the cards that a table ``[tool.gpumem]`` defines for emulation, by name. Raises `SettingsError`."""
+    """Return the user's own cards from a table ``[tool.gpumem]``, by name. Raises `SettingsError`."""
     if "gpus" not in table:
         return {}
     from pytest_gpumem.config.own_gpus import own_gpus

@@ -36,9 +36,9 @@ class ExplainPolicy:
     """The rules that decide which measurements in a test are explained. They implement ``--gpumem-explain``.
 
     Example:
-        Under ``on-failure``, suppose that a test needs 4 MB more than its baseline. The composition of its peak is
-        recorded, because the failure lists the tensors. A test without growth is explained only if its figures become a
-        baseline, or if it reads ``measurement.composition``.
+        Under ``on-failure``, a test that needs 4 MB more than its baseline is explained, because the failure lists the
+        tensors at its peak. A test without growth is explained only if its figures become a baseline, or if it reads
+        ``measurement.composition``.
     """
 
     config: pytest.Config
