@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
-"""The attributes that a `Measurement` has only if the step was explained.
+"""The attributes of a `Measurement` which exist only if the step was explained.
 
 If the code of the test function reads ``measurement.composition``, its steps are explained. If the code that reads it is in
 another module, the test has to pass ``explain=True``.
@@ -33,7 +33,7 @@ another module, the test has to pass ``explain=True``.
 
 @dataclass(eq=False, repr=False)
 class ExplainPolicy:
-    """The rules that decide which measurements in a test are explained. They implement ``--gpumem-explain``.
+    """The rules for which measurements in a test are explained. They implement ``--gpumem-explain``.
 
     Example:
         Under ``on-failure``, a test that needs 4 MB more than its baseline is explained, because the failure lists the
@@ -117,7 +117,7 @@ class ExplainPolicy:
     def should_explain_error(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error to explain.
 
-        With ``--pdb`` it is not explained, because this clears the frames that the debugger needs.
+        With ``--pdb`` it is not explained, because this clears the debugger's frames.
         """
         return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 

@@ -61,10 +61,10 @@ class SharedFixtures:
     _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     """The reason why readings were lost, for each affected fixture."""
     _reason_stack: list[str | None] = field(default_factory=lambda: [None])
-    """The reasons why readings were lost so far: the first entry is for the test, and each shared fixture that is being set
-    up has a further entry, the innermost last."""
+    """The reasons why readings were lost so far: the first entry is for the test, and each shared fixture in its set-up has
+    a further entry, the innermost last."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
-    """The uncomputed values that each fixture read."""
+    """The uncomputed values read by each fixture."""
     _reads_stack: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
     """The uncomputed values read so far, with an entry for each entry in ``_reason_stack``."""
 
@@ -77,7 +77,7 @@ class SharedFixtures:
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
     ) -> Iterator[None]:
-        """Record lost readings while the fixture is set up, for this fixture and for the fixture or test that requested it."""
+        """Record lost readings while the fixture is set up, for this fixture and for the requesting fixture or test."""
         lost_before = device.lost()
         self._reason_stack.append(None)
         self._reads_stack[-1] += device.take_reads()
@@ -88,7 +88,7 @@ class SharedFixtures:
             finally:
                 lost = self._reason_stack.pop() or device.lost()
                 reason = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
-                # A requested fixture that already existed was not set up here, so use its stored reason.
+                # If a requested fixture already existed, it was not set up here, so use its stored reason.
                 reason = reason or next((self._reasons[used] for used in requested() if used in self._reasons), None)
                 if reason is not None:
                     self._reasons[fixturedef] = reason
@@ -108,7 +108,7 @@ class SharedFixtures:
         return next(itertools.chain(files, fixtures), self._reason_stack[0])
 
     def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
-        """Return the uncomputed values that a test, its file and its fixtures have read so far."""
+        """Return the uncomputed values read so far by a test, its file and its fixtures."""
         self._reads_stack[0] += device.take_reads()
         files = (node.stash[_READ_BY_IMPORT] for node in item.listchain() if _READ_BY_IMPORT in node.stash)
         fixtures = (self._reads[fixturedef] for fixturedef in _used(item, self._reads))
@@ -116,14 +116,14 @@ class SharedFixtures:
 
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
-    """Return the fixtures in ``among`` that a test uses by its arguments or by ``request.getfixturevalue``."""
+    """Return a test's fixtures in ``among``, which it requests by arguments or by ``request.getfixturevalue``."""
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 
 
 @contextmanager
 def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
-    """Yield a function that returns the fixtures which were requested by ``getfixturevalue`` within the ``with`` block.
+    """Yield a function for the fixtures which were requested by ``getfixturevalue`` within the ``with`` block.
 
     ``getfixturevalue`` is replaced, because pytest calls no hook for a fixture that already exists.
     """
@@ -142,7 +142,7 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures that a pytest request has used so far, by name. pytest has no public name for this mapping."""
+    """Return the fixtures used so far by a pytest request, by name. pytest has no public name for this mapping."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 

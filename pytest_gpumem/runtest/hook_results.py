@@ -1,4 +1,4 @@
-"""Check the results that plugins and conftest.py files return from the hooks in `hookspecs`."""
+"""Check the results from plugins and conftest.py files for the hooks in `hookspecs`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class HookError(ValueError):
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:
-    """Return the tolerance that the hook ``pytest_gpumem_tolerance`` returned for ``metric``. If the hook returned
-    ``None``, return ``default``.
+    """Check the hook ``pytest_gpumem_tolerance``'s result for ``metric``, and return it, or ``default`` if the result is
+    ``None``.
 
     Raises:
         HookError: The result is not a tolerance, or one of its two numbers is negative or not finite.
@@ -57,7 +57,7 @@ def environment_of(device: Device, config: pytest.Config) -> Environment:
 
 
 def checked_details(results: Iterable[object], hook: pluggy.HookCaller) -> dict[str, str | int]:
-    """Combine the details that all ``pytest_gpumem_environment`` hooks returned. Raises `HookError` for a wrong result."""
+    """Combine the details from all ``pytest_gpumem_environment`` hooks. Raises `HookError` for a wrong result."""
     details: dict[str, str | int] = {}
     for result in results:
         if not isinstance(result, Mapping):
@@ -77,7 +77,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the names of a hook and of all plugins that implement it, because pluggy does not say which plugin returned a
+    """Return the names of a hook and of all plugins with this hook, because pluggy does not say which plugin returned a
     result.
 
     For example, ``pytest_gpumem_tolerance (/project/conftest.py or my_plugin)``.

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
-"""The key for a test that cannot be measured: the reason why this machine does not have its device, and the verdict."""
+"""The key for the reason why this machine does not have a test's device, and for the test's verdict."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
-"""An attribute that is set on the skip exception if the test's verdict is already recorded."""
+"""An attribute of a skip exception. It is set if the test's verdict is already recorded."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -79,7 +79,7 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip a test that this machine cannot measure. If a gate does not allow the skip, fail the test.
+    """Skip a test, because this machine cannot measure it. If a gate does not allow the skip, fail the test.
 
     Args:
         item: The test.
@@ -242,7 +242,7 @@ class Measuring:
         judging.conclude(run.verdict(), run.device.memory_title)
 
     def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
-        """After a failed call, add the test's measurements so far to its report, and record that ``error`` ended the test."""
+        """After a failed call, add the test's measurements so far to its report, and record the test's end by ``error``."""
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
@@ -256,9 +256,7 @@ class Measuring:
         return device.lost() or self.fixtures.shared.lost(item)
 
     def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
-        """Add a section on the uncomputed values that the test has read to its report, because they may have caused the
-        error.
-        """
+        """List the uncomputed values read by the test in its report, because they may have caused the error."""
         no_values = device.lacks("values")
         if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
             return
@@ -328,7 +326,7 @@ class Measuring:
 def _record_end(
     item: pytest.Item, measured: MeasuredTest, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
-    """Record the verdict on a test that ended with ``error``.
+    """Record the verdict on a test after it ended with ``error``.
 
     Do nothing if the gate has recorded a verdict, or if the device is not available.
     """

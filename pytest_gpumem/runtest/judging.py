@@ -53,7 +53,7 @@ NOT_TIMED = (
 _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
-"""The attributes and methods of a `Measurement` that return times, or values computed from times."""
+"""The attributes and methods of a `Measurement` for times, or for values computed from times."""
 
 _SINCE = pytest.StashKey[SinceBaselines]()
 
@@ -88,7 +88,7 @@ def complete_report(
 
 
 def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -> TestVerdict:
-    """Return the verdict on a test that ended with ``error`` in the phase ``when``."""
+    """Return the verdict on a test after it ended with ``error`` in the phase ``when``."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
@@ -116,7 +116,7 @@ def raise_failure_again(item: pytest.Item) -> None:
 
 
 def forget_verdict(item: pytest.Item) -> None:
-    """Remove the gate's failure and the verdict that an earlier run of the same test stored."""
+    """Remove the gate's failure and the verdict from an earlier run of the same test."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
     _forget_properties(item)
@@ -159,7 +159,7 @@ def _has_verdict(item: pytest.Item) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JudgedMeasurement:
-    """A measurement's verdict, and the baseline that the measurement was compared with."""
+    """A measurement's verdict, and the compared baseline."""
 
     verdict: Verdict
     baseline: Baseline | NoBaseline | None
@@ -201,7 +201,10 @@ class Judging:
         return JudgedMeasurement(verdict, baseline)
 
     def _candidates(self, measurement: Measurement) -> tuple[FormerTest, ...]:
-        """Return the tests that this test may have been before it was renamed, for a measurement without a baseline."""
+        """For a measurement without a baseline, return deleted tests with similar baselines.
+
+        The test may be one of them under a new name.
+        """
         unused = self.unused
         if unused is None:
             return ()
@@ -214,7 +217,7 @@ class Judging:
         )
 
     def _prune(self, file: str | None) -> str:
-        """Return the command that removes the unused baselines of a test file, or of all test files if ``file`` is
+        """Return the command for removing the unused baselines of a test file, or of all test files if ``file`` is
         ``None``.
         """
         names = [] if file is None else [self._path_from_here(file)]
@@ -239,8 +242,7 @@ class Judging:
     def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
         """Return the names of the test's baselines for which the test took no measurement.
 
-        If the baseline of a measurement has counts that the measurement lacks, they are named as well:
-        ``train_step (FLOPs, syncs)``.
+        If a measurement lacks counts from its baseline, they are named as well: ``train_step (FLOPs, syncs)``.
 
         Args:
             judged: The test's measurements.
@@ -262,12 +264,12 @@ class Judging:
         return tuple(missing)
 
     def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
-        """Return the verdict on the test if its device is not available. If it has baselines for devices that are
-        available, these baselines count as missing.
+        """Return the verdict on the test if its device is not available. If it has baselines for other, available devices,
+        these baselines count as missing.
 
         Args:
             why: The reason, as a clause.
-            present: Returns the slugs of the devices that are available.
+            present: Returns the slugs of the available devices.
         """
         verdict, measured = self.measured.not_measured(why), self.measured
         if not self._compares:
@@ -352,7 +354,7 @@ class Judging:
         return bool(changed) or (self.settings.update is not None and times.best.invalid is not None)
 
     def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
-        """Return the outcomes in the verdict that fail the test."""
+        """Return the outcomes by which the verdict fails the test."""
         return failing_outcomes(
             verdict,
             strict=self.settings.strict,
@@ -379,9 +381,7 @@ class Judging:
             raise failure from None
 
     def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
-        """Return the verdict with marks on the source lines that have changed since the baseline, for metrics that became
-        worse.
-        """
+        """If a metric became worse, mark the source lines changed since the baseline, and return the marked verdict."""
         verdicts = []
         for measurement_verdict in verdict.verdicts:
             if any(metric.outcome in WORSE for metric in measurement_verdict.metrics):
@@ -393,15 +393,15 @@ class Judging:
                 or measurement_verdict.difference is not None
                 or measurement_verdict.count_changes
             )
-            # Under explain=always, keep the callers for `gpumem ab`, which finds the lines that differ between its two
-            # versions of the code.
+            # Under explain=always, keep the callers for `gpumem ab`, which finds the differing lines in its two versions of
+            # the code.
             keeps_callers = not is_explained or self.settings.explain == "always"
             verdicts.append(measurement_verdict if keeps_callers else without_callers(measurement_verdict))
         return replace(verdict, verdicts=tuple(verdicts))
 
     @property
     def _since(self) -> SinceBaselines:
-        """The object that finds changed lines, shared by all tests in the session."""
+        """The finder of changed lines, shared by all tests in the session."""
         stash = self.config.stash
         if _SINCE not in stash:
             stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
@@ -433,7 +433,7 @@ class Judging:
         return verdict if idle is None else replace(verdict, failure=idle)
 
     def _accept_all(self) -> str:
-        """Return the command that accepts all figures of the test under its current name."""
+        """Return the command for accepting all figures of the test under its current name."""
         argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
             f"{self.measured.file}::{self.measured.test}"
         )
@@ -441,7 +441,7 @@ class Judging:
         return update_command("all", words, options_to_repeat(self.config), rest)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
-        """Return a sentence about a time limit that has no effect on ``measurements``; ``None`` if all time limits have an
+        """Return a sentence about a time limit without effect on ``measurements``; ``None`` if all time limits have an
         effect.
         """
         budget = self.measured.budget
@@ -507,7 +507,7 @@ class Judging:
 
 
 def _uncounted(judged: JudgedMeasurement) -> list[str]:
-    """Return the titles of counts that only the baseline has, if baseline and measurement have the same workload."""
+    """Return the titles of counts in the baseline but not in the measurement, if both have the same workload."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
         return []

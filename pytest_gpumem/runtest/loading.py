@@ -1,6 +1,4 @@
-"""Implement `Gpumem.load`: measure the peak while a model is loaded, the model's bytes, and other bytes that stay
-allocated.
-"""
+"""Implement `Gpumem.load`: measure the peak while a model is loaded, the model's bytes, and other bytes left allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Loading(Generic[T]):
     """The result of `Gpumem.load`."""
 
     value: T
-    """The object that the factory returned."""
+    """The factory's result."""
     measurement: Measurement
     """The measurement of this load."""
 
@@ -44,7 +42,7 @@ def load(
 
     Args:
         run: The test's run.
-        factory: The function that loads and returns the object.
+        factory: The function for loading and returning an object.
         name: The measurement's name; by default ``load``.
         explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
 
@@ -112,7 +110,7 @@ class _RepeatedLoading:
         return self._loaded
 
     def subject(self, device: Device) -> Subject:
-        """Return the second run as a `Subject` that can be recorded on ``device``, one of `Device.everywhere`."""
+        """Return the second run as a `Subject` for a recording on ``device``, one of `Device.everywhere`."""
         name, context, factory = str(device.torch_device), self._run.context, self._factory
 
         def run(tracker: Tracker) -> object:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OneProcess:
-    """A session with a single rank."""
+    """A session in a single process, without ranks."""
 
     rank: Rank | None = None
     consensus: Alone = ALONE

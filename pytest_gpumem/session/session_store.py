@@ -1,4 +1,4 @@
-"""Open the store of a session, and check it before any test runs if the session compares or writes baselines."""
+"""Open a session's store. If the session compares or writes baselines, check the store before any test runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_store(settings: Settings) -> Store:
-    """Return the store from the settings. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+    """Return the store that the settings name. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
     try:
         return Store(backend_of(settings.store, settings.store_base))
     except BackendError as error:
@@ -26,10 +26,10 @@ def open_store(settings: Settings) -> Store:
 
 
 def check_store(store: Store, settings: Settings) -> None:
-    """Read the whole store.
+    """Read the whole store, so mistakes in its files are reported before any test runs.
 
     Raises:
-        pytest.UsageError: A file cannot be understood, or the store has no baseline for the device of ``--gpumem-against``.
+        pytest.UsageError: A file has a mistake, or the store has no baselines for the device in ``--gpumem-against``.
     """
     try:
         store.check()
