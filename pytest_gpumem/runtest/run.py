@@ -87,10 +87,8 @@ class TestRun:
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
-    """The current measurement, as the text of its call:
-
-    ``"gpumem.measure('forward')"``. Only nested regions add further texts.
-    """
+    """The running measurement as the text of its call, for example ``"gpumem.measure('forward')"``. Nested regions have several
+    texts."""
     _nested: MeasuringError | None = None
     """The error that a nested measurement raised, because it began while another measurement was running."""
 
@@ -454,7 +452,7 @@ class TestRun:
 
         Args:
             judged: The measurement, with its verdict.
-            subject: Returns the subject to record on a device of `Device.everywhere`.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
             explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
             new_tensors: The tensors that the first run created. If some of them are retained, their holders are found
                 before the second run.
@@ -539,7 +537,7 @@ class TestRun:
 
         Args:
             error: The error.
-            subject: Returns the subject to record on a device of `Device.everywhere`.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
         """
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return

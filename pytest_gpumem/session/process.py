@@ -1,4 +1,4 @@
-"""The session in one process: its settings, its measured tests, and its plugins."""
+"""This plugin's session in a pytest process: its settings, its measured tests, and its plugins."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class GpumemSession:
-    """The session in one process.
+    """This plugin's session in a pytest process.
 
-    The session reads the settings, selects the measured tests after the collection, and registers the plugins that measure,
-    gate and report. With pytest-xdist, the controller and each worker have a session of their own.
+    The session reads the settings. After the collection, it selects the measured tests and registers the plugins for
+    measuring, gating and reporting. With pytest-xdist, the controller and each worker have their own session.
     """
 
     def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
@@ -58,12 +58,13 @@ class GpumemSession:
 
         Args:
             config: pytest's configuration.
-            files: The files and folders that were collected without an error. The three sets grow during the collection.
-            not_collected: The files and folders with a collection error.
-            skipped: The files that skipped themselves.
+            files: The files and folders that were collected without an error. This set and the next two grow during the
+                collection.
+            not_collected: The files and folders in which pytest had a collection error.
+            skipped: The files that skipped themselves during their import.
 
         Raises:
-            pytest.UsageError: A setting is wrong, or the store is broken.
+            pytest.UsageError: A setting is wrong, or a file in the store has a mistake.
         """
         self._config = config
         self._files = files
@@ -100,7 +101,8 @@ class GpumemSession:
 
             check_store(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
-            # Give workers one test at a time. Otherwise the first worker would get all of the largest tests.
+            # Let pytest-xdist send single tests to its workers. Otherwise the first worker would get all of the largest
+            # tests.
             config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
@@ -108,9 +110,10 @@ class GpumemSession:
             self._end = EndOfProcess(partial(is_lost, self))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
-        """Return this process's rank session, or `OneProcess` without ranks.
+        """Return a `RankSession` if this process is a rank, otherwise a `OneProcess`.
 
-        If the launcher's variables are wrong, this is an error when the session measures a test, or at once with a typed gate.
+        If the launcher's environment variables are wrong, a typed gate fails at once. Otherwise the error is raised only if
+        the session measures a test.
         """
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
@@ -132,15 +135,17 @@ class GpumemSession:
 
     @property
     def root(self) -> Path:
-        """The root directory, where paths to test files start."""
+        """pytest's root directory. Paths to test files are relative to this folder."""
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
-        """Add the marker to the tests named by the settings."""
+        """Add the marker to the tests that match the setting ``mark``."""
         add_markers(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
-        """On an emulated GPU, deselect all tests that are not measured, because such tests need computed values."""
+        """On an emulated GPU, deselect all tests that are not measured, because they may need values that are not computed
+        there.
+        """
         if not self.settings.device.startswith(EMULATED):
             return
         no_longer_measured = self._no_longer_measured(items)
@@ -150,7 +155,7 @@ class GpumemSession:
             self._config.hook.pytest_deselected(items=unmeasured)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Store with ``node`` the reads of uncomputed values since the last call, during the collection of ``node``."""
+        """On an emulated GPU, store in ``node`` which uncomputed values were read while pytest collected ``node``."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.host_values.scope import current
@@ -162,7 +167,7 @@ class GpumemSession:
             note_import(node, values.reads.take_trouble(), values.reads.take_others())
 
     def header(self) -> str | None:
-        """Return the line for pytest's header, if any."""
+        """Return the line for pytest's header on an emulated GPU; otherwise ``None``."""
         if not self.settings.device.startswith(EMULATED):
             return None
         return (
@@ -171,28 +176,34 @@ class GpumemSession:
         )
 
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
-        """Prepare the measurements after pytest has collected and selected tests.
+        """Find the measured tests and prepare their measurements, after pytest has collected and selected all tests.
 
         Args:
             everything: All collected tests.
-            selected: The selected tests. A pytest-xdist worker empties the list instead of raising an error.
+            selected: The selected tests. If there is an error, a pytest-xdist worker empties this list instead of raising
+                the error.
 
         Raises:
-            pytest.UsageError: A marker is wrong (even on a deselected test), or a marker names an unknown device.
+            pytest.UsageError: A marker has a mistake or names an unknown device. Markers on deselected tests are checked as
+                well.
         """
         if self._has_found_measured(everything, selected):
             self._select(everything, selected)
 
     def _refuse(self, error: str, selected: list[pytest.Item]) -> None:
-        """Raise ``pytest.UsageError``. A worker runs no test instead, and the controller raises the error."""
+        """Raise ``pytest.UsageError``.
+
+        In a pytest-xdist worker, deselect all tests instead, and let the controller raise the error.
+        """
         if self._worker is None:
             raise pytest.UsageError(error) from None
-        # An exception would look like a crash of the worker. So send the error to the controller, which ends the session.
+        # In a worker, an exception would look like a crash. So store the error, which is sent to the controller and ends
+        # the session.
         self.selection = Selection(error=error)
         selected.clear()
 
     def _has_found_measured(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
-        """Find the measured tests. Return whether their markers and the names of devices are right."""
+        """Find the measured tests. Return False if a marker, a setting or the name of a device is wrong."""
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
@@ -222,7 +233,7 @@ class GpumemSession:
             if selected and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
                 return
-            # All ranks have the same options and must have the same tests, so they make the same decision.
+            # All ranks have the same options and must have the same tests, so all ranks decide in the same way here.
             if (selected or self._gate_typed) and isinstance(self._ranks, RankSession):
                 unmeasured = {item: test for item, (test, _) in no_longer_measured.items()}
                 self._join(self._ranks, items, {**selected, **unmeasured})
@@ -242,7 +253,7 @@ class GpumemSession:
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
-        """Return sentences on patterns without effect, and on an unread table of settings."""
+        """Return warnings about patterns in the settings that have no effect, and about a settings table that is not read."""
         idle = idle_patterns(self.settings, everything, self._measured, self._config)
         unread = unread_settings(self._config) if is_measured or self._gate_typed else None
         return (*idle, *([] if unread is None else [unread]))
@@ -250,7 +261,9 @@ class GpumemSession:
     def _no_longer_measured(
         self, items: list[pytest.Item]
     ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
-        """Return the selected unmeasured tests with baselines, with the names of their measurements."""
+        """Return the selected tests that have baselines but are not measured, with the names of their measurements in the
+        store.
+        """
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
         from pytest_gpumem.baselines.errors import BackendError, StoreError
