@@ -1,6 +1,6 @@
-"""The plugin that collects the results of all tests, and then updates the store, writes the reports and ends the session.
+"""The plugin that gets all results of a session, updates the store, and writes the reports.
 
-The plugin runs in the process that gets the reports of all tests. With pytest-xdist, this is the controller.
+The plugin runs in the process with all tests' reports. With pytest-xdist, this is the controller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """The plugin for the process that gets the reports of all tests."""
+    """The plugin for the process with all tests' reports."""
 
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class Controller:
             self._files.begin()
 
     def add_error(self, error: str) -> None:
-        """Add an error that makes the session fail, even if all its tests pass."""
+        """Add an error. It makes the session fail, even if all its tests pass."""
         self._errors.append(error)
 
     def select(self, selection: Selection) -> None:
@@ -81,7 +81,7 @@ class Controller:
             self._files.begin()
 
     def packs(self, packed: Callable[[], Packed]) -> None:
-        """Store a function that is called at the end of the session and returns how a process packed its tests."""
+        """Store a function to call at the end of the session. It returns how a process packed its tests."""
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)
@@ -175,7 +175,7 @@ class Controller:
             self._errors.append("another plugin made the session red, and no test did")
             self.report = replace(self.report, errors=tuple(self._errors))
         self._errors += self._files.write(self.report)
-        # `write` returns an error for each file that could not be written, so the report has further errors now.
+        # `write` returns an error for each unwritten file, so the report has further errors now.
         self.report = replace(self.report, errors=tuple(self._errors))
         self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -329,7 +329,7 @@ class Controller:
                 self._closing.append(f"{title}: the peaks of {counted(count, 'measurement')} may be too low: {why}")
 
     def _selected(self) -> int:
-        """Return the number of measured tests that are selected to run."""
+        """Return the number of selected measured tests."""
         if self._selection is None or self._config.option.collectonly:
             return 0
         return len(self._selection.measured)
@@ -341,7 +341,7 @@ class Controller:
             return
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
-            # Add errors and lines that are not in the written report: errors from writing its files, and unused baselines.
+            # Add what the written report does not contain: errors from writing its files, and unused baselines.
             replace(report, errors=tuple(self._errors), closing_lines=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),

@@ -28,7 +28,7 @@ def emulate_gpu_of_settings(config: pytest.Config) -> None:
     try:
         table = read_table(config.rootpath / "pyproject.toml") or {}
     except SettingsError:
-        table = {}  # The session raises this error later, when it reads its settings.
+        table = {}  # The session raises this error later, when reading its settings.
     word = table.get("device") if arguments.gpumem_device is None else arguments.gpumem_device
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return

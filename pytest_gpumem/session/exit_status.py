@@ -10,9 +10,9 @@ With ``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` or ``--cache-sh
 editor can list tests.
 
 If code calls ``os._exit(0)`` before the report has passed, the exit code is 1 and the report is red. A test that calls
-``os.exec*`` fails. Two cases cannot be detected: a process that is ended by C code (``exit``), and an ``os._exit`` that was
-imported before pytest was configured, for example by ``from os import _exit`` in a ``conftest.py``. In these cases the exit
-code may be 0, but the [report](reports.md) is not green, so a job can check the report as well.
+``os.exec*`` fails. Two cases cannot be detected: C code that calls ``exit``, and an ``os._exit`` imported before pytest was
+configured, for example by ``from os import _exit`` in a ``conftest.py``. In these cases the exit code may be 0, but the
+[report](reports.md) is not green, so a job can check the report as well.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LISTS = {
 
 
 class Reporting(Protocol):
-    """The part of a session that is needed to decide its exit status."""
+    """The attributes and methods of a session for deciding its exit status."""
 
     settings: Settings
 
@@ -84,7 +84,7 @@ class Reporting(Protocol):
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
-    """Return the exit status for a pytest process that would end with ``status``.
+    """Return the exit status for a pytest process, where pytest's own status is ``status``.
 
     In a gate, the status becomes 1 if the session's report did not pass, and a line on standard error gives the reason. If
     the report passed, but another plugin changed the status later, the report is written again.
@@ -110,7 +110,7 @@ class EndOfProcess:
     Instead, `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
 
     Args:
-        is_lost: Returns whether it would be wrong to end with 0 at this moment. If so, it also reports the end.
+        is_lost: Returns whether ending with 0 would be wrong at this moment. If so, also reports the end.
     """
 
     def __init__(self, is_lost: Callable[[], bool]) -> None:
@@ -131,7 +131,7 @@ class EndOfProcess:
     def has_come(self, *, passed: bool) -> None:
         """Restore the original functions if the session has ``passed``.
 
-        Otherwise the replacements stay. If code has registered the original `os._exit` with `atexit`, it is unregistered.
+        Otherwise the replacements stay. An original `os._exit` in the functions for `atexit` is unregistered.
         """
         if passed:
             self._process = None

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.selection import Test
 
 _SETTINGS_FILE = "pyproject.toml"
-"""The file with the tests for named models. It is not reported, because a model from ``--gpumem-model`` is collected only
-in runs with this option."""
+"""The file with the tests for named models. It is not reported, because pytest collects a model from ``--gpumem-model``
+only with this option."""
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
-    """The test files that pytest looked at during its collection, as paths from the root directory."""
+    """The test files in pytest's collection, as paths from the root directory."""
 
     collected: Collection[str]
     skipped: Collection[str]
-    """The files that skip themselves during their import, for example by ``pytest.importorskip``."""
+    """The files which skipped themselves during their import, for example by ``pytest.importorskip``."""
     failed: Collection[str]
 
 
@@ -51,11 +51,11 @@ def tests_in(files: Collection[str], stored: SessionBaselines) -> frozenset[Test
 
 
 def files_left_out(config: pytest.Config, files: CollectedFiles, stored: SessionBaselines) -> tuple[str, ...]:
-    """Return a sentence for each existing test file with baselines that pytest did not collect.
+    """Return a sentence for each existing but uncollected test file with baselines.
 
     Args:
-        config: The config of a run without a typed selection.
-        files: The files of the collection.
+        config: pytest's configuration, in a run without a typed selection of tests.
+        files: The collected files.
         stored: The baselines for this session.
     """
     looked_at = {*files.collected, *files.skipped, *files.failed, _SETTINGS_FILE}
@@ -78,8 +78,8 @@ def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: SessionBa
     """Return a sentence about the baselines of deleted tests, for a run without any measured test.
 
     Args:
-        files: The files of the collection.
-        tests: The tests of the collection.
+        files: The collected files.
+        tests: The collected tests.
         stored: The baselines for this session.
         root: The root directory.
     """
@@ -110,7 +110,7 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBa
     """Return a sentence on deselected tests with baselines; ``None`` if the deselected tests have no baselines.
 
     Args:
-        config: The config of a run without a typed selection.
+        config: pytest's configuration, in a run without a typed selection of tests.
         tests: The deselected tests.
         stored: The baselines for this session.
     """
@@ -123,15 +123,15 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBa
 def left_out_by_name(
     config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
 ) -> dict[Test, str]:
-    """Return tests with baselines that still exist in collected files, but are not collected because of their names. Each
-    has the setting that excludes it.
+    """Return existing tests with baselines in collected files, if a setting excludes them by their names. Each test has the
+    name of this setting.
 
     For example, ``python_functions = check_*`` excludes ``test_it``. Deleted tests are not returned.
 
     Args:
         config: pytest's configuration.
         stored: The baselines, as (slug, key).
-        tests: The tests of the collection.
+        tests: The collected tests.
         files: The collected files.
     """
     settings = {}
@@ -166,7 +166,7 @@ def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple
 
 
 def _modules(paths: Iterable[Path]) -> dict[Path, ModuleType]:
-    """Return the modules that were imported from the files in ``paths``, by resolved path."""
+    """Return the modules imported from the files in ``paths``, by resolved path."""
     resolved_paths = {path.resolve() for path in paths}
     names = {path.name for path in resolved_paths}
     modules: dict[Path, ModuleType] = {}
@@ -184,8 +184,8 @@ def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
     """
     scope: object = module
     for name in names:
-        # pytest collects a unittest.TestCase regardless of these settings. So a test in such a class was deleted if it was
-        # not collected.
+        # pytest collects a unittest.TestCase regardless of these settings. So an uncollected test in such a class was
+        # deleted.
         if scope is None or (isinstance(scope, type) and issubclass(scope, unittest.TestCase)):
             return False
         scope = inspect.getattr_static(scope, name, None)
@@ -200,9 +200,7 @@ def _tests_were(participle: str, tests: Collection[Test]) -> str:
 
 
 def selecting_options(config: pytest.Config) -> str | None:
-    """Return a text that names the options in ``addopts`` which deselect tests: ``"-k of addopts"``; ``None`` if there are
-    none.
-    """
+    """Name the options in ``addopts`` which deselect tests: ``"-k of addopts"``. Return ``None`` if there are none."""
     options = [
         word
         for word, name in (
@@ -218,7 +216,9 @@ def selecting_options(config: pytest.Config) -> str | None:
 
 
 def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
-    """Return the pytest setting that excludes a test file, for example ``"testpaths"``; ``None`` if it is not known."""
+    """Return the pytest setting that excludes a test file, for example ``"testpaths"``; ``None`` if the setting is not
+    known.
+    """
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):
@@ -243,7 +243,7 @@ def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
 def _matches(pattern: str, path: Path) -> bool:
     """Return whether a pattern matches the name of a file.
 
-    If the pattern has a slash, compare it with the end of the path.
+    A pattern with a slash is compared with the end of the path.
     """
     return fnmatch.fnmatch(str(path), f"*/{pattern}") if "/" in pattern else fnmatch.fnmatch(path.name, pattern)
 

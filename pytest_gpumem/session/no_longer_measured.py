@@ -1,6 +1,6 @@
-"""Find tests that have baselines, but no longer have the marker or the fixture, and fail them in a gate.
+"""Find tests with baselines which no longer have the marker or the fixture, and fail them in a gate.
 
-The failure is raised at the end of the test's call, so a test that is skipped stays skipped.
+The failure is raised at the end of the test's call, so a skipped test stays skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Names = tuple[str, ...]
 def no_longer_measured(
     items: Iterable[pytest.Item], stored: SessionBaselines
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
-    """Return the tests in ``items`` that have baselines but are not measured, with the names of their measurements in the
+    """Return the tests in ``items`` which have baselines but are not measured, with the names of their measurements in the
     store.
 
     Args:

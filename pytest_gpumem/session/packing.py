@@ -1,8 +1,8 @@
 """Plan which measured tests run on a GPU at the same time (``--gpumem-pack``). Tests with the largest known peaks run
 first.
 
-For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. The next test, which
-needs 40 GB, waits until enough memory is free.
+For example, on an 80 GB GPU four workers run tests with peaks of 30, 30, 12 and 8 GB at the same time. The next test, with
+a peak of 40 GB, waits until enough memory is free.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ WhyAlone = Literal["timed", "of unknown peak"]
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The part of a GPU's memory that a test needs."""
+    """A test's part of a GPU's memory."""
 
     memory: SharedMemory
     needed: int | None
-    """The bytes that the test needs in addition to its process's memory; ``None`` if the test needs the whole GPU."""
+    """The test's bytes in addition to its process's memory; ``None`` if the test needs the whole GPU."""
     why_alone: WhyAlone | None = None
-    """The reason why the test needs the whole GPU; ``None`` if it shares the GPU."""
+    """The reason why the test needs the whole GPU; ``None`` if the test shares the GPU."""
     largest_need: int | None = None
-    """The largest number of bytes that the test needs on any GPU with baselines. All workers order the tests by it, so the
-    order is the same."""
+    """The largest need of the test, in bytes, on any GPU with baselines. All workers sort the tests by this number, so they
+    have the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Packed:
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
-    """The tests that had a whole GPU for themselves, each with the reason."""
+    """The tests with a whole GPU for themselves, each with the reason."""
     repeated: frozenset[str] = frozenset()
-    """The tests that exceeded their reserved memory, so they ran again with the whole GPU."""
+    """The tests which exceeded their reserved memory, so they ran again with the whole GPU."""
     not_shared: frozenset[str] = frozenset()
     """The reasons why tests could not share a device, as clauses."""
 
@@ -93,7 +93,7 @@ NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, because torc
 
 
 def needed_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
-    """Return the bytes that a test needs on a GPU; ``None`` if its peak is not known.
+    """Return the bytes needed by a test on a GPU; ``None`` if its peak is not known.
 
     The known peak is the largest peak in the test's baselines, or the budget's limit if there are no baselines. A peak of
     reserved bytes (``peak_reserved``, ``max_reserved``) is preferred to a peak of allocated bytes. The tolerance of
@@ -119,9 +119,9 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
 def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, GpuShare]) -> list[pytest.Item]:
     """Sort the tests into the order in which they should run.
 
-    First come the tests that share a GPU, ordered by ``largest_need``. Then come the tests without a GPU, and last the
-    tests that need a whole GPU. pytest-xdist requires the same order in all workers, but workers may have different GPUs.
-    So the order does not depend on the bytes that tests need on this worker's GPU.
+    Tests on a shared GPU come first, ordered by ``largest_need``. Tests without a GPU follow, and tests with a whole GPU
+    come last. pytest-xdist requires the same order in all workers, but workers may have different GPUs. So the order does
+    not depend on this worker's GPU.
     """
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -150,9 +150,7 @@ class Planner:
         self.not_shared: set[str] = set()
 
     def shares(self, measured: Mapping[pytest.Item, MeasuredTest]) -> dict[pytest.Item, GpuShare]:
-        """Return a `GpuShare` for each test on a device that can be shared, and enter this process in the ledger of each
-        such device.
-        """
+        """Return a `GpuShare` for each test on a device with shared memory, and enter this process in the device's ledger."""
         shares = {}
         for item, test in measured.items():
             try:
@@ -177,9 +175,7 @@ class Planner:
         return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
 
     def _largest_need(self, test: MeasuredTest) -> int | None:
-        """Return the largest number of bytes that a test needs, from its baselines on any device, or from its budget if it
-        has none.
-        """
+        """Return a test's largest need in bytes, from its baselines on any device, or otherwise from its budget."""
         if self._stored_peaks is None:
             self._stored_peaks = {}
             keys = self._store.keys()

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class GpumemSession:
     """This plugin's session in a pytest process.
 
-    The session reads the settings. After the collection, it selects the measured tests and registers the plugins for
-    measuring, gating and reporting. With pytest-xdist, the controller and each worker have their own session.
+    The session reads the settings. After the collection, the session selects the measured tests and registers the plugins
+    for measuring, gating and reporting. With pytest-xdist, the controller and each worker have their own session.
     """
 
     def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
@@ -135,15 +135,15 @@ class GpumemSession:
 
     @property
     def root(self) -> Path:
-        """pytest's root directory. Paths to test files are relative to this folder."""
+        """The root directory, to which paths of test files are relative."""
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
-        """Add the marker to the tests that match the setting ``mark``."""
+        """Add the marker to the tests named by the setting ``mark``."""
         add_markers(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
-        """On an emulated GPU, deselect all tests that are not measured, because they may need values that are not computed
+        """On an emulated GPU, deselect all tests without a measurement, because they may need values which are not computed
         there.
         """
         if not self.settings.device.startswith(EMULATED):
@@ -197,13 +197,13 @@ class GpumemSession:
         """
         if self._worker is None:
             raise pytest.UsageError(error) from None
-        # In a worker, an exception would look like a crash. So store the error, which is sent to the controller and ends
-        # the session.
+        # In a worker, an exception would look like a crash. So store the error for the controller, where it ends the
+        # session.
         self.selection = Selection(error=error)
         selected.clear()
 
     def _has_found_measured(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
-        """Find the measured tests. Return False if a marker, a setting or the name of a device is wrong."""
+        """Find the measured tests. Return False for a mistake in a marker, a setting or a device's name."""
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
@@ -253,7 +253,7 @@ class GpumemSession:
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
-        """Return warnings about patterns in the settings that have no effect, and about a settings table that is not read."""
+        """Return warnings about patterns without effect in the settings, and about an unread settings table."""
         idle = idle_patterns(self.settings, everything, self._measured, self._config)
         unread = unread_settings(self._config) if is_measured or self._gate_typed else None
         return (*idle, *([] if unread is None else [unread]))
@@ -261,8 +261,8 @@ class GpumemSession:
     def _no_longer_measured(
         self, items: list[pytest.Item]
     ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
-        """Return the selected tests that have baselines but are not measured, with the names of their measurements in the
-        store.
+        """Return the selected tests with baselines which are not measured any more, with the names of their measurements in
+        the store.
         """
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
@@ -272,12 +272,12 @@ class GpumemSession:
         try:
             return no_longer_measured(items, self._store_here())
         except (StoreError, BackendError) as error:
-            # The session read the whole store at its start, so the store has changed since then.
+            # The store was valid when the session began, so it has changed since then.
             self._refuse(str(error), items)
             return {}
 
     def _look_for_left_out(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
-        """Record tests with baselines if their file skipped itself or settings leave them out."""
+        """Find tests with baselines whose file skipped itself, or which settings exclude from this run."""
         config = self._config
         if not (self.settings.baseline or self.settings.update) or config.option.collectonly:
             return
@@ -306,7 +306,7 @@ class GpumemSession:
                 living = collected | settings.keys()
                 omitted += () if selection.measured else tests_gone(files, living, stored, self.root)
         except (StoreError, BackendError) as error:
-            # The session read the whole store at its start, so the store has changed since then.
+            # The store was valid when the session began, so it has changed since then.
             self._refuse(str(error), items)
             return
         self.selection = replace(
@@ -319,10 +319,11 @@ class GpumemSession:
         )
 
     def _left_out_by_name(self, tests: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        """Return the tests in collected files that ``python_functions`` or ``python_classes`` leave out.
+        """Return the tests in collected files which ``python_functions`` or ``python_classes`` exclude, each with the
+        setting.
 
         Raises:
-            StoreError: A file of the store cannot be understood.
+            StoreError: A file in the store has a mistake.
             BackendError: The store cannot be read.
         """
         from pytest_gpumem.session.left_out import left_out_by_name
@@ -331,10 +332,11 @@ class GpumemSession:
         return left_out_by_name(self._config, self.store().keys(files=files), tests, files)
 
     def living(self, everything: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-        """Return the measured tests, and the tests that ``python_functions`` or ``python_classes`` leave out.
+        """Return tests which still exist: the measured tests, and the tests which ``python_functions`` or
+        ``python_classes`` exclude.
 
         Raises:
-            StoreError: A file of the store cannot be understood.
+            StoreError: A file in the store has a mistake.
             BackendError: The store cannot be read.
         """
         return self.selection.measured | self._left_out_by_name(_tests(everything)).keys()
@@ -345,9 +347,10 @@ class GpumemSession:
         return SessionBaselines(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
-        """Return the slug whose baselines are compared with a device; ``None`` if the device is absent.
+        """Return the slug of the baselines with which a device's figures are compared; ``None`` if the device is not
+        available.
 
-        The default device is the session's.
+        If ``device`` is ``None``, use the session's device.
         """
         from pytest_gpumem.devices.registry import slugs_of
 
@@ -355,7 +358,7 @@ class GpumemSession:
         return self.settings.compared_slug(*slug) if slug else None
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, MeasuredTest]) -> None:
-        """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
+        """Connect to the other ranks. Raises ``pytest.UsageError`` if they do not run and measure the same tests."""
         from pytest_gpumem.ranks.errors import BoardError, RankLost
         from pytest_gpumem.session.rank_hooks import RankHooks
 
@@ -371,14 +374,15 @@ class GpumemSession:
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
 
     def _add_error(self, error: str) -> None:
-        """Report an error on another rank, which makes the session red."""
+        """Add an error from another rank to the report. It makes the session fail."""
         if self._controller is not None:
             self._controller.add_error(error)
 
     def lost(self, why: str) -> None:
-        """Report that the session ends early.
+        """Report an early end of the session.
 
-        A lost rank is reported in another thread, because the main thread may wait for the lost rank forever.
+        If a rank is lost, this method is called in another thread, because the main thread may wait forever for the lost
+        rank.
 
         Args:
             why: The reason, in one or more lines.
@@ -392,9 +396,10 @@ class GpumemSession:
             sys.stderr.write(f"gpumem: {why}\n")
 
     def leave(self, *, passed: bool) -> None:
-        """Wait, at the end of the process, until every rank ends.
+        """At the end of the process, wait until all ranks have reached their end.
 
-        If the session has not ``passed``, `os._exit` stays replaced, because `atexit` functions may call `os._exit` with 0.
+        If the session has not ``passed``, the replacement of `os._exit` stays, because an `atexit` function may call
+        `os._exit(0)`.
         """
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -405,11 +410,11 @@ class GpumemSession:
 
     @property
     def reports(self) -> bool:
-        """True if this process writes the store and the reports. Among several ranks, only the first does."""
+        """True if this process writes the store and the reports. With several ranks, only the first rank does."""
         return self._ranks.rank is None or self._ranks.rank.is_first
 
     def finished(self) -> None:
-        """Send the selection to the controller after the tests."""
+        """In a pytest-xdist worker, send the selection to the controller after all tests."""
         if self._worker is not None:
             output = self._config.workeroutput  # type: ignore[attr-defined]
             output["gpumem"] = to_plain(self.selection)
@@ -418,11 +423,11 @@ class GpumemSession:
 
     @property
     def report(self) -> SessionReport | None:
-        """The session's report; ``None`` if the session ran no test, or had nothing to report."""
+        """The session's report; ``None`` if there is none yet, or if nothing is reported."""
         return self._controller.report if self._controller is not None else None
 
     def ended_red(self, status: int) -> None:
-        """Add the exit status ``status`` of the process to the report."""
+        """Let the report show failure, because the process ends with the exit status ``status``."""
         if self._controller is not None:
             self._controller.ended_red(status)
 
@@ -432,13 +437,13 @@ class GpumemSession:
         return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
 
     def measured_elsewhere(self) -> frozenset[str]:
-        """Return the ids of measured tests on devices absent from this machine."""
+        """Return the ids of measured tests whose device is not available on this machine."""
         devices = {item: test.budget.device for item, test in self._measured.items()}
         absent = {device for device in {*devices.values()} if self._compared_slug(device) is None}
         return frozenset(without_group(item) for item, device in devices.items() if device in absent)
 
     def present_devices(self) -> frozenset[str]:
-        """Return the slugs of this machine's devices."""
+        """Return the slugs of all available devices on this machine."""
         from pytest_gpumem.devices.registry import slugs_of
 
         device_factories = self._device_factories()
@@ -456,7 +461,10 @@ class GpumemSession:
     def _register_measuring(
         self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], unused: UnusedBaselines
     ) -> bool:
-        """Register the plugins that measure, and sort ``items`` for packing. Return whether this succeeded."""
+        """Register the plugins for measuring, and sort ``items`` for packing.
+
+        Return False if the GPU cannot be shared because of an error.
+        """
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup
@@ -486,7 +494,7 @@ class GpumemSession:
         self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
     def _pack(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], devices: Devices) -> None:
-        # A rank that waits for memory would block the other ranks, which wait for it in another test.
+        # Ranks do not share GPUs. While a rank waited for memory, the other ranks would wait for this rank in another test.
         if not self.settings.pack or self._ranks.rank is not None:
             return
         from pytest_gpumem.session.packing import Planner, largest_first
@@ -508,7 +516,10 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """Return this session's store. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+        """Return this session's store, which is opened only once.
+
+        Raises ``pytest.UsageError`` if its folder or URL does not exist.
+        """
         if self._store is None:
             from pytest_gpumem.session.session_store import open_store
 
@@ -517,10 +528,10 @@ class GpumemSession:
 
 
 def _tests(items: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-    """Return the tests' ids as (file, test)."""
+    """Return the tests as pairs (file, test)."""
     return frozenset((file, test) for file, _, test in (without_group(item).partition("::") for item in items))
 
 
 def _distributes(config: pytest.Config) -> bool:
-    """Return whether this process is pytest-xdist's controller, which collects no tests itself."""
+    """Return whether this process is pytest-xdist's controller. A controller collects no tests itself."""
     return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

@@ -1,4 +1,4 @@
-"""Find the baselines with which a session compares: on the session's device, or on the device that a test's marker names."""
+"""Find the baselines with which a session compares: on the session's device, or on the device in a test's marker."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_store(settings: Settings) -> Store:
-    """Return the store that the settings name. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+    """Return the store from the settings. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
     try:
         return Store(backend_of(settings.store, settings.store_base))
     except BackendError as error:
