@@ -630,7 +630,7 @@ def _check_function(method: str, fn: object) -> None:
     """Raise ``TypeError`` if ``fn`` is not callable, for example because the caller passed the result of the function."""
     if not callable(fn):
         call = f"gpumem.{method}"
-        raise TypeError(f"{call}() calls a function, and got {class_name(type(fn))}: write {call}(lambda: ...)")
+        raise TypeError(f"{call}() needs a function, but got {class_name(type(fn))}: write {call}(lambda: ...)")
 
 
 def _needed_config(config: StepConfig | str) -> StepConfig:

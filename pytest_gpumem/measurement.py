@@ -37,8 +37,8 @@ class MeasuringError(RuntimeError):
 
 
 HELD_NOTHING = (
-    "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
-    '(device = "cpu", say)'
+    "it runs on another device, or not at all; put the model and its batch on gpumem.device, or set the device that they are "
+    'on (for example device = "cpu")'
 )
 """Text for messages about a step that uses no memory on the device, with the cause and the remedy."""
 
@@ -54,9 +54,9 @@ def check_name(name: object) -> None:
     character which UTF-8 cannot encode.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
+        raise TypeError(f"name={name!r}: the name of a measurement is a string; write name={str(name)!r}")
     if not name or name.isspace():
-        raise ValueError(f"name={name!r} is empty; leave it out, and the measurement is called after its step")
+        raise ValueError(f"name={name!r} is empty; without this argument, the measurement is named after its step")
     if len(name) > MOST_OF_A_NAME:
         raise ValueError(
             f"name={name[:20]!r}... has {len(name)} characters; the name of a measurement has at most {MOST_OF_A_NAME}"
@@ -65,7 +65,8 @@ def check_name(name: object) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which no file can hold; write another name"
+            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which cannot be stored in a file; choose "
+            "another name"
         ) from None
 
 
@@ -344,7 +345,7 @@ class Measurement(FrozenValue, MetricAttributes):
         if self.environment.slug != other.environment.slug:
             raise ValueError(
                 f"{self.name!r} was measured on {self.environment.device}, {other.name!r} on {other.environment.device}: "
-                "figures of different devices have no relation"
+                "figures from different devices cannot be compared"
             )
 
     def __repr__(self) -> str:
@@ -366,5 +367,8 @@ def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
     if measurement.recomputed == 0 and measurement.peak_allocated >= other.peak_allocated:
         return "; nothing was computed again in backward"
     if measurement.recomputed != other.recomputed:
-        return f"; {measurement.recomputed} module calls were computed again in backward, {other.recomputed} there"
+        return (
+            f"; {measurement.recomputed} module calls were computed again in backward, against {other.recomputed} in the other "
+            "step"
+        )
     return ""

@@ -330,10 +330,10 @@ class MetricAttributes:
     ``torch.tensor(2.0, device="cuda")``. Two kinds of waits are not seen: waits within an operator, and waits that read no
     value (``torch.cuda.synchronize()``).
 
-    On the CPU, the metric is the number of waits in the same step on a GPU. Every tensor counts as a GPU tensor, except for
-    an optimizer's counters (``step``), tensors that the step creates without ``device=``, tensors copied with ``.cpu()`` or
-    ``.to("cpu")``, and results computed only from these tensors. If a model keeps tensors on the host on purpose, or
-    creates them with ``torch.from_numpy``, these wrongly count as GPU tensors.
+    On the CPU, the metric estimates how many times the host would wait if the step ran on a GPU. Every tensor counts as a
+    GPU tensor, except for an optimizer's counters (``step``), tensors that the step creates without ``device=``, tensors
+    copied with ``.cpu()`` or ``.to("cpu")``, and results computed only from these tensors. If a model keeps tensors on the
+    host on purpose, or creates them with ``torch.from_numpy``, these wrongly count as GPU tensors.
     """
 
     launches = WholeMetric(

@@ -181,7 +181,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
         if not isinstance(error, SystemExit):
             raise
         if error.code not in (None, 0):
-            raise ScriptFailed(f"{path.name} left by sys.exit({error.code!r})") from error
+            raise ScriptFailed(f"{path.name} ended with sys.exit({error.code!r})") from error
     if os.getpid() != process:
         _leave_fork(path, None)
 

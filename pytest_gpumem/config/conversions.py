@@ -80,8 +80,8 @@ def check_in_file(kind: Kind, value: Any, where: str) -> None:
     if chooses_host(value):
         url = without_credentials(value)
         raise SettingsError(
-            f"{where} is {url!r}: a file of the project may name a folder or a bucket (s3://, gs://, az://). Another place has "
-            f"to be typed, because a pull request can change the file: --gpumem-store={url}"
+            f"{where} is {url!r}: a project's file may only name a folder or a bucket (s3://, gs://, az://). Any other store "
+            f"has to be typed, because a pull request can change the file: --gpumem-store={url}"
         )
 
 

@@ -222,8 +222,8 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
         "time_budget": Key(
             kinds.DURATION,
-            "Time for the first samples of all step times in a test, such as `2 s` or `500 ms`. If times have to be taken "
-            "again, the second samples have the same budget once more. A sample takes about half of the remaining time.",
+            "Time limit for timing all steps in a test once, such as `2 s` or `500 ms`. If a step has to be timed again, the "
+            "second samples have the same limit once more. A sample takes about half of the remaining time.",
         ),
         "tolerance": Key(
             kinds.TABLE,

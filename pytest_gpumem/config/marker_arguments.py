@@ -47,7 +47,10 @@ class MarkerArgument(NamedTuple):
 
 MARKER_ARGUMENTS = {
     "max_gb": MarkerArgument(
-        "peak_allocated", parse_gigabytes, "6.5", "A limit as a number of GB (10⁹ bytes). Give this or `max_memory`."
+        "peak_allocated",
+        parse_gigabytes,
+        "6.5",
+        "A limit as a number of GB (10⁹ bytes). Use either `max_gb` or `max_memory`.",
     ),
     **{
         metric.budget: MarkerArgument(name, _size, '"8 GB"', "A limit as a size with a unit.")
@@ -71,10 +74,12 @@ MARKER_ARGUMENTS = {
         "min_throughput",
         parse_rate,
         '"1200 samples/s"',
-        "The least `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test gives `items=` as a number, "
-        "this number counts for every unit. A test fails if none of its steps has the unit.",
+        "The lower limit for `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test passes a number as "
+        "`items=`, this number is used for any of these units. A test fails if its steps cannot be counted in the given unit.",
     ),
-    "device": MarkerArgument("device", _device, '"cpu"', "The device for this test. It wins over `--gpumem-device`."),
+    "device": MarkerArgument(
+        "device", _device, '"cpu"', "The device for this test, instead of the device in `--gpumem-device`."
+    ),
 }
 """The arguments of the marker ``gpumem``, by name."""
 MARKER_DETAILS = """ Put `@pytest.mark.gpumem(...)` on a test or a class, or on a module by `pytestmark`. With the marker,

@@ -144,14 +144,14 @@ A verdict that the mode accepts does not fail its test in this session, even wit
 | [Verdict](verdicts.md) | ``new`` | ``improved`` | ``all`` |
 |---|---|---|---|
 | `new`, `foreign`: the test has no baseline on this device | adds it, unless the test may be a [renamed test](../concepts/verdicts.md#renamed-tests) that grew | - | adds it |
-| `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments moves it | - | replaces the baseline |
-| `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and the runs were quiet | - | replaces the baseline |
+| `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments affects it | - | replaces the baseline |
+| `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and nothing disturbed the runs | - | replaces the baseline |
 | `improved` | - | lowers each improved metric, and all times together, if [one environment fits all figures](#environment-of-a-lowered-baseline) | replaces the baseline |
-| `missing`: the test takes other measurements, but no longer this one | - | - | removes the baseline |
+| `missing`: the test still takes other measurements, but no longer takes this one | - | - | removes the baseline |
 | `missing`: the test is not measured any more | - | - | - |
-| `regressed`, `uncertain`, `stale` | - | - | replaces the baseline, but an `uncertain` time becomes one more run of it |
+| `regressed`, `uncertain`, `stale` | - | - | replaces the baseline, but an `uncertain` time is added to the stored runs |
 | `ok` for times | - | - | adds this run, and drops the oldest of more than ten runs |
-| `ok` for all other metrics | - | - | replaces the baseline if a byte, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
+| `ok` for all other metrics | - | - | replaces the baseline if a number of bytes, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
 | `over_budget`, and tests that failed by themselves or were skipped | - | - | - |
 
 If only `peak_reserved` differs, the baseline is not replaced. A detail of the environment is relevant if it affects one of
@@ -291,9 +291,9 @@ OPTIONS = (
     Option(
         "pack",
         kinds.FLAG,
-        "With pytest-xdist: tests share a GPU as far as their known peaks fit, the largest first. A peak is known "
-        "from a baseline or a budget. Other tests, and timed tests, have the GPU alone.",
-        details="With `--gpumem-device=cpu` the option is an error. The key is not: the session then says that nothing is "
+        "With pytest-xdist: run several tests on a GPU at the same time if their known peaks fit into its memory, the "
+        "largest first. A peak is known from a baseline or a budget. A timed test, or a test without a known peak, runs alone.",
+        details="With `--gpumem-device=cpu` the option is an error. The key is allowed, and the session prints that nothing is "
         "shared. See [packing](../concepts/processes.md#packing).",
     ),
 )

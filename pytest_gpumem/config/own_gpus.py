@@ -102,7 +102,7 @@ def _base(entry: Mapping[str, Any], place: str) -> Gpu:
         raise SettingsError(f"{place}.like: {error}") from None
     if base.count > 1:
         raise SettingsError(
-            f"{place}.like is {like!r}, expected a single GPU; {EMULATED}NAMEx{base.count} is then {base.count} of your GPUs"
+            f"{place}.like is {like!r}, expected a single GPU; {EMULATED}NAMEx{base.count} emulates {base.count} such GPUs"
         )
     if "capability" not in entry:
         return base

@@ -105,7 +105,7 @@ def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> st
         gpu = emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, settings.gpus)
     except ValueError:
         return nearest_device(word, list(devices))
-    return f"a GPU is emulated for the whole session: --gpumem-device={gpu.device}"
+    return f"to emulate a GPU for the whole session, use --gpumem-device={gpu.device}"
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:
@@ -118,8 +118,8 @@ def _check_below_root(item: pytest.Item, nodeid: str) -> None:
     root, path = item.config.rootpath, item.path
     above = os.path.commonpath([root, path.parent])
     raise BudgetError(
-        f"the test file {path} is outside of the root directory {root}, and the store needs its path below the root: add "
-        f"--rootdir={above}, and --gpumem-store=FOLDER if the store is not there"
+        f"the test file {path} is outside of the root directory {root}, and baselines are stored by the path below the root: "
+        f"add --rootdir={above}, and --gpumem-store=FOLDER if the store is in another folder"
     )
 
 

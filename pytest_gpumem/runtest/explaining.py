@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 COMPOSITION = frozenset({"composition", "explanation"})
 """The attributes of a `Measurement` which exist only if the step was explained.
 
-If the code of the test function reads ``measurement.composition``, its steps are explained. If the code that reads it is in
-another module, the test has to pass ``explain=True``.
+If the code of the test function reads ``measurement.composition``, its steps are explained. If only a function in another
+module reads the attribute, the test has to pass ``explain=True``.
 """
 
 

@@ -266,7 +266,7 @@ class Measuring:
             text = f"before this error: {'; '.join(clauses)}. The error may come from these reads and not from the code"
             item.add_report_section(when, "gpumem values", text)
         elif isinstance(error, AssertionError):
-            text = f"{no_values}: an assertion on larger ones says nothing here"
+            text = f"{no_values}, so an assertion about a larger tensor proves nothing here"
             item.add_report_section(when, "gpumem values", text)
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:

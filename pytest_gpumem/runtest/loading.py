@@ -57,7 +57,7 @@ def load(
 
     if not callable(factory):
         raise TypeError(
-            f"gpumem.load() measures a function that loads, and got {class_name(type(factory))}: "
+            f"gpumem.load() needs a function that loads an object, but got {class_name(type(factory))}: "
             "write gpumem.load(lambda: ...), so the object is loaded during the measurement"
         )
     device, random = run.device, RandomNumbers.current(run.device)

@@ -406,8 +406,8 @@ class TestRun:
             taken = {without_rank(name_taken) for name_taken in taken}
         if name in taken:
             raise ValueError(
-                f"this test already has a measurement called {name!r}, and each needs a baseline of its own; give it another "
-                "name"
+                f"this test already has a measurement called {name!r}, and every measurement needs its own baseline; give it "
+                "another name"
             )
         if name is not None and rank_in(name) is not None:
             raise ValueError(
@@ -430,7 +430,7 @@ class TestRun:
         parts = {f"{name} on {device.torch_device}" for name in names for device in self.device.everywhere}
         for name in parts.intersection(names) if self.device.others else ():
             raise ValueError(
-                f"the store uses the name {name!r} for the part of a measurement on one GPU; give it another name"
+                f"the store uses the name {name!r} for a measurement's figures on a single GPU; give it another name"
             )
 
     def explain_call(self) -> None:

@@ -147,7 +147,7 @@ class Controller:
             self._errors += [*self._selection.omitted, *skipped_files(self._selection.skipped)]
             self._selection = replace(self._selection, omitted=())
         self._errors += [
-            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
+            f"{result.verdict.nodeid} failed, but a plugin or conftest.py changed its outcome: {headline(why_failed(result))}"
             for result in self._results.rewritten()
             # Without a gate, a project's hooks are allowed to change a failed test's outcome, unless its verdict failed the
             # test.
@@ -172,7 +172,7 @@ class Controller:
         if session.testsfailed and self.report.passed:
             # The report must not show success if pytest fails for another reason, for example because the coverage is too
             # low.
-            self._errors.append("another plugin made the session red, and no test did")
+            self._errors.append("another plugin made the session red, although no test failed")
             self.report = replace(self.report, errors=tuple(self._errors))
         self._errors += self._files.write(self.report)
         # `write` returns an error for each unwritten file, so the report has further errors now.
@@ -225,7 +225,9 @@ class Controller:
             capture.suspend_global_capture(in_=True)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.write("\n")  # End the line with pytest's letters for -q, because pytest has not ended it.
+            reporter.write(
+                "\n"
+            )  # Under -q, pytest has written a line of progress letters without a newline, so end this line.
             self.pytest_terminal_summary(reporter)
             for line in failure_lines(self.report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
@@ -276,7 +278,7 @@ class Controller:
         The exit status for "no tests collected" is ignored, because a shard may contain no tests.
         """
         if self.report is not None and self.report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
-            error = f"pytest ended with exit status {int(status)}, and no test made it red"
+            error = f"pytest ended with exit status {int(status)}, although no test failed"
             self.report = replace(self.report, errors=(*self.report.errors, error))
             self._files.write(self.report)
 

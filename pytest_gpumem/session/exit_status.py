@@ -152,8 +152,8 @@ class EndOfProcess:
             if os.getpid() == self._process:
                 _stat(arguments[0])
                 pytest.fail(
-                    f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
-                    "the program by subprocess, or gate it in a session of its own",
+                    f"os.{execute.__name__} would replace this process with another program, which is not measured; start "
+                    "the program with subprocess, or gate it in its own session",
                     pytrace=False,
                 )
             execute(*arguments)
@@ -197,7 +197,7 @@ def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
     listing = _first_set(config, _LISTS)
     if listing is not None:
         # Editors list tests with these options, even if a project's settings switch the gate on.
-        return f"{_TYPED} gates nothing under {_LISTS[listing]}" if typed else None
+        return f"{_TYPED} has no effect with {_LISTS[listing]}" if typed else None
     report = session.report if session is not None else None
     return "pytest ended before any test was run" if report is None else report.why_red
 

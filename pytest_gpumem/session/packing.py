@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.registry import Devices
     from pytest_gpumem.gate.baseline import Budget
 
-WhyAlone = Literal["timed", "of unknown peak"]
+WhyAlone = Literal["timed", "with unknown peak"]
 """The reason why a test needs the whole GPU for itself."""
 
 
@@ -73,16 +73,18 @@ class Packed:
     def line(self) -> str:
         """Return the line about packing for a report.
 
-        For example, ``packing: 12 measured tests shared the GPU by known peaks; 1 had it alone (1 timed; the first is
+        For example, ``packing: 12 measured tests shared the GPU; 1 had the whole GPU (1 timed; the first is
         test_it.py::test_speed)``.
         """
-        parts = [f"{counted(self.sharing, 'measured test')} shared the GPU by known peaks"]
+        parts = [f"{counted(self.sharing, 'measured test')} shared the GPU"]
         if self.alone:
             reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for why, _ in self.alone).items())
-            parts.append(f"{len(self.alone)} had it alone ({reasons}; the first is {self.alone[0][1]})")
+            parts.append(f"{len(self.alone)} had the whole GPU ({reasons}; the first is {self.alone[0][1]})")
         if self.repeated:
             tests = ", ".join(sorted(self.repeated))
-            parts.append(f"{len(self.repeated)} ran once more with all of it, having needed more than known: {tests}")
+            parts.append(
+                f"{len(self.repeated)} ran again with the whole GPU, because they exceeded their known peak: {tests}"
+            )
         if not self.sharing and not self.alone:
             parts = []
         return f"packing: {'; '.join([*parts, *sorted(self.not_shared)]) or 'no measured test'}"
@@ -172,7 +174,7 @@ class Planner:
         slug = self._settings.compared_slug(self._slugs[device.name])
         entries = (self._store.find(test.key(name), slug) for name in self._store.names(slug, test.file, test.test))
         needed = needed_bytes(test.budget, [entry for entry in entries if isinstance(entry, Baseline)])
-        return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
+        return GpuShare(memory, needed, "with unknown peak" if needed is None else None, self._largest_need(test))
 
     def _largest_need(self, test: MeasuredTest) -> int | None:
         """Return a test's largest need in bytes, from its baselines on any device, or otherwise from its budget."""
@@ -188,5 +190,5 @@ class Planner:
 
 def _why_not_shared(device: Device) -> str:
     if device.environment().slug.startswith(EMULATED_SLUG):
-        return "an emulated GPU is each process's own without pytest-xdist: add -n 8, say"
-    return f"the {device.name} device has no memory that tests would have to share"
+        return "without pytest-xdist, each process has its own emulated GPU: add -n 8, for example"
+    return f"tests on the {device.name} device do not share a GPU"

@@ -121,7 +121,7 @@ class GpumemSession:
                 return ranks
             raise LaunchError(
                 f"this is {ranks.rank}, started by torchrun, and pytest-xdist (-n, --tx) would give its tests to processes "
-                "that are no ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
+                "that are not ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
             )
         except LaunchError as error:
             if self._gate_typed and self._worker is None:
@@ -172,7 +172,7 @@ class GpumemSession:
             return None
         return (
             f"gpumem: {self.settings.device}: bytes are those of torch's own allocator, values of large tensors are not "
-            "computed, times are not taken; tests that are not measured are deselected"
+            "computed, steps are not timed; tests that are not measured are deselected"
         )
 
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:

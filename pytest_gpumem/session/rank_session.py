@@ -94,8 +94,8 @@ class RankSession(OneProcess):
             if measured_on_one:
                 measuring_rank = "rank 0" if measured_on_one[0] in measured_on_first else str(rank)
                 return (
-                    f"only {measuring_rank} measures {measured_on_one[0]}, of rank 0 and {rank}, so the test cannot be gated. "
-                    "Give it the marker, or the fixture, on every rank"
+                    f"only {measuring_rank} measures {measured_on_one[0]}, and not both rank 0 and {rank}, so it cannot be "
+                    "gated. Give it the marker, or the fixture, on every rank"
                 )
         return None
 
@@ -106,7 +106,7 @@ class RankSession(OneProcess):
         nodeids = self.consensus.exchange(nodeid)
         for number, nodeid_of_rank in enumerate(nodeids):
             if nodeid_of_rank != nodeids[0]:
-                raise RankLost(f"{Rank(number, self.rank.world)} runs {nodeid_of_rank}, and rank 0 {nodeids[0]}")
+                raise RankLost(f"{Rank(number, self.rank.world)} runs {nodeid_of_rank}, but rank 0 runs {nodeids[0]}")
 
     def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
         return self._decided(RankEnd("judged", verdict), verdict, decide) or verdict

@@ -40,5 +40,5 @@ def check_store(store: Store, settings: Settings) -> None:
     if settings.against is not None and settings.against not in slugs:
         hint = nearest(settings.against, slugs) if slugs else "it is empty"
         raise pytest.UsageError(
-            f"--gpumem-against={settings.against}: the store has no baseline of that device; {hint}"
+            f"--gpumem-against={settings.against}: the store has no baseline for that device; {hint}"
         )

@@ -80,7 +80,9 @@ class StoreAtEnd:
         unlocked = self.store.change(changes.entries, changes.removals) if changes.any else None
         not_passed = len(results) - len(passed) - len(held_back)
         note = f"; {not_passed} not written, because the test failed or was skipped" if not_passed else ""
-        note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
+        note += (
+            f"; {len(held_back)} not written, because it may be a renamed test whose memory grew" if held_back else ""
+        )
         left_out = changes.times_left_out
         if left_out:
             note += f"; {not_compared_with(len(left_out), left_out[0])}"
