@@ -180,7 +180,7 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
             "gpumem.measure(lambda: torch.ones(9), name=5)",
             "TypeError: name=5: the name of a measurement is a string*name='5'",
         ),
-        ("gpumem.measure(lambda: torch.ones(9), name='')", "name='' is empty; leave it out"),
+        ("gpumem.measure(lambda: torch.ones(9), name='')", "name='' is empty; without this argument"),
         ("gpumem.measure(lambda: torch.ones(9), name='a' * 5000)", "has 5000 characters; * has at most 200"),
         ("gpumem.measure(lambda: torch.ones(9), name='a\\ud800')", "its character 2 is a lone surrogate*"),
         ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a string"),
