@@ -45,7 +45,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # pytest imports this package in every run, so names are imported only when they are used.
+    # pytest imports this package in every run. To keep this fast, a name is imported only when it is used.
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

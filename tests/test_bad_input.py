@@ -31,7 +31,7 @@ def usage_error(result: pytest.RunResult) -> str:
         ("device='gpu'", "device 'gpu': no such device; did you mean 'cuda'?", []),
         (
             "device='l4'",
-            "device 'l4': no such device; a GPU is emulated for the whole session: --gpumem-device=emulated:l4",
+            "device 'l4': no such device; to emulate a GPU for the whole session, use --gpumem-device=emulated:l4",
             [],
         ),
         (
@@ -178,12 +178,12 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
         ("[gpumem.measure(lambda: 0, name='a') for _ in '12']", "already has a measurement called 'a'"),
         (
             "gpumem.measure(lambda: torch.ones(9), name=5)",
-            "TypeError: name=5: the name of a measurement is a text*name='5'",
+            "TypeError: name=5: the name of a measurement is a string*name='5'",
         ),
-        ("gpumem.measure(lambda: torch.ones(9), name='')", "name='' is empty; leave it out"),
+        ("gpumem.measure(lambda: torch.ones(9), name='')", "name='' is empty; without this argument"),
         ("gpumem.measure(lambda: torch.ones(9), name='a' * 5000)", "has 5000 characters; * has at most 200"),
         ("gpumem.measure(lambda: torch.ones(9), name='a\\ud800')", "its character 2 is a lone surrogate*"),
-        ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a text"),
+        ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a string"),
         (
             "gpumem.loop().callback()",
             "gpumem.loop() returns a context manager. Write `with gpumem.loop() as training:`, and then `training.callback`*",

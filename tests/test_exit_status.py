@@ -139,7 +139,7 @@ def test_a_failure_that_was_reported_as_passed_is_told_and_never_written(grown):
     conftest(grown, ATTACKS["failed becomes passed"])
     result = gated(grown)
     result.stdout.fnmatch_lines(
-        ["gpumem: test_it.py::test_step failed, and a plugin or conftest.py reported otherwise: *"]
+        ["gpumem: test_it.py::test_step failed, but a plugin or conftest.py changed its outcome: *"]
     )
     (told,) = reported(grown)["results"]
     assert (told["failed"], told["passed"]) == (True, False)
@@ -200,7 +200,7 @@ def test_collecting_only_is_red_where_the_gate_was_typed_and_else_green(project)
     project.write(SMALL)
     typed = project.run("--gpumem-baseline", "-q", "--collect-only")
     assert typed.ret == pytest.ExitCode.TESTS_FAILED
-    typed.stderr.fnmatch_lines(["gpumem: the exit status is 1: --gpumem-baseline gates nothing under --collect-only"])
+    typed.stderr.fnmatch_lines(["gpumem: the exit status is 1: --gpumem-baseline has no effect with --collect-only"])
     project.settings("[tool.gpumem]\nbaseline = true\n")
     found = project.run("--collect-only", "-q")
     assert found.ret == 0
@@ -251,7 +251,7 @@ def test_a_session_that_another_plugin_makes_red_at_last_has_a_red_report(grown)
     assert gated(grown).ret == 7
     report = reported(grown)
     assert report["passed"] is False
-    assert report["errors"] == ["pytest ended with exit status 7, and no test made it red"]
+    assert report["errors"] == ["pytest ended with exit status 7, although no test failed"]
 
 
 def test_a_session_whose_report_passed_ends_green(grown):

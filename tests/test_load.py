@@ -232,7 +232,9 @@ def test_no_function(gpumem):
 """
     result = run(project, source, failed=2)
     result.stdout.fnmatch_lines(
-        ["E * TypeError: gpumem.load() measures a function that loads, and got dict: write gpumem.load(lambda: ...)*"]
+        [
+            "E * TypeError: gpumem.load() needs a function that loads an object, but got dict: write gpumem.load(lambda: ...)*"
+        ]
     )
 
 

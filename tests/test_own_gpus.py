@@ -62,7 +62,7 @@ def test_another_capability_has_limits_of_its_own(capability):
         ({"mine": {"like": "l41"}}, "here: gpus.mine.like: 'l41' is no GPU that can be emulated; did you mean"),
         (
             {"mine": {"like": "l4x2"}},
-            "here: gpus.mine.like is 'l4x2', expected a single GPU; emulated:NAMEx2 is then 2 of your GPUs",
+            "here: gpus.mine.like is 'l4x2', expected a single GPU; emulated:NAMEx2 emulates 2 such GPUs",
         ),
         ({"mine": {"like": 4}}, "here: gpus.mine.like is 4, expected a string"),
         (

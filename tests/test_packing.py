@@ -89,12 +89,12 @@ def test_workers_with_gpus_of_two_models_have_one_order(tmp_path, monkeypatch):
 
 
 def test_workers_of_a_session_tell_one_line():
-    alone = (("timed", "test_a.py::test_a"), ("of unknown peak", "test_a.py::test_b"))
+    alone = (("timed", "test_a.py::test_a"), ("with unknown peak", "test_a.py::test_b"))
     first, second = Packed(38, alone, frozenset({"test_c"})), Packed(38, alone, frozenset({"test_d"}))
     assert first.merged(second) == second.merged(first)
     assert first.merged(second).line() == (
-        "packing: 38 measured tests shared the GPU by known peaks; 2 had it alone (1 timed, 1 of unknown peak; the first is "
-        "test_a.py::test_a); 2 ran once more with all of it, having needed more than known: test_c, test_d"
+        "packing: 38 measured tests shared the GPU; 2 had the whole GPU (1 timed, 1 with unknown peak; the first is "
+        "test_a.py::test_a); 2 ran again with the whole GPU, because they exceeded their known peak: test_c, test_d"
     )
 
 
@@ -123,4 +123,4 @@ def test_in_the_settings_it_is_for_sessions_on_a_gpu_and_others_say_so(project, 
     project.write(SUITE)
     result = project.run(*workers)
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["*packing: the cpu device has no memory that tests would have to share"])
+    result.stdout.fnmatch_lines(["*packing: tests on the cpu device do not share a GPU"])

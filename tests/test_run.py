@@ -109,7 +109,7 @@ def test_a_script_is_gated_against_its_baseline(script, project):
     ("word", "said"),
     [
         ("fails", ["KeyError: 'no such file'", 'scripts/train.py", line {line}, in main']),
-        ("leaves", ["train.py left by sys.exit(1)"]),
+        ("leaves", ["train.py ended with sys.exit(1)"]),
     ],
 )
 def test_a_script_that_fails_is_blamed_and_what_was_measured_is_shown(script, word, said):
@@ -250,7 +250,7 @@ def test_a_script_that_ends_its_process_within_the_window_is_red_and_told(ending
         ("thread", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
         ("finally", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
         ("posix", "gpumem: os._exit(0) in train.py::run (call) ended the process"),
-        ("exec", "os.execv would replace this process by another program, which nothing measures"),
+        ("exec", "os.execv would replace this process with another program, which is not measured"),
         ("atexit", "KeyError"),
     ],
 )

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAFT = ".draft"
-"""Suffix of an unfinished file; its name begins with a dot."""
+"""Suffix of an incomplete temporary file. The file's name begins with a dot."""
 
 
 def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
-    """Write ``text`` as UTF-8 without changing line ends. A missing folder is created.
+    """Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
 
     Args:
-        path: The file. The function refuses to write if a link is in its place.
+        path: The file. If it is a symbolic link, the function raises an error.
         text: The content.
         root: A folder without links below it; the default is the file's folder. See `open_folder`.
-        errors: The treatment of lone surrogates, which UTF-8 cannot encode. By default they are written as Python's escapes.
-            With ``strict`` they are an error.
+        errors: Python's error handler for lone surrogates, which UTF-8 cannot encode. By default they are written as
+            escapes such as ``\udc80``. With ``strict`` they raise an error.
 
     Raises:
         OSError: The file cannot be written, or is a link.
@@ -37,10 +37,11 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
 
 @contextmanager
 def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield an empty file that replaces ``path`` at the end of the context, unless the context raises an exception.
+    """Yield an empty temporary file that replaces ``path`` at the end of the ``with`` block, unless the block raises an
+    exception.
 
     Args:
-        path: The file. A link in its place is refused. A missing folder is created.
+        path: The file to replace. If it is a symbolic link, the function raises an error. Missing folders are created.
         root: A folder without links below it; the default is the file's folder. See `open_folder`.
 
     Raises:
@@ -56,7 +57,7 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     with open_folder(root, folders, make=True) as folder:
         folder.refuse_link(name)
         draft = f".{name[:40]}.{secrets.token_hex(8)}{DRAFT}"
-        # The system removes the permissions in the process's umask.
+        # The operating system removes the permissions in the process's umask from 0o666.
         descriptor = folder.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor

@@ -1,7 +1,7 @@
 """Find the name for this package's command: ``gpumem``, or ``pytest-gpumem`` if another package owns ``gpumem``.
 
-The package index has another package ``gpumem`` with a command of the same name. This module reads the command's file and never
-runs it.
+PyPI has another package called ``gpumem``, with a command of the same name. To find out to which package a command belongs,
+this module reads the command's file and never runs it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 SHORT, LONG = "gpumem", "pytest-gpumem"
 _MOST_BYTES = 2**20
-"""The most bytes to read from a command. A script has some hundred bytes. A launcher on Windows has 100,000 bytes, and its
-script comes last."""
+"""The maximum size of a command's file. Larger files are not read. A script has a few hundred bytes. A launcher on Windows
+has about 100,000 bytes, and its script is at the end of the file."""
 _OURS = re.compile(rb"pytest[_-]gpumem")
 _IMPORT = re.compile(rb"^from ([\w.]+) import ", re.MULTILINE)
 _PYTHON = re.compile(rb"#![^\n]*python", re.IGNORECASE)
@@ -27,26 +27,28 @@ class OtherCommand:
 
     path: str
     module: str | None = None
-    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script imports no module."""
+    """The module that the command's script imports, for example ``gpumem.cli``; ``None`` if the script imports no module."""
 
 
 @functools.cache
 def command_name() -> str:
-    """Return the name to type for this package's command, for hints in messages."""
+    """Return the name of this package's command, for hints in messages: ``gpumem`` or ``pytest-gpumem``."""
     return SHORT if other_command() is None else LONG
 
 
 def other_command() -> OtherCommand | None:
-    """Return the first ``gpumem`` on the path if it belongs to another package; otherwise ``None``."""
+    """Return the first ``gpumem`` in the folders of ``PATH`` if this command belongs to another package; otherwise
+    ``None``.
+    """
     path = shutil.which(SHORT)
     return None if path is None else other_in(path, _content(Path(path)))
 
 
 def other_in(path: str, content: bytes) -> OtherCommand | None:
-    """Return the command at ``path`` if its content shows that it belongs to another package. Pure.
+    """Return the command at ``path`` if its content shows that it belongs to another package; otherwise ``None``.
 
-    A Python script belongs to another package unless it names this package. Other kinds of files do not show their package. For
-    example, a version manager's shim starts a command from any package.
+    A Python script without the name of this package belongs to another package. Other kinds of files do not show to which
+    package they belong. For example, a version manager's shim can start a command from any package.
     """
     if _OURS.search(content):
         return None
@@ -57,9 +59,9 @@ def other_in(path: str, content: bytes) -> OtherCommand | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a command; ``b""`` if it is not a readable file, or is too large for a script."""
+    """Return the content of a command's file; ``b""`` if the file cannot be read, or is too large for a script."""
     try:
-        # Reading a named pipe on the path would wait for a writer.
+        # Read only regular files, because reading a named pipe would wait for a writer.
         return path.read_bytes() if path.is_file() and path.stat().st_size <= _MOST_BYTES else b""
     except OSError:
         return b""

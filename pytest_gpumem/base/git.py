@@ -1,4 +1,4 @@
-"""Run git in a folder: a single command with its output, or a batch for many objects."""
+"""Run git commands in a folder, and read their output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _SET_BY_HOOKS = frozenset(
 
 
 class GitError(Exception):
-    """A git command failed; the message has the reason."""
+    """Raised if a git command failed. The message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A revision by its name and its commit. ``str()`` of ``Revision("main", "4f2c1a9...")`` is ``"main (4f2c1a9)"``."""
+    """A name for a commit, such as a branch, with the commit's hash.
+
+    The text of ``Revision("main", "4f2c1a9...")`` is ``"main (4f2c1a9)"``.
+    """
 
     name: str
     """The name as the user typed it: a branch, a tag or a hash."""
@@ -42,22 +45,25 @@ class Revision:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables that git sets for hooks, so git works in its current folder."""
+    """Return ``os.environ`` without the variables that git sets for its hooks, such as ``GIT_DIR``.
+
+    So git uses the repository in its current folder.
+    """
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
 
 def git_environment() -> dict[str, str]:
-    """Return `plain_environment` with a variable that prevents git from asking for a password."""
+    """Return `plain_environment` with ``GIT_TERMINAL_PROMPT=0``, so git does not ask for a password."""
     return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Return git's output: ``git(folder, "rev-parse", "HEAD")``. Raises `GitError`."""
+    """Run git in ``folder`` and return its output, for example ``git(folder, "rev-parse", "HEAD")``. Raises `GitError`."""
     return _output(folder, arguments).decode("utf-8", "surrogateescape")
 
 
 def is_shallow(folder: Path) -> bool:
-    """Return whether the clone around ``folder`` lacks old commits. Raises `GitError`."""
+    """Return whether ``folder`` is in a shallow clone, which lacks old commits. Raises `GitError`."""
     return git(folder, "rev-parse", "--is-shallow-repository").strip() == "true"
 
 
@@ -85,9 +91,10 @@ def restoring_command(folder: Path) -> str | None:
 
 
 def default_branch(folder: Path) -> str:
-    """Return the target branch for changes.
+    """Return the branch into which changes are merged.
 
-    The target is ``origin``'s default branch, otherwise ``main`` or ``master``, otherwise the checked-out branch.
+    This is ``origin``'s default branch. If ``origin`` has none, it is ``main`` or ``master``. If neither exists, it is the
+    checked-out branch.
     """
     with suppress(GitError):
         return git(folder, "symbolic-ref", "--short", "refs/remotes/origin/HEAD").strip().partition("/")[2]
@@ -101,20 +108,21 @@ def default_branch(folder: Path) -> str:
 
 
 def changed_files(folder: Path, base: str) -> frozenset[str] | None:
-    """Return the files in a pull request's diff, relative to ``folder``; files outside ``folder`` are left out.
+    """Return the files in ``folder`` that a pull request changes, as paths from ``folder``.
 
     Args:
-        folder: A folder in a checkout of the pull request's branch or merge.
-        base: The branch to merge into. Example: ``main``.
+        folder: A folder in a checkout of the pull request's branch, or of its merge commit.
+        base: The branch into which the pull request is merged. Example: ``main``.
 
     Returns:
-        Paths such as ``tests/test_gpt.py``; ``None`` if the clone has neither the branch ``base`` of ``origin`` nor the first
-        parent of the merge.
+        Paths such as ``tests/test_gpt.py``; ``None`` if the clone has neither the branch ``base`` from ``origin`` nor the
+        first parent of the merge commit.
     """
     with suppress(GitError):
         return _differing(folder, f"refs/remotes/origin/{base}...HEAD")
     with suppress(GitError):
-        # `actions/checkout` fetches only the merge. Its first parent is the branch, which `fetch-depth: 2` fetches as well.
+        # `actions/checkout` fetches only the merge commit. Its first parent is the tip of `base`, which `fetch-depth: 2`
+        # fetches as well.
         git(folder, "rev-parse", "--verify", "--quiet", "HEAD^2")
         return _differing(folder, "HEAD^1", "HEAD")
     return None
@@ -126,11 +134,11 @@ def _differing(folder: Path, *revisions: str) -> frozenset[str]:
 
 
 def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
-    """Return the bytes of blobs, by name.
+    """Return the contents of blobs (git's objects for files), by object name.
 
     Args:
         folder: A folder in the checkout.
-        objects: The full names of the blobs (40 or 64 hex digits).
+        objects: The full object names, with 40 or 64 hex digits.
 
     Raises:
         GitError: git failed, or the clone lacks a blob.
@@ -154,13 +162,13 @@ def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
 
 
 def _output(folder: Path, arguments: tuple[str, ...], stdin: bytes = b"", seconds: float | None = None) -> bytes:
-    """Return git's standard output. Raises `GitError`, also after ``seconds``."""
+    """Return git's standard output. Raises `GitError` if git fails or takes longer than ``seconds``."""
     try:
         process = subprocess.run(
             ["git", *arguments],
             cwd=folder,
             env=git_environment(),
-            # Always pass an input, even an empty one, because git must not wait for a terminal.
+            # Always pass an input, even if it is empty, because otherwise git may wait for input from the terminal.
             input=stdin,
             capture_output=True,
             check=False,

@@ -1,9 +1,10 @@
-"""Open folders by descriptors, so no symbolic link below a root is followed, even if somebody creates a link meanwhile.
+"""Open folders by file descriptors, so no symbolic link below a root folder is followed, even if somebody creates a link at
+the same time.
 
-A stranger's branch can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If the path were
-checked first and opened later, somebody could create the link in between. So each folder is opened relative to its parent, by
-``dir_fd`` and ``O_NOFOLLOW``. Windows
-lacks both, so there each name is checked before it is opened.
+A branch from somebody else can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If this
+module checked a path first and opened it later, somebody could create the link in between. So each folder is opened
+relative to its parent, with ``dir_fd`` and ``O_NOFOLLOW``. Windows has neither, so each name is checked just before it is
+opened.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _HAS_DESCRIPTORS = {os.open, os.mkdir, os.rename, os.rmdir, os.stat, os.unlink} <= os.supports_dir_fd
 _OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-# Opening a named pipe would wait for a writer.
+# Without O_NONBLOCK, opening a named pipe would wait for a writer.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _JUNCTION = 0xA0000003
@@ -29,11 +30,11 @@ _JUNCTION = 0xA0000003
 
 
 class SymbolicLinkError(OSError):
-    """Error for a symbolic link in the place of a file or folder. Its text, also in ``strerror``, is a sentence.
+    """Raised if a path is a symbolic link instead of a file or folder. ``str()`` and ``strerror`` are the same sentence.
 
     Args:
         path: The link.
-        mend: The remedy, as a clause.
+        mend: The remedy as a clause, for example ``"remove it"``.
     """
 
     def __init__(self, path: Path, mend: str = "remove it") -> None:
@@ -44,11 +45,12 @@ class SymbolicLinkError(OSError):
 
 
 class OpenFolder:
-    """An open folder. Names are looked up in this folder, even if its path leads elsewhere by now.
+    """An open folder. Its methods look up names in this folder, even if the path leads to another folder in the meantime.
 
     Args:
         path: The folder's path, for messages.
-        descriptor: The folder's descriptor; ``None`` on systems that cannot look up names by a descriptor.
+        descriptor: The folder's file descriptor; ``None`` on systems that cannot look up names in a folder by its
+            descriptor.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
@@ -56,7 +58,10 @@ class OpenFolder:
         self._descriptor = descriptor
 
     def status(self, name: str) -> os.stat_result:
-        """Return the status of a name. A link's status is that of the link itself. Raises ``OSError``."""
+        """Return the status of the file ``name``.
+
+        If it is a link, return the status of the link itself. Raises ``OSError``.
+        """
         with self._errors_named(name):
             return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
 
@@ -68,19 +73,19 @@ class OpenFolder:
                 raise SymbolicLinkError(self.path / name)
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Return a new descriptor of the file ``name``. Raises ``OSError``, also for a link."""
+        """Open the file ``name`` and return its file descriptor. Raises ``OSError``, also if the file is a link."""
         self.refuse_link(name)
         with self._errors_named(name):
             return os.open(self._at(name), flags | _OPEN | _NO_LINK, mode, dir_fd=self._descriptor)
 
     def read_text(self, name: str, most: int) -> str:
-        """Return the UTF-8 text of a file. Each line ends in one character, a newline.
+        """Return the UTF-8 text of a file. Every line end in the text is a newline character.
 
         Raises:
             OSError: The file is a link, a named pipe or a device, or has more than ``most`` bytes.
             UnicodeDecodeError: The file is not UTF-8.
         """
-        # Opening a device can have effects.
+        # Check before opening the file, because opening a device file can have side effects.
         self._check_regular(name, self.status(name))
         with open(self.open(name, _READ), encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             status = os.fstat(file.fileno())
@@ -90,7 +95,10 @@ class OpenFolder:
             return file.read()
 
     def replace(self, name: str, by: str) -> None:
-        """Replace the file ``name`` by the file ``by``. If ``name`` is a link, the link itself is replaced."""
+        """Rename the file ``by`` to ``name``, and replace an existing file.
+
+        If ``name`` is a link, the link itself is replaced.
+        """
         with self._errors_named(name):
             os.replace(self._at(by), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
@@ -105,7 +113,7 @@ class OpenFolder:
             os.rmdir(self._at(name), dir_fd=self._descriptor)
 
     def folder(self, name: str, *, make: bool) -> OpenFolder:
-        """Open a subfolder. Raises ``OSError``, also for a link."""
+        """Open a subfolder. Raises ``OSError``, also if the subfolder is a link."""
         if name in ("", ".", "..") or Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a folder")
         if make:
@@ -116,7 +124,8 @@ class OpenFolder:
             return _opened(self.path / name, self._at(name), self._descriptor, _NO_LINK)
 
     def make_private(self, *, refuse_shared: bool) -> None:
-        """Let only this user enter the folder. Systems without user ids check nothing.
+        """Let only this user enter the folder, by its permissions. Systems without user ids, such as Windows, change
+        nothing.
 
         Args:
             refuse_shared: Whether to refuse a folder that other users could write to before, because its files are loaded
@@ -160,7 +169,7 @@ class OpenFolder:
 
     @contextmanager
     def _errors_named(self, name: str) -> Iterator[None]:
-        """Add the whole path to errors, because errors from a descriptor only have the name."""
+        """Put the whole path into an ``OSError``, because the original error has only the file's name."""
         try:
             yield
         except OSError as error:
@@ -169,15 +178,15 @@ class OpenFolder:
 
 @contextmanager
 def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder below ``root``. The root itself may be a link, but no folder below it.
+    """Open a folder below ``root``. The root itself may be a symbolic link, but the folders below the root may not.
 
     Args:
         root: A trusted folder, for example the root of a store.
-        below: The names of the folders from the root: ``("cpu-x86_64", "tests")``.
-        make: Whether to make missing folders.
+        below: The names of the folders on the path from the root: ``("cpu-x86_64", "tests")``.
+        make: Whether to create missing folders.
 
     Raises:
-        OSError: A folder cannot be opened, or is a link.
+        OSError: A folder cannot be opened, or is a symbolic link.
     """
     if make:
         root.mkdir(parents=True, exist_ok=True)
@@ -194,7 +203,7 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
 
 @contextmanager
 def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder for this user only, and make it if it does not exist.
+    """Open a folder that only this user can enter, and create it if it does not exist.
 
     Args:
         path: The folder. Its parent exists and is trusted.
@@ -202,7 +211,7 @@ def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenF
                 or run.
 
     Raises:
-        OSError: The folder is a link, belongs to another user, or other users could write to it.
+        OSError: The folder is a symbolic link, belongs to another user, or could be written to by other users.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

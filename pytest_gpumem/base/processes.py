@@ -1,7 +1,7 @@
-"""Run commands in process groups of their own, and end the whole group after a signal.
+"""Run each command in its own process group, and end the whole group after a signal.
 
-Signals such as Ctrl-C are recorded, and checked while a command runs. So the command ends in order, even after a second
-Ctrl-C.
+A signal such as Ctrl-C is only recorded. While a command runs, the program checks several times a second whether a signal
+has come, and then ends the command. So the cleanup is complete, even after a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
-"""Time for a process to end by itself before it is killed."""
+"""After a signal, a process has this many seconds to end by itself before it is killed."""
 
 
 class StopSignal(Exception):
-    """Raised after a signal has asked the program to end."""
+    """Raised after a signal (such as SIGINT) that asks the program to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_status = 128 + signum
-        """The usual exit status in shells for the signal: 130 for SIGINT."""
+        """A shell's exit status for this signal: 130 for SIGINT."""
 
 
 class Stop:
-    """The first signal that asked the program to end, if any has come."""
+    """The recorded signal that asks the program to end, if any has come."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
 
     def record(self, signum: int, _frame: FrameType | None = None) -> None:
-        """Record a signal. Only the first counts."""
+        """Record a signal. Later signals are ignored."""
         if self.signum is None:
             self.signum = signum
 
@@ -56,9 +56,9 @@ class Stop:
 
 @contextmanager
 def recorded_signals() -> Iterator[Stop]:
-    """Within the context, record signals that ask the program to end, so they do not interrupt any code."""
+    """Within the context, record signals that ask the program to end, so these signals do not interrupt any code."""
     stop = Stop()
-    # Only the main thread can handle signals. Ignored signals, for example by nohup, stay ignored.
+    # Only the main thread can handle signals. Ignored signals stay ignored. For example, nohup ignores SIGHUP.
     is_main_thread = threading.current_thread() is threading.main_thread()
     signums = [signum for signum in _SIGNALS if is_main_thread and signal.getsignal(signum) is not signal.SIG_IGN]
     previous_handlers = {signum: signal.signal(signum, stop.record) for signum in signums}
@@ -82,13 +82,13 @@ def run(
     """Run a command to its end, or until a signal comes.
 
     Args:
-        command: The words of the command, or a text for the shell.
-        folder: The folder to run in.
+        command: The command as a list of words, or as a text for the shell.
+        folder: The folder in which the command runs.
         environment: The environment of the command.
-        output: The file to append its output to.
+        output: The file to which the command's output is appended.
         stop: The recorded signals.
-        errors: The file to append its standard error to; by default ``output``.
-        tick: Called a few times a second.
+        errors: The file to which the command's standard error is appended; by default ``output``.
+        tick: A function called a few times a second while the command runs.
 
     Returns:
         The exit status, which is negative if a signal ended the command.
@@ -109,7 +109,8 @@ def run(
             stdout=file,
             stderr=error_file,
             shell=isinstance(command, str),
-            # Only this process gets Ctrl-C from the terminal. Then it ends the command.
+            # In a new session, the command does not get Ctrl-C from the terminal. This process gets it, and ends the
+            # command.
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
@@ -129,11 +130,14 @@ def run(
 
 
 _PR_SET_PDEATHSIG = 1
-"""Option of Linux's ``prctl(2)`` to set the signal for a process when its parent has ended."""
+"""An option of Linux's ``prctl(2)``: the process gets a signal when its parent ends."""
 
 
 def _prctl() -> Callable[[int, int], int] | None:
-    """Return Linux's ``prctl``, looked up before any fork; ``None`` on other systems."""
+    """Return Linux's ``prctl``, or ``None`` on other systems.
+
+    The function is looked up at import, because a forked process must not load a library.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
@@ -144,22 +148,20 @@ _PRCTL = _prctl()
 
 
 def end_with_parent() -> None:
-    """Let the system kill this process when its parent ends, because a parent that ``kill -9`` ended cannot kill its
-    children.
-    """
+    """Let Linux kill this process when its parent ends, because a parent that gets ``kill -9`` cannot kill its children."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
-    """End a process and its children with the received signal, or with SIGTERM. After 3 s they are killed.
+    """End a process and its children with the received signal, or with SIGTERM. If they still run after 3 s, kill them.
 
-    pytest reacts to the signal and reports its measurements so far.
+    A pytest process uses these seconds to report its measurements so far.
 
     Args:
         leader: The id of the process and its process group.
         stop: The recorded signal.
-        wait: Waits for the end of the process. The argument is the most seconds to wait.
+        wait: Waits for the end of the process. Its argument is the maximum number of seconds.
     """
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM if stop.signum is None else stop.signum)

@@ -1,4 +1,4 @@
-"""Rules for terminals: whether output is coloured, and whether a line can be redrawn."""
+"""Decide whether output is coloured, and whether a line on the terminal can be redrawn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def wants_colour(environment: Mapping[str, str]) -> bool | None:
-    """Return whether output is coloured; ``None`` if no rule applies, so a terminal gets colours and a file does not.
+    """Return whether environment variables switch colours on or off; ``None`` if they do neither. In that case, only a
+    terminal gets colours.
 
-    The rules and their order are pytest's: ``PY_COLORS`` is 1 or 0, ``NO_COLOR`` or ``FORCE_COLOR`` is not empty, ``TERM`` is
-    ``dumb``. For example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.
+    As in pytest, the variables are checked in this order: ``PY_COLORS`` (0 or 1), ``NO_COLOR`` and ``FORCE_COLOR`` (not
+    empty), ``TERM`` (``dumb``). For example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.
     """
     if environment.get(PY_COLORS) in ("0", "1"):
         return environment[PY_COLORS] == "1"
@@ -28,7 +29,7 @@ def wants_colour(environment: Mapping[str, str]) -> bool | None:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Return whether a written line can be replaced. This is impossible in a file, or if ``TERM`` is
+    """Return whether a line that was already written can be replaced. This is impossible in a file, or if ``TERM`` is
     ``dumb``.
     """
     return stream.isatty() and os.environ.get(TERM) != "dumb"

@@ -1,4 +1,4 @@
-"""Read TOML from strangers: store files and pyproject.toml."""
+"""Read TOML files with untrusted content: store files and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ else:
     import tomli as tomllib
 
 _FEW_PARTS = 16
-"""A key with at most this number of parts is not checked, because parsing it is fast. This package's keys have at most 4
-parts."""
+"""A dotted key such as ``a.b.c`` with at most this number of parts is not checked, because parsing it is fast. This
+package's keys have at most 4 parts."""
 _MOST_WORK = 2_000_000
-"""The limit for the number of parts in all keys, multiplied by the parts in the longest key. The limit bounds the
-parser's time to about 0.5 s.
+"""The upper limit for a product: the number of parts in all keys times the number of parts in the longest key. With this
+limit, parsing takes at most about 0.5 s.
 
-For example, the parser took 100 s for a key with 50,000 parts, in a file of 100 kB. Keys of other tools in pyproject.toml may
-be longer than this package's keys: a key with 100 parts in a file with 20,000 parts is read.
+For example, the parser took 100 s for a key with 50,000 parts, in a file of 100 kB. The limit allows long keys of other
+tools in pyproject.toml. For example, a key with 100 parts in a file with 20,000 parts is accepted.
 """
-# Match comments and strings, because their dots do not separate parts of a key. An unfinished string ends with the text.
+# Match comments and strings, because dots in them do not separate parts of a key. A string without a closing quote extends
+# to the end of its line or of the text.
 _OPAQUE = re.compile(
     r"""\#[^\n]*
     |\"{3}(?:[^\\]|\\.)*?(?:\"{3,5}|\Z)
@@ -34,7 +35,7 @@ _BETWEEN_KEYS = re.compile(r"[\n,={}\[\]]+")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """Return the content of a TOML text.
+    """Parse a TOML text.
 
     Raises:
         ValueError: The text is not TOML, is nested too deeply, or contains a number or a dotted key that is too long.

@@ -1,4 +1,4 @@
-"""Convert sizes, ratios, rates and durations between the texts that people write and read, and numbers.
+"""Convert sizes, ratios, rates and durations from text to numbers and from numbers to text.
 
 ``GB`` is always 10**9 bytes and ``GiB`` is always 2**30 bytes (IEC 80000-13). For example, ``parse_size("6.5 GB")`` is
 6,500,000,000, and ``format_bytes(6_500_000_000, "iec")`` is ``"6.05 GiB"``.
@@ -18,9 +18,9 @@ SYSTEMS: dict[UnitSystem, tuple[int, tuple[str, ...]]] = {
     "si": (1000, ("B", "kB", "MB", "GB", "TB")),
     "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB")),
 }
-"""Base and units of each system."""
+"""The factor between two neighbouring units, and the units, for each system."""
 SIZES = {name: base**power for base, names in SYSTEMS.values() for power, name in enumerate(names)}
-"""Bytes by unit."""
+"""The number of bytes in each unit: ``SIZES["kB"]`` is 1000."""
 _SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
 _COUNTS = ("", "k", "M", "G", "T")
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
@@ -31,7 +31,8 @@ _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*
 
 
 def nearest(word: str, valid: list[str]) -> str:
-    """Return a clause that names the closest valid word, or all valid words if no word is close.
+    """Return a clause for an error message about a wrong ``word``: the most similar valid word, or all valid words if none
+    is similar.
 
     For example, ``nearest("max_bg", ["max_gb", "device"])`` is ``"did you mean 'max_gb'?"``.
     """
@@ -40,7 +41,7 @@ def nearest(word: str, valid: list[str]) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun: ``counted(1, "test")`` is ``"1 test"``, ``counted(3, "test")`` is ``"3 tests"``.
+    """Return a number and a noun: ``counted(1, "test")`` is ``"1 test"``, ``counted(3, "test")`` is ``"3 tests"``.
 
     The default plural is the noun with an s. ``counted(3, "test has", "tests have")`` is ``"3 tests have"``.
     """
@@ -48,14 +49,16 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def word_form(count: int, singular: str, plural: str) -> str:
-    """Return the singular or plural for a number: ``word_form(1, "removes it", "removes them")`` is ``"removes it"``."""
+    """Return ``singular`` if ``count`` is 1, otherwise ``plural``: ``word_form(1, "removes it", "removes them")`` is
+    ``"removes it"``.
+    """
     return singular if count == 1 else plural
 
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
 
-    Raises ``ValueError`` for a missing or unknown unit, a negative number, or any other text.
+    Raises ``ValueError`` if the unit is missing or unknown, the number is negative, or the text is not a size.
     """
     number, unit = _quantity(text)
     if not number:
@@ -71,7 +74,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gigabytes(number: float) -> int:
-    """Return the bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
+    """Return the bytes in a number of GB (10**9 bytes). Raises ``ValueError`` if the number is negative or not finite."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"{number!r} is not a number of GB; {_as_gigabytes(number)}")
     if number < 0:
@@ -80,9 +83,9 @@ def parse_gigabytes(number: float) -> int:
 
 
 def _as_gigabytes(value: object) -> str:
-    """Return the remedy for a wrong number of GB.
+    """Return a correction for a wrong number of GB, as a clause.
 
-    For example, ``"60 MB"`` gives ``write 0.06, or use max_memory='60 MB'``.
+    For example, the correction for ``"60 MB"`` is ``write 0.06, or use max_memory='60 MB'``.
     """
     number, unit = _quantity(value)
     if number and not unit:
@@ -102,7 +105,7 @@ def _whole(count: float, shown: str, noun: str) -> int:
 
 
 def parse_ratio(text: str) -> float:
-    """Return the ratio of a percentage such as ``"2 %"`` (0.02).
+    """Return a percentage as a ratio: ``"2 %"`` is 0.02.
 
     Raises ``ValueError`` if the percent sign is missing or the number is negative.
     """
@@ -115,7 +118,7 @@ def parse_ratio(text: str) -> float:
 
 
 def _as_percentage(value: object) -> str:
-    """Return the probable percentage for a value: ``"2 %"`` for 0.02 and for 2."""
+    """Return a percentage to suggest for a wrong value: ``"2 %"`` for both 0.02 and 2."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     if isinstance(value, str) and _quantity(value)[0] and not _quantity(value)[1]:
         number = float(_quantity(value)[0])
@@ -125,14 +128,19 @@ def _as_percentage(value: object) -> str:
 
 
 def _quantity(text: object) -> tuple[str, str]:
-    """Return number and unit: ``("6.5", "GB")`` for ``"6.5 GB"``. A missing part is an empty string."""
+    """Split a text into number and unit: ``"6.5 GB"`` becomes ``("6.5", "GB")``.
+
+    A missing number or unit is an empty string.
+    """
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     return (match["number"], match["unit"] or "") if match is not None else ("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputLimit:
-    """A least amount per second. ``of`` is its unit: ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``."""
+    """A lower limit for the throughput: ``amount`` per second, in the unit ``of`` (``"samples"``, ``"tokens"``, ``"steps"``
+    or ``"items"``).
+    """
 
     amount: float
     of: str
@@ -145,7 +153,10 @@ RATES = ("samples", "tokens", "steps", "items")
 
 
 def parse_rate(text: str) -> ThroughputLimit:
-    """Return the rate of ``"1200 samples/s"`` or ``"3.5e4 tokens/s"``. Raises ``ValueError`` for anything else."""
+    """Return the rate in a text such as ``"1200 samples/s"`` or ``"3.5e4 tokens/s"``.
+
+    Raises ``ValueError`` for any other text.
+    """
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         typed = _amount(text)
@@ -161,13 +172,16 @@ def parse_rate(text: str) -> ThroughputLimit:
 
 
 def _amount(value: object) -> str | None:
-    """Return a positive number without a unit; ``None`` for any other value."""
+    """Return the text of ``value`` if it is a positive number without a unit; otherwise ``None``."""
     number, unit = _quantity(str(value)) if not isinstance(value, bool) else ("", "")
     return number if number and not unit and float(number) > 0 else None
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for 0 and other texts."""
+    """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``.
+
+    Raises ``ValueError`` for 0 and for any other text.
+    """
     number, unit = _quantity(text)
     scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(unit)
     if scale is None:
@@ -181,13 +195,13 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(count: int, system: UnitSystem = "si") -> str:
-    """Return ``"8.12 GB"``: two decimals in the largest unit that keeps the number at one or more."""
+    """Return a size as text, for example ``"8.12 GB"``, in the largest unit in which the number is at least 1."""
     return _in_largest_unit(count, *SYSTEMS[system])
 
 
 def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
     sign, value, power = ("-" if count < 0 else ""), float(abs(count)), 0
-    # Let the rounded value decide the unit. Otherwise 999.995 kB would be shown as "1000.00 kB".
+    # Choose the unit by the rounded value. Otherwise 999.995 kB would be shown as "1000.00 kB".
     while power < len(names) - 1 and (round(value, 2) if power else value) >= base:
         value /= base
         power += 1
@@ -195,7 +209,7 @@ def _in_largest_unit(count: int, base: int, names: tuple[str, ...]) -> str:
 
 
 def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
-    """Return a signed size: ``"+1.19 GB"``, ``"-3 B"``."""
+    """Return a size with its sign: ``"+1.19 GB"``, ``"-3 B"``."""
     return ("+" if change >= 0 else "") + format_bytes(change, system)
 
 
@@ -203,12 +217,18 @@ _HUNDREDFOLD = 99
 
 
 def is_percentage(ratio: float) -> bool:
-    """Return whether to show a change in percent. Larger changes are shown as factors: nobody reads ``"+6291456.0 %"``."""
+    """Return whether to show a change in percent.
+
+    Larger changes are shown as factors, because nobody can read ``"+6291456.0 %"``.
+    """
     return ratio < _HUNDREDFOLD or ratio == float("inf")
 
 
 def format_ratio(ratio: float) -> str:
-    """Return a signed percentage with one decimal, ``"+14.7 %"``. A hundredfold or more is a factor, ``"62,915 times"``."""
+    """Return a percentage with its sign and one decimal: ``"+14.7 %"``.
+
+    If the value grew a hundredfold or more, return a factor: ``"62,915 times"``.
+    """
     return f"{ratio * 100:+.1f} %" if is_percentage(ratio) else f"{ratio + 1:,.0f} times"
 
 
@@ -231,17 +251,22 @@ def format_count(count: int) -> str:
 
 
 def format_large_count(count: int) -> str:
-    """Return ``"1.19 M"``: two decimals in the largest unit that keeps the number at one or more."""
+    """Return ``"1.19 M"``: two decimals in the largest unit in which the number is at least 1."""
     return _in_largest_unit(count, 1000, _COUNTS).rstrip()
 
 
 def format_flops(count: int) -> str:
-    """Return ``"1.23 GFLOP"``: two decimals in the largest unit that keeps the number at one or more."""
+    """Return a number of FLOPs as text, for example ``"1.23 GFLOP"``, in the largest unit in which the number is at least
+    1.
+    """
     return _in_largest_unit(count, 1000, _FLOPS)
 
 
 def whole_number(value: object, least: int = 1) -> int:
-    """Return a whole number from a number or its text. Raises ``ValueError`` if it is less than ``least``."""
+    """Convert a value such as ``8`` or ``"8"`` to an ``int``.
+
+    Raises ``ValueError`` if it is not a whole number, or less than ``least``.
+    """
     try:
         count = int(str(value))
     except ValueError:
@@ -252,7 +277,7 @@ def whole_number(value: object, least: int = 1) -> int:
 
 
 def number(value: object) -> float:
-    """Return a float from a number or its text. Raises ``ValueError`` for other values."""
+    """Convert a value such as ``0.5`` or ``"0.5"`` to a ``float``. Raises ``ValueError`` if it is not a number."""
     try:
         return float(str(value).encode("ascii"))
     except ValueError:

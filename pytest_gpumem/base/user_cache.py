@@ -1,7 +1,7 @@
-"""Make and check this package's folder in the user's cache, which contains libraries, programs and kernels to run.
+"""Create and check this package's folder in the user's cache. Programs in it are run, and libraries are loaded.
 
-So no other user may be able to put a file into this folder. Another user could do this, for example, if ``XDG_CACHE_HOME`` is
-``/tmp``, or if root runs with the home folder of another user.
+So other users must not be able to write files into this folder. For example, they could if ``XDG_CACHE_HOME`` is ``/tmp``,
+or if root runs a command with ``HOME`` set to another user's folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
 
 
 class CacheError(Exception):
-    """Error for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
+    """Raised for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
 
 
 def cache_root() -> Path:
-    """Return the path of the cache, which is not checked: ``~/.cache/pytest-gpumem`` on Linux."""
+    """Return the path of the cache, by default ``~/.cache/pytest-gpumem`` on Linux. The folder may be missing or unsafe."""
     import platformdirs
 
     chosen = os.environ.get(CACHE)
@@ -32,23 +32,23 @@ def cache_root() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder in the cache if it does not exist, after a check that only this user can change the cache.
+    """Check that only this user can change the cache, and create a folder in the cache if it does not exist.
 
     Args:
         folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. Its parent is the cache.
 
     Raises:
-        CacheError: The cache cannot be made, is a link, belongs to another user, or other users could write to it or replace
-            it.
+        CacheError: The cache cannot be created, is a symbolic link, belongs to another user, or could be changed or
+            replaced by other users.
     """
     root = folder.parent
     try:
-        # If a file is in the place of a folder, opening it raises the error.
+        # Ignore an existing file here, because opening it as a folder raises the error below.
         with suppress(FileExistsError):
             root.parent.mkdir(mode=0o700, parents=True)
         _refuse_shared(root)
         with private_folder(root, refuse_shared=True):
-            # Nobody else can enter the root, so a link in the root belongs to this user.
+            # Only this user can enter the cache, so a link in the cache was created by this user and is safe.
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise CacheError(
@@ -71,12 +71,12 @@ def _refuse_shared(root: Path) -> None:
 
 
 def check_private_folder(folder: Path) -> None:
-    """Check that only this user can have written the files in a cache folder.
+    """Check that nobody but this user can have written the files in a cache folder.
 
-    The check includes the time before `make_private_folder` closed the cache to other users.
+    The check also finds files that other users wrote before `make_private_folder` made the cache private.
 
     Raises:
-        CacheError: Other users own the folder or a file directly in it, or could write to it.
+        CacheError: Other users own the folder or a file directly in it, or could write to the folder.
     """
     try:
         with open_folder(folder.parent, [folder.name]) as opened:
@@ -90,10 +90,12 @@ def check_private_folder(folder: Path) -> None:
 
 
 def clear() -> None:
-    """Remove this package's folders from the cache. Other files stay, because `GPUMEM_CACHE` may name any folder.
+    """Remove this package's folders from the cache. Other files are not removed, because `GPUMEM_CACHE` may name any
+    folder.
 
     Raises:
-        OSError: A file cannot be removed, or the cache is a link, which could lead anywhere.
+        OSError: A file cannot be removed, or the cache is a symbolic link. Links are refused, because they could lead
+            anywhere.
     """
     root = cache_root()
     with suppress(FileNotFoundError), open_folder(root.parent, [root.name]):

@@ -1,4 +1,4 @@
-"""Frozen values for a measured step: its workload, its environment and its figures."""
+"""Immutable values that describe a measured step: `Workload`, `Environment` and `Measurement`."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ if TYPE_CHECKING:
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
-"""Units of a step's items: counted in the batch (samples, tokens), or a number from the test (items)."""
+"""Units of a step's items. Samples and tokens are counted in the batch. The number of items comes from the test."""
 _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
 class MissingMetric(AttributeError):
-    """Raised if a measurement does not have a metric. The message lists all metrics of the measurement."""
+    """Raised if a test reads a metric, but the measurement does not have it.
+
+    The message lists all metrics of the measurement.
+    """
 
 
 class MeasuringError(RuntimeError):
-    """Raised if the figures of a step would not be valid, for example because the step held nothing on the device."""
+    """Raised if the figures of a step would not be valid, for example because the step used no memory on the device."""
 
 
 HELD_NOTHING = (
-    "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
-    '(device = "cpu", say)'
+    "it runs on another device, or not at all; put the model and its batch on gpumem.device, or set the device that they are "
+    'on (for example device = "cpu")'
 )
-"""The end of a sentence about a step that holds no memory on the device. It contains the remedy."""
+"""Text for messages about a step that uses no memory on the device, with the cause and the remedy."""
 
 
 MOST_OF_A_NAME = 200
-"""The most characters in the name of a measurement."""
+"""The maximum length of a measurement's name, in characters."""
 
 
 def check_name(name: object) -> None:
     """Check the name of a measurement.
 
-    Raises:
-        TypeError: The name is not a text.
-        ValueError: The name is empty, has more than 200 characters, or contains a character that no file can hold.
+    Raises: TypeError: The name is not a string. ValueError: The name is empty, has more than 200 characters, or contains a
+    character which UTF-8 cannot encode.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
+        raise TypeError(f"name={name!r}: the name of a measurement is a string; write name={str(name)!r}")
     if not name or name.isspace():
-        raise ValueError(f"name={name!r} is empty; leave it out, and the measurement is called after its step")
+        raise ValueError(f"name={name!r} is empty; without this argument, the measurement is named after its step")
     if len(name) > MOST_OF_A_NAME:
         raise ValueError(
             f"name={name[:20]!r}... has {len(name)} characters; the name of a measurement has at most {MOST_OF_A_NAME}"
@@ -63,25 +65,27 @@ def check_name(name: object) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which no file can hold; write another name"
+            f"name={name!r}: its character {error.start + 1} is a lone surrogate, which cannot be stored in a file; choose "
+            "another name"
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that ran. Measurements with different workloads are not compared.
+    """The step that ran.
 
-    Example:
-        ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
+    Measurements with different workloads are not compared. Example:
+    ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
     """
 
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
     config: str | None = None
-    """The text of the step config. If it names no precision, the parameters' precision is added: ``"fp32"``, ``"bf16+fp32"``.
-    ``None`` if the test runs its own code.
+    """The text of the step config. If the config names no precision, the dtypes of the parameters are added: ``"fp32"``,
+    ``"bf16+fp32"``. The value is ``None`` if the test runs its own code.
 
-    If the host read values that depend on the setting ``routing``, the text includes the setting: ``"fp32,routing=balanced"``.
+    If the host read values that depend on the setting ``routing`` (on an emulated GPU), the text includes this setting:
+    ``"fp32,routing=balanced"``.
     """
     parameters: int | None = None
     """The model's number of parameters."""
@@ -89,7 +93,9 @@ class Workload:
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
     def differences(self, earlier: Workload) -> list[str]:
-        """Return a clause for each field that differs from ``earlier``: ``"parameters 16.64 k, were 16.00 k"``."""
+        """Return a clause for each field that differs from the ``earlier`` workload:
+        ``"parameters 16.64 k, were 16.00 k"``.
+        """
         fields, earlier_fields = asdict(self), asdict(earlier)
         return [
             f"{name} {text}, {'were' if name == 'parameters' else 'was'} {earlier_text}"
@@ -100,9 +106,10 @@ class Workload:
 
 
 def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple[str, str]:
-    """Return two different values of a field as different texts.
+    """Return texts for two different values of a field, with enough digits to show the difference.
 
-    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and ``16,641``.
+    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and
+    ``16,641``.
     """
     for show in (format_large_count, format_count):
         texts = [show(number) if isinstance(number, int) else str(number or "none") for number in (value, earlier)]
@@ -113,28 +120,29 @@ def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Environment(FrozenValue):
-    """The device and the software of a step.
+    """The device and the software with which a step was measured.
 
-    Example:
-        ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
+    Example: ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
     """
 
     slug: str
     """The name of the device's folder in the store. Only measurements with equal slugs are compared."""
     device: str
-    """The name of the device for people: ``CPU (x86_64)``."""
+    """The name of the device in messages: ``CPU (x86_64)``."""
     details: Mapping[str, str | int] = field(default_factory=dict)
     """Versions and settings by name.
 
-    All devices have ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use). The CPU has
-    ``cpu_capability`` and ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``). A GPU has
-    ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator``. On an emulated GPU, ``emulated_cudnn`` is the release of
-    cuDNN that planned convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran. The hook
+    All devices have ``torch`` and ``machine`` (the host's processor and the number of cores that pytest may use). The CPU
+    also has ``cpu_capability`` and ``cpu_bfloat16`` (its instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``).
+    A GPU also has ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator``. On an emulated GPU, ``emulated_cudnn``
+    is the cuDNN release that chose the convolutions' algorithms, or ``none``. If recurrent layers ran there,
+    ``emulated_rnn`` is ``lower bound``, because the memory of these layers is only a lower bound. The hook
     ``pytest_gpumem_environment`` adds further names.
     """
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. The names are the installed packages
-    whose code ran in the step, and packages beneath torch whose release affects memory (cuDNN, cuBLAS, NCCL, Triton).
+    """Package versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. The mapping contains the
+    installed packages whose code ran in the step, and packages used by torch whose release affects memory (cuDNN, cuBLAS,
+    NCCL, Triton).
     """
 
     def __post_init__(self) -> None:
@@ -155,72 +163,75 @@ class Environment(FrozenValue):
 def changed_releases(earlier: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...]:
     """Return a clause for each package with another version: ``"transformers 4.38.2, was 4.37.2"``.
 
-    A package on only one side is left out, because the use of another package is a change in the code.
+    A package in only one of the two mappings is left out, because using an additional package is a change in the code.
     """
     common = sorted(earlier.keys() & current.keys())
     return tuple(f"{name} {current[name]}, was {earlier[name]}" for name in common if current[name] != earlier[name])
 
 
 def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the first device with the largest peak; ``None`` if ``by_device`` is empty."""
+    """Return the device with the largest peak (the first if several are equal); ``None`` if ``by_device`` is empty."""
     return max(by_device, key=lambda device: by_device[device]["peak_allocated"], default=None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Measurement(FrozenValue, MetricAttributes):
-    """The figures of one measured step, a frozen value.
+    """The figures of one measured step.
 
-    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``. Bytes and counts are int, seconds
-    and items per second are float. If this step or device lacks a metric, its attribute raises `MissingMetric`.
+    The object cannot be changed. Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``.
+    Bytes and counts are ``int``, seconds and items per second are ``float``. If this measurement lacks a metric, for
+    example because the device cannot report it, reading the attribute raises `MissingMetric`.
     """
 
     name: str
-    """The name, a part of the baseline's key: ``train_step``."""
+    """The name of the measurement, a part of its baseline's key. Example: ``train_step``."""
     workload: Workload
     """The step that ran."""
     environment: Environment
-    """The device and the software."""
+    """The device and the software with which the step was measured."""
     metrics: Mapping[str, float]
     """The metrics of this measurement, by name."""
     settled: bool = True
-    """True if two steps in a row had the same peaks, and all steps after them as well."""
+    """True if two steps in a row had the same peaks, and all later steps also had these peaks."""
     notes: tuple[str, ...] = ()
-    """Clauses, for example about peaks that moved from step to step."""
+    """Remarks on the measurement, each a clause. For example, a note says that the peaks changed from step to step."""
     recomputed: int | None = None
-    """The number of module calls that backward repeated, because the config or the model recomputes them.
+    """The number of module calls repeated in the backward pass, because the config or the model recomputes activations.
 
     ``None`` unless the step is a ``train_step``.
     """
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
-    """The result of the recorded run; ``None`` if nothing was recorded."""
+    """The explanation of the peak, from an additional recorded run of the step; ``None`` if no run was recorded."""
     times: Times | None = None
-    """The timed rounds, whose median is `step_time`; ``None`` if the step was not timed."""
+    """The seconds of the timed rounds, whose median is `step_time`; ``None`` if the step was not timed."""
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """The items in one step, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
+    """The number of items in one step, by unit: ``{"samples": 8, "tokens": 8192}``. `throughput` uses the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
-    """The peaks of all measured steps. With several GPUs, each entry is the step's largest peak on any GPU."""
+    """The peak of each measured step. With several GPUs, the entry for a step is its largest peak on any GPU."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
-    """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
+    """For each of the metrics `flops`, `operators`, `syncs` and `launches`, the counts by operator. The counts have no
+    source lines unless a further run recorded the lines."""
     workspaces: int = 0
-    """Bytes in `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
-    would be lower by this number. If a region or call keeps workspaces, the value is their size at the end. See [cuBLAS
-    workspaces](../concepts/measuring.md#cublas-workspaces).
+    """The part of `peak_allocated`, in bytes, that cuBLAS allocated from torch's allocator as workspaces (CUDA only).
+    Without workspaces the peak would be lower by this number. If workspaces stay allocated after a region or call, the
+    value is their size at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
-    """Bytes reserved by the allocator, but unused, when the step began (CUDA only). `peak_reserved` can vary by this
-    amount between identical runs.
+    """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
+    between identical runs.
     """
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The metrics in bytes on each GPU that the step used, by name (``"cuda:1"``), if the process sees several GPUs.
+    """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.
 
-    `Measurement.metrics` has the largest value of each metric.
+    `Measurement.metrics` has the largest value of each metric on any of these GPUs.
     """
     step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
     """The peaks of the steps on each GPU in ``by_device``."""
     lowest_counts: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value of each count that differed between the counted steps; `Measurement.metrics` has the largest."""
+    """For each count that differed between the counted steps, its smallest value. `Measurement.metrics` has the largest
+    value."""
 
     def __post_init__(self) -> None:
         self._freeze(
@@ -247,8 +258,8 @@ class Measurement(FrozenValue, MetricAttributes):
     def composition(self) -> Composition:
         """The composition of the peak: bytes by category, module, source line, dtype and shape.
 
-        The composition is recorded if the test function reads this attribute, with ``explain=True``, and with
-        ``--gpumem-explain=always``. Otherwise reading the attribute raises `MissingComposition`.
+        The composition is recorded if the test function contains a read of this attribute, if the test passes
+        ``explain=True``, or under ``--gpumem-explain=always``. Otherwise reading the attribute raises `MissingComposition`.
         """
         if self.explanation is None:
             failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
@@ -265,19 +276,19 @@ class Measurement(FrozenValue, MetricAttributes):
 
     @property
     def largest_device(self) -> str | None:
-        """The GPU with the largest peak: ``"cuda:1"``; ``None`` if the process sees only one GPU."""
+        """The GPU with the largest peak, for example ``"cuda:1"``; ``None`` if the process sees only one GPU."""
         return largest(self.by_device)
 
     def saves(self, other: Measurement) -> Rate:
-        """Return the memory saving rate: (other - this) / other, for `peak_allocated` without workspaces.
+        """Return the memory saving rate (other - this) / other, computed from `peak_allocated` without workspaces.
 
-        For example, 0.3 means 30 % less memory.
+        For example, this step needs 30 % less memory than the other step if the rate is 0.3.
 
         Args:
             other: A measurement on the same device.
 
         Returns:
-            A float whose text in a failed assertion also shows both peaks.
+            The rate, a float. If an assertion on the rate fails, its message also shows both peaks.
 
         Raises:
             ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
@@ -293,13 +304,14 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"peak {peak} against {other_peak}{_on_recomputation(self, other)}")
 
     def costs(self, other: Measurement) -> Rate:
-        """Return the time increase rate: (this - other) / other, for `step_time`. The rate is negative if this step is faster.
+        """Return the time increase rate (this - other) / other, computed from `step_time`. It is negative if this step is
+        faster.
 
         Args:
             other: A measurement on the same device.
 
         Returns:
-            A float whose text in a failed assertion also shows both times.
+            The rate, a float. If an assertion on the rate fails, its message also shows both times.
 
         Raises:
             MissingMetric: A step was not timed, for example with ``--no-gpumem-time``.
@@ -310,15 +322,17 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
     def roi(self, other: Measurement) -> Rate:
-        """Return the saving divided by the cost. The result is infinite if this step costs no time, and 0 if it saves nothing.
+        """Return the memory saving rate divided by the time increase rate. The quotient is infinite if this step costs no
+        time, and 0 if this step saves no memory.
 
-        For example, a technique that saves 30 % of memory for 15 % more time has 2.0. More than 1.5 is recommended.
+        For example, a technique that saves 30 % of the memory and takes 15 % more time has the quotient 2.0. A quotient
+        above 1.5 is recommended.
 
         Args:
             other: A measurement on the same device.
 
         Returns:
-            A float whose text in a failed assertion also shows saving and cost.
+            The quotient, a float. If an assertion on the quotient fails, its message also shows the saving and the cost.
 
         Raises:
             MissingMetric: A step was not timed.
@@ -331,7 +345,7 @@ class Measurement(FrozenValue, MetricAttributes):
         if self.environment.slug != other.environment.slug:
             raise ValueError(
                 f"{self.name!r} was measured on {self.environment.device}, {other.name!r} on {other.environment.device}: "
-                "figures of different devices have no relation"
+                "figures from different devices cannot be compared"
             )
 
     def __repr__(self) -> str:
@@ -345,11 +359,16 @@ def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
-    """Return a clause on recomputation in backward, which explains a saving or its absence; ``""`` if there is none."""
+    """Return a clause about module calls repeated in the backward pass, because they explain why memory was saved or not;
+    ``""`` if there is nothing to say.
+    """
     if measurement.recomputed is None or other.recomputed is None:
         return ""
     if measurement.recomputed == 0 and measurement.peak_allocated >= other.peak_allocated:
         return "; nothing was computed again in backward"
     if measurement.recomputed != other.recomputed:
-        return f"; {measurement.recomputed} module calls were computed again in backward, {other.recomputed} there"
+        return (
+            f"; {measurement.recomputed} module calls were computed again in backward, against {other.recomputed} in the other "
+            "step"
+        )
     return ""

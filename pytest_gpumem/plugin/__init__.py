@@ -1,7 +1,7 @@
-"""The hooks of the plugin, in the order in which pytest calls them. Other modules do the work.
+"""The pytest hooks of this plugin, in the order in which pytest calls them. Each hook only calls other modules.
 
-A run that measures nothing must cost nothing. So this module imports only the modules that are needed to find out whether
-there is something to measure.
+A run without measured tests must not become slower because this plugin is installed. So this module imports only the
+modules for finding measured tests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pytest_load_initial_conftests(
     try:
         loaded = yield
     except Exception as error:
-        # pytest prints the error from the conftest.py, and then ends.
+        # After this error in a conftest.py, pytest prints the error and ends.
         if (hint := _emulation_hint([str(getattr(error, "cause", error))])) is not None:
             sys.stderr.write(f"gpumem: {hint}\n")
         raise
@@ -63,7 +63,9 @@ def pytest_load_initial_conftests(
 
 
 def _emulation_hint(errors: Iterable[str]) -> str | None:
-    """Return a sentence if an error shows that torch needs an emulated GPU to be imported; otherwise ``None``."""
+    """Return a hint if an error shows that this build of torch can only be imported with an emulated GPU; otherwise
+    ``None``.
+    """
     error = next((text for text in errors if "cannot open shared object file" in text), None)
     if error is None or "torch" in sys.modules:
         return None
@@ -73,7 +75,10 @@ def _emulation_hint(errors: Iterable[str]) -> str | None:
 
 
 def is_emulated(config: pytest.Config) -> bool:
-    """Return whether the option, or possibly the settings, name an emulated GPU."""
+    """Return whether ``--gpumem-device`` names an emulated GPU.
+
+    Without this option, return whether ``pyproject.toml`` contains ``emulated:``.
+    """
     option = getattr(config.known_args_namespace, "gpumem_device", None)
     if option is not None:
         return str(option).startswith("emulated:")
@@ -89,7 +94,7 @@ def _settings_have(config: pytest.Config, words: bytes) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
-    # This wrapper is around the whole process, so it decides the exit status after all other hooks and tests.
+    # This wrapper surrounds the whole pytest run, so it decides the exit status after all tests and all other hooks.
     has_passed = False
     try:
         status = yield
@@ -129,7 +134,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _register_markers(config: pytest.Config) -> None:
-    """Register the markers by name. ``pytest --markers`` shows their help, which needs the table of metrics."""
+    """Register the markers.
+
+    Only ``pytest --markers`` needs their help, which imports the table of metrics, so otherwise the markers are registered
+    without help.
+    """
     lines = MARKER, CONFIG_MARKER
     if config.getoption("markers", default=False):
         from pytest_gpumem.plugin.config.marker_arguments import CONFIG_MARKER_HELP, MARKER_HELP
@@ -140,10 +149,11 @@ def _register_markers(config: pytest.Config) -> None:
 
 
 def is_concerned(config: pytest.Config) -> bool:
-    """Return whether to make the session before tests are collected.
+    """Return whether to create the `GpumemSession` before tests are collected.
 
-    The session is made early if this plugin has an option or a setting, or if pytest-xdist sends tests to workers. Workers get
-    their controller's options. A worker without options or settings makes its session later, if it collects a measured test.
+    It is created early if the user set an option or a setting of this plugin, or if this process is pytest-xdist's
+    controller. A worker has the same options as its controller. A worker without options or settings creates its session
+    later, if it collects a measured test.
     """
     if any(config.getoption(option.dest, None) is not None for option in OPTIONS):
         return True
@@ -154,7 +164,7 @@ def is_concerned(config: pytest.Config) -> bool:
 
 
 class Collecting:
-    """A plugin that searches the collected tests for measured tests, and makes the session when it finds one."""
+    """A plugin that searches the collected tests for measured tests, and creates the `GpumemSession` when it finds one."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -164,7 +174,7 @@ class Collecting:
         self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
-        """Return the session. The first call makes it."""
+        """Return the session. The first call creates it."""
         if SESSION not in self._config.stash:
             from pytest_gpumem.plugin.session.process import GpumemSession
 
@@ -200,8 +210,8 @@ class Collecting:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
-        # This runs before any plugin deselects tests, so `-m gpumem` selects tests that the settings mark, and wrong markers of
-        # deselected tests are reported.
+        # This code runs before any plugin deselects tests. So `-m gpumem` also selects tests that got the marker from the
+        # settings, and wrong markers on deselected tests are reported.
         self._collected = list(items)
         if SESSION in self._config.stash:
             self.session().mark(items)
@@ -211,7 +221,7 @@ class Collecting:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        # By now, all hooks in conftest.py files have added their markers.
+        # At this point, all hooks in conftest.py files have added their markers.
         everything = list(dict.fromkeys([*self._collected, *session.items]))
         if SESSION in self._config.stash or any(map(is_measured, everything)):
             self.session().collected(everything, session.items)
@@ -234,7 +244,9 @@ class Collecting:
 
 @pytest.fixture
 def gpumem(request: pytest.FixtureRequest) -> Gpumem:
-    """Measure GPU memory and throughput of steps: ``gpumem.train_step(model, batch)``, ``.measure(fn)``, ``.track()``."""
+    """Measure the GPU memory and throughput of steps: ``gpumem.train_step(model, batch)``, ``gpumem.measure(fn)``,
+    ``gpumem.track()``.
+    """
     from pytest_gpumem.plugin.fixture import Gpumem
     from pytest_gpumem.plugin.runtest.hooks import refuse, run_of
 

@@ -88,30 +88,32 @@ class WithBlock(AbstractContextManager[_T]):
 class Gpumem:
     """Measures steps of a model, or any code, on the device of this run (``--gpumem-device``).
 
-    A test with the fixture ``gpumem`` measures any number of its own steps and regions. The test's call itself is not
-    measured. Each measurement is judged after the test: against the budget in the marker and the settings, and, with
-    ``--gpumem-baseline``, against its baseline. For annotations: ``from pytest_gpumem import Gpumem``.
+    A test with the fixture ``gpumem`` chooses the steps and regions to measure, and may measure any number. The test's call
+    as a whole is not measured. After the test, each measurement is compared with the budget from the marker and the
+    settings. With ``--gpumem-baseline`` it is also compared with its baseline. For annotations:
+    ``from pytest_gpumem import Gpumem``.
 
-    Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
-    (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test takes several measurements,
-    because the default numbers shift when another measurement is added before them. A name raises ``ValueError`` if the test
-    uses the name twice, if it is empty or longer than 200 characters, or if no file can store it.
+    Every measurement has a name, which is a part of its baseline's key. The default name is the method's name:
+    ``train_step`` for a test's first call, ``train_step-2`` for its second. The default for `Gpumem.track` is ``region``.
+    If a test takes several measurements, name them yourself, because the numbers shift when you add a measurement in front.
+    Every method raises ``ValueError`` for a name that the test has used already, that is empty or longer than 200
+    characters, or that cannot be stored in a file.
 
-    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` first collect garbage and empty the allocator's caches. Then
-    they repeat the step until two steps in a row have the same peaks (2 to 6 steps), and run it four more times. Then they
-    count one more step (`flops`), and time rounds of steps. With ``compile`` or a gradient scaler, they repeat the step until
-    nothing is compiled and the scale stays the same, at most 16 times.
+    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` first collect garbage and empty the allocator's caches.
+    Then they repeat the step until two steps in a row have the same peaks (2 to 6 steps), and run it four more times. After
+    that they run one more step to count its operators (for `flops` and similar metrics), and time the step in several
+    rounds. If the step config has ``compile``, or if a gradient scaler is used, they first repeat the step, at most 16
+    times, until a step compiles nothing and keeps the scale.
 
-    Only regions can be nested in regions. Any other measurement within a measurement raises `MeasuringError`.
+    A region may contain other regions. Any other measurement within a measurement raises `MeasuringError`.
     """
 
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
-        """Make the fixture of one test.
+        """Make the fixture for one test.
 
-        Args:
-            run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
-            refuse: Skips or fails a test that cannot be measured. The argument is the reason, a clause, or ``None`` if the
-                machine lacks the device.
+        Args: run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
+        refuse: A function that skips or fails a test that cannot be measured. Its argument is the reason as a clause, or
+        ``None`` if the machine lacks the device.
         """
         self._maybe_run = run
         self._refuse = refuse
@@ -127,7 +129,7 @@ class Gpumem:
 
     @property
     def device(self) -> torch.device:
-        """The measured ``torch.device``. Put models and batches there.
+        """The ``torch.device`` on which memory is measured. Put models and batches on this device.
 
         Example::
 
@@ -146,26 +148,27 @@ class Gpumem:
         *,
         explain: bool | None = None,
     ) -> Measurement:
-        """Measure ``fn()`` as a step that repeats: first its memory, then its time.
+        """Call ``fn()`` repeatedly, and measure first its memory, then its time.
 
-        The objects that ``fn`` refers to by its closure, its defaults, its bound arguments or its ``__self__`` belong to the
-        step. Globals and all other live memory do not. Random numbers are restored, so the test's next draw does not depend
-        on the number of runs. A step that counts its own calls sees every run.
+        The figures include tensors that ``fn`` refers to by its closure, its defaults, its bound arguments or its
+        ``__self__``. Tensors in globals, and all other live memory, are subtracted. The random number generators are
+        restored afterwards, so the test's next random number does not depend on the number of runs. If ``fn`` counts its
+        own calls, the count includes every run.
 
         Args:
             fn: The function to run.
             items: The number of samples, tokens or other items in one call. The measurement has a `throughput` only with
                 ``items``.
             name: The name of the measurement; by default ``measure``.
-            explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By default
-                ``--gpumem-explain`` decides. A test that reads the composition also gets one. ``--gpumem-explain=never``
-                switches all recording off.
+            explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By
+                default ``--gpumem-explain`` decides. A composition is also recorded if the test's function reads
+                ``measurement.composition``. ``--gpumem-explain=never`` switches all recording off.
 
         Returns:
             The measurement.
 
         Raises:
-            MeasuringError: The figures would not be valid, for example because ``fn`` holds nothing on the device.
+            MeasuringError: The figures would not be valid, for example because ``fn`` uses no memory on the device.
             ValueError: The name is in use, empty or too long.
 
         Example::
@@ -183,11 +186,12 @@ class Gpumem:
         return run.keep(judged)
 
     def track(self, name: str | None = None) -> AbstractContextManager[Region]:
-        """Measure the body of a ``with`` block, which runs once, cold and untimed.
+        """Measure the body of a ``with`` block. The body runs once, without warm-up, and is not timed.
 
-        Objects that the test and its fixtures hold at the beginning belong to the region. Memory that is still alive at the
-        end, including local variables of the body, is `retained`. Regions may be nested in regions. A region is not
-        explained, because its body runs once. To explain the same code, pass it to `Gpumem.measure`.
+        The figures include tensors that the test and its fixtures hold when the region begins. `retained` is memory from
+        the body that is still allocated at the end, for example in local variables. A region may contain other regions. The
+        composition of a region's peak is never recorded, because this needs a second run and the body runs once. To record
+        it, pass the same code to `Gpumem.measure` as a function.
 
         Args:
             name: The name of the measurement; by default ``region``.
@@ -196,7 +200,7 @@ class Gpumem:
             A context manager that yields a region. Read its ``measurement`` after the block.
 
         Raises:
-            MeasuringError: Another measurement is under way, or ``measurement`` is read within the block.
+            MeasuringError: Another measurement is running, or the test reads ``measurement`` within the block.
 
         Example::
 
@@ -219,17 +223,18 @@ class Gpumem:
         """Measure ``factory()``, which loads a model onto the device.
 
         The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Before the run,
-        garbage is collected and the allocator's cache is emptied, so figures repeat. `peak_allocated` counts the loaded
-        object and all temporary memory, such as a second copy of the weights. `loaded` is the memory of the object, and
-        `retained` is the memory that is left beyond the object. On CUDA `peak_reserved` counts the memory that the
-        allocator took, including buffers that are never filled.
+        garbage is collected and the allocator's cache is emptied, so every run has the same figures. `peak_allocated`
+        counts the loaded object and all temporary memory, such as a second copy of the weights. `loaded` is the memory of
+        the object, and `retained` is other memory that the factory leaves allocated. On CUDA, `peak_reserved` is the memory
+        that the allocator reserved on the GPU, including buffers that the factory allocates but never fills.
 
-        The objects that ``factory`` refers to by its closure or its bound arguments count into the peak. Other live memory
-        does not. Random numbers are not restored.
+        The peak includes tensors that ``factory`` refers to by its closure or its bound arguments. Other live memory is
+        subtracted. The random number generators are not restored afterwards.
 
-        To explain the peak, the factory runs once more while the first object is alive. If the GPU has no room for two
-        objects, a note says so. Threads may load memory as well, as transformers does with a ``device_map`` since 5.0. On a
-        GPU all figures count this memory, and the composition shows it without lines and operators.
+        To record the composition of the peak, the factory runs once more while the first object is alive. If the GPU has no
+        room for two objects, the measurement gets a note and no composition. The factory may load from several threads, as
+        transformers does with a ``device_map`` since 5.0. On a GPU all figures include the memory from these threads, and
+        the composition shows this memory without lines and operators.
 
         Args:
             factory: A function without arguments that loads and returns a model, a state dict, or any object that holds
@@ -266,27 +271,31 @@ class Gpumem:
     ) -> AbstractContextManager[MeasuredLoop]:
         """Measure the steps of an unchanged training loop, and end the loop when they have been measured.
 
-        A step ends with ``optimizer.step()`` of a torch optimizer, regardless of the caller. Micro-batches before this call
-        belong to one step. With several optimizers, the first optimizer that steps again ends the step. An optimizer that
-        steps within ``backward()`` ends the step before the next call of a module. Without a torch optimizer, the loop calls
-        ``step_ended()`` at the end of each step.
+        A step ends when ``optimizer.step()`` of a torch optimizer has run, no matter which code calls this method. All
+        micro-batches since the previous ``optimizer.step()`` belong to the same step. With several optimizers, a step ends
+        when any optimizer steps for the second time. If optimizers step within ``backward()``, the step ends just before
+        the next module is called. A loop without a torch optimizer has to call ``training.step_ended()`` at the end of each
+        step.
 
-        Memory comes from the first ``steps`` steps. The first step counts for budgets only, because a loop builds state in it.
-        `growth` comes from the last 12 steps. If some of these kept bytes, but too few to tell a leak from a cache, 12 more
-        steps follow. The next steps are counted, explained and timed. If steps differ, at least 6 and at most ``steps`` steps
-        are recorded until a step reaches the highest peak again. If no step does, the closest step is shown, with a note.
+        The memory figures come from the loop's first ``steps`` steps. The first step creates lasting state, such as AdamW's
+        moments, so only budgets apply to its peak. `growth` comes from the last 12 of these steps. If some of the 12 steps
+        kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted,
+        explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the
+        highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a note says so.
 
-        Then an exception ends the block, and runs the loop's own ``finally`` and ``with`` exits. The exception is no subclass
-        of ``Exception``, so ``except Exception`` in the loop does not catch it. Code after the block continues. ``callback()``
-        returns a callback for the ``Trainer`` of transformers or Lightning, which stops training without an exception. If a
-        loop ends earlier, the measurement includes the steps up to its end, and a note says so. Random numbers are not
-        restored.
+        When all of this is measured, an exception leaves the ``with`` block, and the loop's own ``finally`` blocks and
+        context managers run as usual. The exception is not a subclass of ``Exception``, so ``except Exception`` in the loop
+        does not catch it. The test continues after the ``with`` block. ``training.callback()`` returns a callback for the
+        ``Trainer`` of transformers or Lightning, which stops training without an exception. If the loop ends by itself
+        before everything is measured, the measurement includes the steps up to this end, and a note says so. The random
+        number generators are not restored afterwards.
 
-        The counted step needs more memory than an ordinary step. If memory runs out in it, the loop ends as if the measurement
-        were complete, and the error becomes a note. Any other error of the loop fails the test.
+        The step whose operators are counted needs more memory than an ordinary step. If memory runs out in this step, the
+        loop ends as if the measurement were complete, and the error becomes a note. Any other error in the loop fails the
+        test.
 
         Args:
-            steps: The number of steps for the memory figures, 4 or more. The loop's batches are not an argument.
+            steps: The number of steps for the memory figures, 4 or more. Do not pass the loop's batches to this method.
             items: The number of samples, tokens or other items in one step. The measurement has a `throughput` only with
                 ``items``.
             name: The name of the measurement; by default ``loop``.
@@ -332,26 +341,28 @@ class Gpumem:
         explain: bool | None = None,
         **unknown: NoReturn,
     ) -> Measurement:
-        """Measure forward, backward and optimizer of a model, in training mode.
+        """Measure a training step of a model in training mode: forward, backward and the optimizer's step.
 
-        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. A model
-        instance is really trained, and its gradients are cleared first.
+        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. If you pass
+        a model instance, its gradients are cleared first, and every step changes its weights.
 
         Args:
             model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds a module. A
                 factory is called with the device as torch's default device. If this fails, the factory is called again
                 without a default device. The module is moved to the device. Lazy modules are initialized by a forward pass.
-            batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, which are moved to
-                the device; or a function without arguments that makes the batch, which is called there.
-            config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a
-                `StepConfig`. By default the step runs plainly in the model's own precision, with autocast off, even within
-                an autocast block.
+            batch: A tensor, a tuple or list of positional arguments, a mapping of keyword arguments, or a function without
+                arguments that returns one of these. Its tensors are moved to the device.
+            config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a `StepConfig`. By default
+                the step runs in the model's own precision. Autocast is off, even if the test calls this method within an
+                autocast block.
             loss: A function ``loss(output, batch)`` that returns a scalar. By default the loss is ``output.loss``,
                 ``output["loss"]`` or a scalar output.
-            optimizer: A class or function that takes the trainable parameters, or an optimizer of the model instance. The
-                default is the config's optimizer, which is ``torch.optim.AdamW`` unless the config names another.
-            items: The items in one step, for `throughput`: a finite number above 0, ``"samples"`` (the first dimension of
-                the batch's first tensor, the default) or ``"tokens"`` (the elements of the batch's first integer tensor).
+            optimizer: A class or function that takes the trainable parameters and returns an optimizer, or an optimizer
+                that was made with the model instance's parameters. The default is the optimizer that the config names, or
+                ``torch.optim.AdamW`` if the config names no optimizer.
+            items: The number of items in one step, for `throughput`. Pass a finite number above 0, ``"samples"`` (the size
+                of the first dimension of the batch's first tensor, the default) or ``"tokens"`` (the number of elements in
+                the batch's first integer tensor).
             name: The name of the measurement; by default ``train_step``.
             explain: As for `Gpumem.measure`.
 
@@ -359,9 +370,11 @@ class Gpumem:
             The measurement.
 
         Raises:
-            ConfigError: The config cannot be read, has nothing to act on, or names an optimizer beside ``optimizer``.
+            ConfigError: The config cannot be parsed, has a setting without effect on this model (such as
+                ``checkpoint=blocks`` for a model without blocks), or names an optimizer although the argument ``optimizer``
+                is given.
             TypeError: The model, the batch, the loss or the optimizer has a wrong type.
-            ValueError: The arguments do not make a step, for example because the model is on another device.
+            ValueError: The arguments do not fit together, for example because the model is on another device.
 
         Example::
 
@@ -396,18 +409,18 @@ class Gpumem:
         explain: bool | None = None,
         **unknown: NoReturn,
     ) -> Measurement:
-        """Measure one forward pass under ``torch.inference_mode()``, in evaluation mode.
+        """Measure a forward pass of a model in evaluation mode, under ``torch.inference_mode()``.
 
-        With ``new_tokens`` the step calls the model's own ``generate()``, a method that transformers defines. The call adds
-        tokens to the batch, which is the prompt. The model's ``generation_config`` decides the search and the token that ends
-        a text. If the text ends early, the step is measured up to this end. The number of new tokens is a part of the workload,
-        and only new tokens count for ``tokens/s``.
+        With ``new_tokens`` the step calls the model's method ``generate()`` from transformers instead. The batch is the
+        prompt, and the call appends new tokens. The model's ``generation_config`` chooses the decoding method (such as beam
+        search) and the token that ends a text. If the model ends the text before it has ``new_tokens`` tokens, the step
+        ends as well. The number of new tokens is a part of the workload, and only new tokens count for ``tokens/s``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
             batch: As for `Gpumem.train_step`.
-            config: As for `Gpumem.train_step`. ``cache=on`` keeps keys and values, ``cache=off`` does not; ``weights=int8``
-                quantizes the weights.
+            config: As for `Gpumem.train_step`. In addition, ``cache=on`` keeps the keys and values of attention,
+                ``cache=off`` does not, and ``weights=int8`` quantizes the weights.
             new_tokens: The number of tokens to generate.
             items: As for `Gpumem.train_step`.
             name: The name of the measurement; by default ``infer_step``.
@@ -417,9 +430,10 @@ class Gpumem:
             The measurement.
 
         Raises:
-            ConfigError: The config cannot be read, or has settings that do nothing in an infer step, such as ``checkpoint``.
+            ConfigError: The config cannot be parsed, or has settings without effect on an infer step, such as
+                ``checkpoint``.
             TypeError: The model or the batch has a wrong type.
-            ValueError: The arguments do not make a step.
+            ValueError: The arguments do not fit together, for example because the model is on another device.
 
         Example::
 
@@ -450,12 +464,13 @@ class Gpumem:
         name: str | None = None,
         **unknown: NoReturn,
     ) -> Estimate:
-        """Measure a training step, and compare the memory of its state with the formulas.
+        """Measure a training step, and compare the memory of its state with formulas.
 
-        The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
-        measured. A state whose bytes differ from its formula by more than 2 % is a finding. Memory that something else
-        holds between steps is a finding as well. Findings become notes of the measurement, and the end of the run prints
-        them. Findings do not fail the test. To fail the test, write ``assert not estimate.findings``.
+        The state consists of parameters, gradients, optimizer state and master weights. Formulas compute the bytes of each
+        from the model and the config. Activations are only measured. If measured bytes differ from their formula by more
+        than 2 %, this difference is a finding. Other memory that stays allocated between steps is a finding as well.
+        Findings become notes of the measurement, and the end of the run prints them. Findings do not fail the test, unless
+        you write ``assert not estimate.findings``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -469,9 +484,9 @@ class Gpumem:
             The estimate. ``print(estimate)`` shows its table.
 
         Raises:
-            ConfigError: As `Gpumem.train_step`.
-            TypeError: As `Gpumem.train_step`.
-            ValueError: As `Gpumem.train_step`.
+            ConfigError: As for `Gpumem.train_step`.
+            TypeError: As for `Gpumem.train_step`.
+            ValueError: As for `Gpumem.train_step`.
 
         Example::
 
@@ -511,19 +526,20 @@ class Gpumem:
         """Assert that one step gives every parameter the same gradient under two configs.
 
         The model is built twice, and the second model starts with the weights, buffers and random numbers of the first.
-        Gradients are taken before clipping and unscaling. The optimizer, ``clip`` and ``zero_grad`` of the configs have no
-        effect. A parameter's gradients are the same if the root mean square of their difference is at most ``atol`` +
-        ``rtol`` x the root mean square of the gradient under ``config_b``.
+        Gradients are compared before they are clipped and unscaled. The settings ``optimizer``, ``clip`` and ``zero_grad``
+        of the configs are ignored. A parameter's two gradients are the same if the root mean square of their difference is
+        at most ``atol`` + ``rtol`` x the root mean square of the gradient under ``config_b``.
 
-        The default ``rtol`` follows from the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
-        and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. The
-        tolerance applies to a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's
-        corner a value falls). The error in a wrong gradient is about as large as the gradient.
+        By default, ``rtol`` depends on the less precise of the two configs: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for
+        ``amp-fp16`` and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. If a config names no precision, the dtype of the
+        parameters decides. The tolerance applies to a gradient as a whole, because rounding may change single entries
+        completely. For example, it may move a value to the other side of a ReLU's corner at 0. A wrong gradient is still
+        found, because its error is about as large as the gradient.
 
-        ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. Batch statistics,
-        and a mean over unequal numbers of tokens, differ with ``accumulate`` as well. Between precisions, values that cross a
-        ReLU's corner change gradients by 4 to 33 % (a random ResNet-18 in float16): give ``rtol``, or compare within one
-        precision.
+        ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. With
+        ``accumulate``, batch statistics differ as well, and so does a loss that is a mean over unequal numbers of tokens.
+        Between two precisions, values that cross a ReLU's corner change gradients by 4 to 33 % (measured with a randomly
+        initialized ResNet-18 in float16). In this case pass ``rtol``, or compare two configs with the same precision.
 
         Args:
             model_factory: A class or function without arguments that builds the model.
@@ -531,13 +547,13 @@ class Gpumem:
             config_a: The first config.
             config_b: The second config. Its gradients are the reference.
             rtol: The relative tolerance, a ratio.
-            atol: The absolute tolerance. By default it is ``rtol`` / 100 x the root mean square of the largest gradient, for
-                gradients that are 0 except for rounding.
+            atol: The absolute tolerance. The default is ``rtol`` / 100 x the root mean square of the largest gradient, so
+                gradients that are 0 except for rounding errors pass.
             loss: As for `Gpumem.train_step`.
 
         Raises:
             AssertionError: A gradient differs, or all gradients are 0. The message names the first parameter and its error.
-            ConfigError: A config cannot be read, or has no effect on the model.
+            ConfigError: A config cannot be parsed, or has no effect on the model.
             TypeError: ``model_factory`` is a model.
 
         Example::
@@ -555,17 +571,18 @@ class Gpumem:
     def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
         """Assert that memory does not grow while ``step()`` is called again and again.
 
-        Caches may fill in the first half of the calls. In the second half memory may not grow. If memory grows, ``step()``
-        is called once more (not under torchrun with several ranks), because tensors that this call replaces are not a leak.
-        Reserved but unused memory is ignored.
+        In the first half of the calls memory may grow, for example because caches fill. In the second half it may not grow.
+        If memory still grows, ``step()`` is called once more, and tensors that this call replaces do not count as a leak.
+        Under torchrun with several ranks, this additional call is left out. Memory that the allocator has reserved but does
+        not use is ignored.
 
         Args:
             step: The function to call.
-            steps: The number of calls, 2 or more. Give more if a cache fills slowly.
+            steps: The number of calls, 2 or more. Choose a larger number if a cache fills slowly.
 
         Raises:
             AssertionError: Memory grows. The message shows the bytes per step, the kinds of tensors and their holders.
-            MeasuringError: The step held nothing on the device.
+            MeasuringError: ``step()`` used no memory on the device.
             TypeError: ``steps`` is not a whole number.
             ValueError: ``steps`` is less than 2.
 
@@ -613,7 +630,7 @@ def _check_function(method: str, fn: object) -> None:
     """Raise ``TypeError`` if ``fn`` is not callable, for example because the caller passed the result of the function."""
     if not callable(fn):
         call = f"gpumem.{method}"
-        raise TypeError(f"{call}() calls a function, and got {class_name(type(fn))}: write {call}(lambda: ...)")
+        raise TypeError(f"{call}() needs a function, but got {class_name(type(fn))}: write {call}(lambda: ...)")
 
 
 def _needed_config(config: StepConfig | str) -> StepConfig:

@@ -1,4 +1,4 @@
-"""Hooks for the ``conftest.py`` of the root directory, or for a plugin."""
+"""Hooks that you can define in the root directory's ``conftest.py`` or in a plugin."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
         config: pytest's configuration.
 
     Returns:
-        For each device name, a function without arguments. The function returns a ``pytest_gpumem.Device``, or raises
-        ``pytest_gpumem.DeviceUnavailable`` with the reason. It is called when the first test with this device runs.
+        A mapping from device names to functions without arguments. Each function returns a ``pytest_gpumem.Device``, or
+        raises ``pytest_gpumem.DeviceUnavailable`` with the reason. It is called when the first test with this device runs.
 
     Example::
 
@@ -42,16 +42,17 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
 
 
 def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[str, str | int]:  # type: ignore[empty-body]
-    """Add details to a baseline's environment, such as the version of a library that affects figures.
+    """Add details to the environment in baselines, such as the version of a library with an effect on memory.
 
-    A result of another type fails the measured tests.
+    If the hook returns a value of another type, the measured tests fail.
 
     Args:
         config: pytest's configuration.
-        device: The device that measures.
+        device: The device whose memory is measured.
 
     Returns:
-        A string or an int for each name. The names ``slug`` and ``device`` are not allowed, because the device sets them.
+        A mapping from names to strings or ints. The names ``slug`` and ``device`` are not allowed, because the device sets
+        them.
 
     Example::
 
@@ -61,7 +62,7 @@ def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[
 
 
 def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
-    """Receive every judged measurement.
+    """Receive every measurement after it was compared with its budget and baseline.
 
     The hook runs before the test ends, in the process that runs the test.
 
@@ -83,11 +84,12 @@ def pytest_gpumem_tolerance(item: pytest.Item, metric: str, tolerance: Tolerance
     Args:
         item: The test.
         metric: The name of the [metric](metrics.md), for example ``peak_allocated``.
-        tolerance: The tolerance without this hook, from the metric's default or the settings.
+        tolerance: The tolerance that applies without this hook: the metric's default, or the tolerance from the settings or
+            the marker.
 
     Returns:
-        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. Any other result, and a
-        tolerance that is negative or not finite, fails the test. The failure names the plugins with this hook.
+        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. The test fails if the hook
+        returns anything else, or a tolerance that is negative or not finite. The failure names the plugins with this hook.
 
     Example::
 

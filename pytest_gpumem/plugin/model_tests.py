@@ -1,4 +1,4 @@
-"""Tests without a test file: a step for each model and config in the settings or ``--gpumem-model``."""
+"""Tests for models that the settings or ``--gpumem-model`` name: one test for each model and config, without a test file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ Place = Literal["alone", "added", "in its file"]
 
 
 class ModelTests:
-    """A plugin that collects models' tests as tests in ``pyproject.toml``, so a printed id can be run again.
+    """A plugin that collects the models' tests as items in ``pyproject.toml``, so pytest can run a printed test id again.
 
-    pytest collects these tests if it collects ``pyproject.toml``, for example with ``pytest
-    "pyproject.toml::timm:resnet18[8-fp32]"``. They are also added to a run of the ``testpaths`` and to each run with
-    ``--gpumem-model``. If ``--gpumem-model`` is typed without a path, only these tests run.
+    pytest collects these tests if it collects ``pyproject.toml``, for example with
+    ``pytest "pyproject.toml::timm:resnet18[8-fp32]"``. It also adds them to a run without paths that collects
+    ``testpaths``, and to each run with ``--gpumem-model``. If you type ``--gpumem-model`` without a path, only these tests
+    run.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
@@ -39,13 +40,15 @@ class ModelTests:
         typed = [from_root(name, settings.model_base, root) for name in settings.model]
         self._path = root / "pyproject.toml"
         self._steps = chosen(steps, typed) if typed else tuple(steps)
-        # A worker of pytest-xdist gets the typed arguments, so it finds the same place as the controller.
+        # A pytest-xdist worker gets the controller's typed arguments, so both compute the same `Place`.
         self._place = self._place_in(config, bool(typed))
 
     def _place_in(self, config: pytest.Config, typed: bool) -> Place:
-        """Return the place of the tests: alone, added to other collected tests, or collected with their file."""
+        """Return how the models' tests join the collection: ``"alone"`` (only they run), ``"added"`` to the other tests, or
+        only if pytest collects ``pyproject.toml`` (``"in its file"``).
+        """
         folder, source = config.invocation_params.dir, config.args_source
-        # An option in addopts applies to every run, so this option must not leave out all other tests.
+        # If ``--gpumem-model`` is in ``addopts``, it applies to every run, so it must not exclude all other tests.
         is_typed_by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
         if typed and is_typed_by_hand and source is not pytest.Config.ArgsSource.ARGS:
             return "alone"
@@ -71,7 +74,7 @@ class ModelTests:
 
 
 class ModelFile(pytest.File):
-    """The file with the settings, ``pyproject.toml``, which contains a test for each step."""
+    """The file ``pyproject.toml`` as a collector with a test for each model's step."""
 
     def __init__(self, *, steps: Sequence[ModelStep], **more: Any) -> None:
         super().__init__(**more)
@@ -88,7 +91,10 @@ class ModelFile(pytest.File):
 
 
 class ModelTest(pytest.Function):
-    """A test of one step: a function with the fixture ``gpumem``, so markers, fixtures and hooks of tests apply to it."""
+    """A test for a step of a model.
+
+    It is a test function with the fixture ``gpumem``, so markers, autouse fixtures and hooks apply as to any test.
+    """
 
     def __init__(self, *, step: ModelStep, line: int | None, **more: Any) -> None:
         root = more["parent"].config.rootpath
@@ -103,15 +109,18 @@ class ModelTest(pytest.Function):
             self.stash[ARGUMENT] = f"{_FLAG}={step.model}"
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Return the file, line and name of the entry in the settings. A typed model has no line."""
+        """Return the file, line and name of the model's entry in the settings.
+
+        A model from ``--gpumem-model`` has no line.
+        """
         return self.path, self._line, self.name
 
 
 def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
     """Return the line of each step's entry in the settings, counted from 0.
 
-    An entry's line is the next line that contains the model's name. For example, if lines 3 and 9 in ``text`` name
-    ``timm:resnet18``, they belong to the first and the second entry with this model.
+    Entries are searched in order, and an entry's line is the next line that contains the model's name. For example, if
+    lines 3 and 9 in ``text`` name ``timm:resnet18``, they belong to the first and the second entry with this model.
 
     Args:
         steps: The steps, in the order of their entries.
@@ -129,7 +138,10 @@ def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
 
 
 def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> None:
-    """Measure the step of a model, as a test would. If the model or config does not make a step, fail with a sentence."""
+    """Measure the step of a model, as a test function would.
+
+    If no step can be made from the model and the config, fail the test with a sentence.
+    """
     import torch
 
     from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
@@ -144,7 +156,8 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     try:
         model = named_model(replace(step.model, base=root), step.batch, step.task)
         with restored_random_numbers(run.device):
-            # Figures of some models depend on values, for example on the expert for each token.
+            # Use the same weights in each run, because the memory of some models depends on values. For example, weights
+            # decide which expert gets a token.
             torch.manual_seed(0)
             if step.task.trains:
                 gpumem.train_step(lambda: model.build(dtype), model.batch, config=step.config, loss=model.loss)

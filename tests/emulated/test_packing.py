@@ -111,7 +111,7 @@ def test_tests_with_baselines_share_a_card_with_the_bytes_of_alone(session):
     tests, taken = most_at_once(session.log())
     assert tests >= 2
     assert taken < CARD_BYTES
-    assert "packing: 9 measured tests shared the GPU by known peaks\n" in packed.stdout
+    assert "packing: 9 measured tests shared the GPU\n" in packed.stdout
     # The largest first: pytest-xdist gives each worker two tests at first, the others to whom is ready, all in that order.
     begun = session.begun_by_worker().values()
     largest = sorted(SIZES, reverse=True)
@@ -142,7 +142,9 @@ def test_unknown(size):
     # They come last, one after the other.
     assert [event for event, _ in log[-4:]] == ["begins", "ends"] * 2
     assert {size for _, size in log[-4:]} == {5, 6}
-    told = "packing: 4 measured tests shared the GPU by known peaks; 2 had it alone (2 of unknown peak; the first is test_it.py::"
+    told = (
+        "packing: 4 measured tests shared the GPU; 2 had the whole GPU (2 with unknown peak; the first is test_it.py::"
+    )
     assert told in done.stdout
 
 
@@ -183,7 +185,7 @@ def test_a_test_that_needs_more_than_known_runs_again_alone_with_its_figures(ses
     assert grown["peak_allocated"] == 30 * GB
     assert "4 passed" in done.stdout
     assert (
-        "2 ran once more with all of it, having needed more than known: test_it.py::test_catches, test_it.py::test_step[1]"
+        "2 ran again with the whole GPU, because they exceeded their known peak: test_it.py::test_catches, test_it.py::test_step[1]"
         in done.stdout
     )
 
@@ -192,7 +194,7 @@ def test_alone_an_emulated_card_is_a_process_s_own_which_is_told(session):
     session.write(GROWS)
     done = session("--gpumem-pack")
     assert done.returncode == 0, done.stdout
-    assert "packing: an emulated GPU is each process's own without pytest-xdist: add -n 8, say" in done.stdout
+    assert "packing: without pytest-xdist, each process has its own emulated GPU: add -n 8, for example" in done.stdout
 
 
 def test_a_step_that_nearly_fills_the_card_is_counted_in_the_first_test_of_a_process(session):

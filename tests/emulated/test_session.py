@@ -112,7 +112,7 @@ def test_figures_are_held_against_a_real_gpus_baselines_where_these_are_named(se
     assert "--gpumem-update=all --gpumem-device=cuda" in scores.stdout
     nowhere = session("--gpumem-baseline", "--gpumem-against=nvidia-h10")
     assert nowhere.returncode == 4
-    assert "--gpumem-against=nvidia-h10: the store has no baseline of that device" in nowhere.stderr
+    assert "--gpumem-against=nvidia-h10: the store has no baseline for that device" in nowhere.stderr
     assert [path.name for path in real.parent.iterdir() if path.is_dir()] == [real.name]
 
 
@@ -398,6 +398,6 @@ def test_an_error_after_a_read_of_uncomputed_values_names_the_line_that_read(pro
     }
     assert "a boolean index reads values that an emulated GPU does not compute, at " in before["test_error"][0]
     assert before["test_error"][0].endswith(". The error may come from these reads and not from the code")
-    said = "an emulated GPU computes the values of small tensors only: an assertion on larger ones says nothing here"
+    said = "an emulated GPU computes the values of small tensors only, so an assertion about a larger tensor proves nothing here"
     assert [name for name, text in told.items() if said in text] == ["test_others_assertion"]
     assert re.search(r"^gpumem: .*\b1 recorded \(no budget, and no", done.stdout, re.MULTILINE)

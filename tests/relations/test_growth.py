@@ -90,7 +90,9 @@ def test_steps_that_are_no_whole_number_are_a_type_error(device, steps):
 
 
 def test_steps_that_hold_nothing_on_the_device_prove_nothing(device):
-    with pytest.raises(MeasuringError, match="the step held no tensor on cpu: it runs elsewhere, or not at all"):
+    with pytest.raises(
+        MeasuringError, match="the step held no tensor on cpu: it runs on another device, or not at all"
+    ):
         assert_no_growth(device, lambda: None)
 
 

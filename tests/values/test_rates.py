@@ -92,7 +92,7 @@ def test_a_rate_says_which_figures_it_was_made_of():
     ("peak", "mine", "other", "said"),
     [
         (1_000_000_000, 0, 0, "; nothing was computed again in backward"),
-        (700_000_000, 12, 0, "; 12 module calls were computed again in backward, 0 there"),
+        (700_000_000, 12, 0, "; 12 module calls were computed again in backward, against 0 in the other step"),
         (700_000_000, 12, 12, ""),
         (700_000_000, None, 0, ""),
     ],
@@ -123,7 +123,7 @@ def test_saves(gpumem):
 def test_figures_of_different_devices_have_no_rate(rate):
     message = (
         "'mine' was measured on NVIDIA A100, 'train_step' on CPU (x86_64): "
-        "figures of different devices have no relation"
+        "figures from different devices cannot be compared"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         rate(measured(1, 1.0, environment=THERE, name="mine"), PLAIN)

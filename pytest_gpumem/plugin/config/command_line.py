@@ -1,4 +1,4 @@
-"""Find out whether the command line leaves tests out, and which command runs a test (an item) again."""
+"""Find out whether the command line selects only some tests, and define the command that runs an item again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Command(NamedTuple):
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, for items that ``pytest ID`` does not run."""
+"""The stash key for an item's `Command`, if ``pytest ID`` cannot run the item again."""
 
 WORKER_IS_WHOLE = "gpumem_whole"
-"""The key for `is_whole_run` in a worker's input. A worker of pytest-xdist cannot compute the answer, because it
-gets all arguments as if they were typed."""
+"""The key in a pytest-xdist worker's input under which the controller stores its result of `is_whole_run`. The worker
+cannot compute the result, because it gets all arguments as if they were typed."""
 
 SELECTING = ("keyword", "markexpr", "lf", "stepwise", "deselect", "ignore", "ignore_glob", "gpumem_model", "pyargs")
-"""Options in pytest and this plugin that leave tests out of a run."""
+"""Options of pytest and of this plugin that select only some of the tests."""
 _SELECTING_OF_PLUGINS = (
     "splits",
     "group",
@@ -38,13 +38,15 @@ _SELECTING_OF_PLUGINS = (
     "picked",
     "testmon",
 )
-"""Options in pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon that leave tests out."""
+"""Options of pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon that select only some of the
+tests."""
 _SETTINGS = ("addopts", "testpaths", "python_files", "python_classes", "python_functions", "norecursedirs")
-"""pytest's settings for finding tests."""
+"""pytest's settings that decide which files, classes and functions are collected."""
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Return whether no paths and no test selection were typed, so only settings can leave tests out.
+    """Return whether the user typed no paths and no option that selects tests. In such a run, only settings can leave tests
+    out.
 
     For example, ``pytest -n 2 --gpumem-baseline`` in the root directory is a whole run, even with ``addopts = -k fast``. A run
     with a typed ``-k fast`` is not.
@@ -58,17 +60,17 @@ def is_whole_run(config: pytest.Config) -> bool:
     typed, default = (
         vars(parser.parse_known_args([str(word) for word in words])) for words in (config.invocation_params.args, ())
     )
-    # An option that a conftest.py adds may select tests, for example the project's own `--shard 1`.
+    # An option from a conftest.py may select tests as well, for example the project's own `--shard 1`.
     own_options = typed.keys() - vars(config.known_args_namespace).keys()
     overridden_settings = {word.partition("=")[0] for word in typed.get("override_ini") or ()}
     selecting = ("file_or_dir", *SELECTING, *_SELECTING_OF_PLUGINS, *own_options)
     if any(typed.get(name) != default.get(name) for name in selecting) or overridden_settings & {*_SETTINGS}:
         return False
-    # In another folder than the root directory, pytest collects only this folder.
+    # If pytest was started below the root directory, without `testpaths`, it collects only the current folder.
     uses_current_folder = config.args_source is pytest.Config.ArgsSource.INVOCATION_DIR
     return not uses_current_folder or config.invocation_params.dir == config.rootpath
 
 
 def selects(config: pytest.Config) -> bool:
-    """Return whether an option, typed or from the settings, leaves tests out of the collected files."""
+    """Return whether an option, typed or in ``addopts``, selects only some of the tests in the collected files."""
     return any(getattr(config.option, name, None) for name in SELECTING) or any("::" in word for word in config.args)

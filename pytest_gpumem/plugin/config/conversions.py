@@ -1,4 +1,6 @@
-"""Checks and conversions for values, by kind. A check imports other modules only when it has a value to check."""
+"""Check and convert the values of options and settings, by `Kind`. To keep pytest's start fast, a check imports other
+modules only when there is a value to check.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_value(kind: Kind, value: Any, where: str) -> Any:
-    """Return the setting for a value in ``[tool.gpumem]``.
+    """Check a value in ``[tool.gpumem]``, and convert it to the value in `Settings`.
 
     Args:
         kind: The value's kind.
@@ -25,9 +27,9 @@ def read_value(kind: Kind, value: Any, where: str) -> Any:
         where: The file, table and key, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
 
     Raises:
-        SettingsError: The value has another type, is not among the choices, or `convert` refuses it.
+        SettingsError: The value has a wrong type, is not among the choices, or cannot be converted.
     """
-    # In Python, True and False are numbers.
+    # Reject True and False as numbers, although bool is a subclass of int.
     fits = isinstance(value, kind.types) and (not isinstance(value, bool) or kind.types is bool)
     if not fits or (kind.is_array and not all(isinstance(text, str) and text for text in value)):
         raise SettingsError(f"{where} is {value!r}, expected {kind.expected}")
@@ -40,7 +42,7 @@ def read_value(kind: Kind, value: Any, where: str) -> Any:
 
 
 def convert(kind: Kind, value: Any, where: str) -> Any:
-    """Return the setting for a value whose type already fits its kind. Raises `SettingsError`, which contains ``where``.
+    """Convert a value with the right type to the value in `Settings`. Raises `SettingsError` with ``where`` in its message.
 
     For example, ``convert(DURATION, "500 ms", "pyproject.toml: time_budget")`` returns 0.5.
     """
@@ -49,7 +51,7 @@ def convert(kind: Kind, value: Any, where: str) -> Any:
 
 
 def _line(text: str, where: str) -> str:
-    # A command-line argument can contain bytes that are not UTF-8, but a file in the store cannot contain them.
+    # Escape bytes that are not UTF-8. A command-line argument may contain them, but a store file may not.
     line = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
     if not line:
         raise SettingsError(f"{where} is empty, expected the reason for accepting the change")
@@ -66,7 +68,10 @@ def _not_empty(expected: str) -> Callable[[str, str], str]:
 
 
 def check_in_file(kind: Kind, value: Any, where: str) -> None:
-    """Raise `SettingsError` if a file names a store on another host, because a pull request can change the file."""
+    """Raise `SettingsError` if a project's file names a store on another host.
+
+    Such a store must be typed, because a pull request can change the file.
+    """
     if kind is not STORE:
         return
     from pytest_gpumem.judging.baselines.location import chooses_host
@@ -75,8 +80,8 @@ def check_in_file(kind: Kind, value: Any, where: str) -> None:
     if chooses_host(value):
         url = without_credentials(value)
         raise SettingsError(
-            f"{where} is {url!r}: a file of the project may name a folder or a bucket (s3://, gs://, az://). Another place has "
-            f"to be typed, because a pull request can change the file: --gpumem-store={url}"
+            f"{where} is {url!r}: a project's file may only name a folder or a bucket (s3://, gs://, az://). Any other store "
+            f"has to be typed, because a pull request can change the file: --gpumem-store={url}"
         )
 
 
@@ -117,7 +122,7 @@ def _seconds(value: float | str, where: str) -> float:
 
 
 def model_of(text: str, where: str) -> ModelName:
-    """Return the model with a name such as ``hf:ORG/NAME``. Raises `SettingsError`."""
+    """Parse a model's name such as ``hf:ORG/NAME``. Raises `SettingsError`."""
     from pytest_gpumem.measuring.models.errors import ModelError
     from pytest_gpumem.measuring.models.sources import SOURCES, model_name
 
@@ -148,4 +153,4 @@ _CONVERSIONS: Mapping[Kind, Callable[[Any, str], Any]] = {
     DURATION: _duration,
     SECONDS: _seconds,
 }
-"""The conversions by kind. Values of other kinds need no conversion."""
+"""The conversion for each kind of value. Values of all other kinds are used as they are."""

@@ -1,11 +1,17 @@
-"""Mistakes in settings and markers."""
+"""Errors for mistakes in settings and markers."""
 
 from __future__ import annotations
 
 
 class SettingsError(ValueError):
-    """Error for a mistake in ``[tool.gpumem]`` or an option. The message names the file, the key, and a right value."""
+    """Raised for a mistake in ``[tool.gpumem]`` or in an option.
+
+    The message names the file or option, the key, and an example of a valid value.
+    """
 
 
 class BudgetError(ValueError):
-    """Error for a wrong budget argument. The message names the argument and a right value."""
+    """Raised for a wrong argument of the marker or of a budget entry.
+
+    The message names the argument and an example of a valid value.
+    """

@@ -1,9 +1,9 @@
-"""The table ``[tool.gpumem]`` in ``pyproject.toml``, in pytest's root directory.
+"""The keys of the table ``[tool.gpumem]``, in the ``pyproject.toml`` of pytest's root directory.
 
-An unknown key or a wrong value is a usage error (exit code 4). A table above the root directory has no effect, for example if
-``packages/a/pytest.ini`` makes ``packages/a`` the root directory. The header of each run points out such a table, and so does
-the end of a run with measured tests. Both also point out a mistyped table such as ``[tool.gpumen]``, and a section in
-``pytest.ini``.
+An unknown key or a wrong value is a usage error (exit code 4). A table in a folder above the root directory has no effect.
+For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so a table in the repository's top folder is
+not read. A mistyped table such as ``[tool.gpumen]``, or a section in ``pytest.ini``, has no effect either. pytest's header
+warns about tables and sections without effect, and so does the end of a run with measured tests.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """A key in ``[tool.gpumem]`` or an inner table."""
+    """A key in ``[tool.gpumem]``, or in a table inside it."""
 
     kind: kinds.Kind
     help: str
-    """One or two sentences, as Markdown."""
+    """One or two sentences for the settings' page, as Markdown."""
     default: str | None = None
-    """The default in words, as Markdown, if no field of `Settings` has it. In an inner table, ``None`` means no default."""
+    """The default in words, as Markdown, if it is not the default of a field in `Settings`. In a table inside
+    ``[tool.gpumem]``, ``None`` means that the key has no default."""
     details: str = ""
-    """Further Markdown."""
+    """Further Markdown for the settings' page."""
 
 
 BUDGET_KEYS: Mapping[str, Key] = MappingProxyType(
@@ -39,7 +40,7 @@ BUDGET_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys for an entry in ``budget``, in addition to the marker's arguments."""
+"""The keys for an entry in ``[[tool.gpumem.budget]]``, in addition to the marker's arguments."""
 
 GPU_KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -98,7 +99,7 @@ MODEL_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys for an entry in ``models``, in addition to the marker's arguments."""
+"""The keys for an entry in ``[[tool.gpumem.models]]``, in addition to the marker's arguments."""
 
 _TOLERANCE = """
 ```toml
@@ -122,26 +123,24 @@ max_gb = 40
 max_retained = "1 MB"
 ```
 
-For each limit, the marker wins over the entries, and the first entry with this limit wins over later entries. An entry
-limits measured tests. It does not cause a test to be measured.
+For each limit, the test's marker takes precedence over the entries. Among the entries, the first entry with the limit
+applies. An entry only limits measured tests. It does not cause a test to be measured.
 
 In a pattern, `*` and `?` are wildcards, `*` also matches `/` and `::`, and brackets are ordinary characters.
 
-A run of whole folders ends with a sentence about each entry without effect. An entry has no effect if its tests are not
-measured, or if it has `max_slowdown` or `min_throughput` for tests without the fixture `gpumem`. A pattern that matches
-no test is named if the run has collected all tests that the pattern could match. This is so in a run of the
-`testpaths`, and in a run of folders that contain the part of the pattern before its first `*`, `?` or `::`. Runs with
-`--ignore`, `--ignore-glob`, `--lf` or `--stepwise` name no pattern.
+If pytest collects only whole folders, the run ends with a warning about each entry without effect. An entry has no effect
+if its tests are not measured, or if it has `max_slowdown` or `min_throughput` for tests without the fixture `gpumem`. A run
+also warns about a pattern without a matching test, if the run has collected all tests that the pattern could match. It has
+collected them if it ran the `testpaths`, or a folder that contains the path before the pattern's first `*`, `?` or `::`.
+There is no such warning with `--ignore`, `--ignore-glob`, `--lf` or `--stepwise`.
 """
-_MARK = """
-Patterns work as for `budget`. Matching test functions get the marker before `-m` and `-k` select tests, so `-m gpumem`
-finds them. Doctests and items from other plugins do not get it. A pattern that matches no test is named as for
-`budget`.
+_MARK = """ Patterns work as for `budget`. Matching test functions get the marker before `-m` and `-k` select tests, so
+`-m gpumem` finds them. Doctests and items from other plugins do not get the marker. As for `budget`, the run warns about a
+pattern without a matching test.
 """
-_ROUTING = """
-A real GPU and the CPU compute this choice, so the key has no effect there. In a [step config](step-configs.md),
-`routing=` makes the same assumption for a single step. [Routing of
-experts](../concepts/emulated-gpu.md#routing-of-experts) explains both words.
+_ROUTING = """ On a real GPU and on the CPU, the key has no effect, because the router's choice is computed there. In a
+[step config](step-configs.md), `routing=` makes the same assumption for a single step.
+[Routing of experts](../concepts/emulated-gpu.md#routing-of-experts) explains `balanced` and `worst`.
 """
 _GPUS = """
 ```toml
@@ -155,13 +154,14 @@ capability = "12.0"
 sms = 96
 ```
 
-`emulated:our-l40s` is then a device, `emulated:our-l40sx2` are two such GPUs, and the baselines are in the folder
-`emulated-our-l40s`. `gpumem fit` without `--device`, and `emulated:all`, try your own cards after all other cards.
+With these tables, `--gpumem-device=emulated:our-l40s` emulates your card, and `emulated:our-l40sx2` emulates two of them.
+The baselines are in the folder `emulated-our-l40s`. `gpumem fit` without `--device`, and `emulated:all`, try your own cards
+after all other cards.
 
 A session reads the cards from the `pyproject.toml` of pytest's root directory. A command reads them from the nearest
 `pyproject.toml` with a table `[tool.gpumem]`, in the current folder or in a folder around it.
 
-A name has small letters, digits, `-` and `.`, and begins with a letter. The name of another card is an error.
+A name consists of small letters, digits, `-` and `.`, and begins with a letter. Using the name of another card is an error.
 """
 _MODELS = """
 ```toml
@@ -172,20 +172,23 @@ config = ["fp32", "amp-bf16", "bf16,checkpoint=blocks"]
 max_gb = 6.5
 ```
 
-This entry makes three tests, `pyproject.toml::hf-tiny:openai-community/gpt2[4x128-fp32]` and two more. Each test
-measures one step. It is judged, explained and reported like a test with the fixture `gpumem`, and the project's
-fixtures and hooks apply. An entry may have any argument of the [marker](marker.md), such as `max_gb`.
+This entry defines three tests, one for each config. The first is
+`pyproject.toml::hf-tiny:openai-community/gpt2[4x128-fp32]`. Each test measures one step. It is judged, explained and
+reported like a test with the fixture `gpumem`, and the project's fixtures and hooks apply to it. An entry may have any
+argument of the [marker](marker.md), such as `max_gb`.
 
-The model has random weights in the config's precision, and computes the loss itself. Its batch has random values, which
-are the same in each run. Code that a configuration names is not run. A library is imported when its first test runs.
+The model has random weights in the config's precision, and computes its own loss. The batch has random values, which are
+the same in each run. If a model's configuration refers to code in its repository, this code is not run. A library such as
+transformers is imported when the first test that needs it runs.
 
 ## Ids and selection
 
-An id contains the batch if the entry has one, then `infer`, `generate-64` or `lora-r8`, then the config. Another batch
-is another test. Patterns, `-k`, `-m gpumem`, `--deselect` and pytest-xdist treat these tests like all other tests.
+The brackets in a test's id contain the batch if the entry has one, then `infer`, `generate-64` or `lora-r8`, and then the
+config. If you change the batch, the id changes, so the test needs a new baseline. Patterns, `-k`, `-m gpumem`, `--deselect`
+and pytest-xdist treat these tests like all other tests.
 
-pytest collects them with the `pyproject.toml` of the root directory: in a run of the root directory or the
-`testpaths`, and with `pytest pyproject.toml`. `pytest tests` does not collect them.
+pytest collects these tests if it collects the root directory, the `testpaths`, or the file itself with
+`pytest pyproject.toml`. `pytest tests` does not collect them.
 
 ## Models on the command line
 
@@ -198,9 +201,9 @@ are added to the other tests. A typed model and an entry with only the key `mode
 
 ## Errors
 
-A name, batch or config that cannot be read is a usage error. A test fails with a sentence if its model, batch or loss
-cannot be made, for example because the hub does not know the name, the configuration [names code](command-advise.md),
-or there is no network. With `HF_HUB_OFFLINE=1` a model in the hub's cache needs no network.
+A name, batch or config with a mistake is a usage error. A test fails with a sentence if its model, batch or loss cannot be
+created, for example because the hub does not know the name, the configuration [names code](command-advise.md), or there is
+no network. With `HF_HUB_OFFLINE=1` a model in the hub's cache needs no network.
 
 ## Keys of an entry
 """
@@ -219,8 +222,8 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
         "time_budget": Key(
             kinds.DURATION,
-            "Time for the first samples of all step times in a test, such as `2 s` or `500 ms`. If times have to be taken "
-            "again, the second samples have the same budget once more. A sample takes about half of the remaining time.",
+            "Time limit for timing all steps in a test once, such as `2 s` or `500 ms`. If a step has to be timed again, the "
+            "second samples have the same limit once more. A sample takes about half of the remaining time.",
         ),
         "tolerance": Key(
             kinds.TABLE,
@@ -252,4 +255,4 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys in ``[tool.gpumem]`` without an option."""
+"""The keys in ``[tool.gpumem]`` without a ``--gpumem-*`` option of the same name."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class Kind:
-    """A kind of value.
+    """A type of value for an option or a setting, such as a duration or a path.
 
     For example, ``DURATION`` is a string in TOML, and `conversions.convert` turns ``"500 ms"`` into 0.5.
     """
@@ -22,23 +22,24 @@ class Kind:
         is_path: bool = False,
     ) -> None:
         self.types = types
-        """The value's types in TOML."""
+        """The possible Python types of a value from TOML."""
         self.expected = expected
-        """The words for the kind in messages: ``"a string"``."""
+        """The words for this kind of value in messages: ``"a string"``."""
         self.choices = choices
         self.is_array = is_array
-        """True for an array of nonempty strings. Such an option may be repeated."""
+        """True if the value is an array of nonempty strings. On the command line, such an option may be repeated."""
         self.is_path = is_path
-        """True for a path.
+        """True if the value is a path.
 
         A relative path in pyproject.toml starts in the root directory. A typed relative path starts in the current folder.
 
-        `Settings` stores this folder in a second field, for example ``store_base`` for ``store``.
+        `Settings` stores the folder in which a relative path starts in a second field, for example ``store_base`` for
+        ``store``.
         """
 
 
 def one_of(choices: tuple[str, ...]) -> Kind:
-    """Return the kind for a string among ``choices``."""
+    """Return the kind for a value among the strings in ``choices``."""
     return Kind(str, "a string", choices=choices)
 
 
@@ -52,6 +53,6 @@ PATTERNS = Kind(list, "an array of patterns of tests", is_array=True)
 MODELS = Kind(list, "an array of models", is_array=True, is_path=True)
 DURATION = Kind(str, "a string")
 SECONDS = Kind((int, float, str), "a number of seconds or a string")
-"""A duration, or a number of seconds."""
+"""A duration such as ``"5 min"``, or a number of seconds."""
 TABLE = Kind(dict, "a table")
 TABLES = Kind(list, "an array of tables")

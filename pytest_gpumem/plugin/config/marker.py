@@ -1,4 +1,4 @@
-"""Read the markers ``gpumem`` and ``gpumem_configs``: arguments become a budget, or parameters of a test."""
+"""Read the markers: ``gpumem`` becomes a test's budget, and ``gpumem_configs`` becomes parameters of a test."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
 
 
 TIMED_LIMITS = ("max_slowdown", "min_throughput")
-"""The arguments that limit a step's time."""
+"""The marker's arguments that limit the time of a step."""
 
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
-    """Return whether a marker on the test itself, not on its class or module, sets the argument ``limit``."""
+    """Return whether a marker sets the argument ``limit`` on the test itself, and not only on its class or module."""
     return any(mark.kwargs.get(limit) for node, mark in item.iter_markers_with_node(MARKER) if node is item)
 
 
 def check_of_a_call(item: pytest.Item) -> None:
-    """Raise `BudgetError` for time limits on a test without the fixture, because its call runs once and is not timed.
+    """Raise `BudgetError` for time limits in the marker of a test without the fixture ``gpumem``. Such a test's call runs
+    once and is not timed.
 
-    Time limits on the test's class or module are allowed, because they may be meant for other tests.
+    Time limits in a marker on the test's class or module are allowed, because they may be meant for other tests.
     """
     idle = [name for name in TIMED_LIMITS if sets_itself(item, name)]
     if idle:
@@ -68,18 +69,18 @@ def check_of_a_call(item: pytest.Item) -> None:
 
 
 _MARKERS = pytest.StashKey[tuple[pytest.Mark, ...]]()
-"""A test's markers at the time when the session selected the measured tests."""
+"""The key for a test's markers from the time when the session selected the measured tests."""
 
 
 def remember_markers(item: pytest.Item) -> None:
-    """Store a test's markers when the session selects the measured tests."""
+    """Store a test's current markers, so `report_late_marker` finds markers that are added later."""
     item.stash[_MARKERS] = tuple(item.iter_markers(MARKER))
 
 
 def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
-    """Fail a test if it got a marker after the session selected the measured tests. Without a gate, only warn.
+    """Fail a test that got its marker after the session had selected the measured tests. Without a gate, only warn.
 
-    Such a marker has no effect, so otherwise a gate would silently pass a test whose author wanted a gate.
+    Such a marker has no effect. Without this failure, the gate would pass a test that its author wanted to be gated.
     """
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_MARKERS, ()):
         return
@@ -93,7 +94,8 @@ def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:
-    """Return the budget from a test's markers; ``None`` without a marker. For each limit, the closest marker wins.
+    """Return the budget from a test's markers; ``None`` without a marker. Each limit comes from the closest marker with
+    this limit.
 
     Raises:
         BudgetError: A marker's argument is wrong.
@@ -110,7 +112,10 @@ def budget_of_marks(item: pytest.Item) -> Budget | None:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Give the test a parameter for each combination of step configs. Raises ``pytest.UsageError`` for a wrong marker."""
+    """Parametrize a test with the step configs from its marker ``gpumem_configs``.
+
+    Raises ``pytest.UsageError`` for a wrong marker.
+    """
     from pytest_gpumem.measuring.step_config.config import combinations
     from pytest_gpumem.measuring.step_config.errors import ConfigError
 
@@ -121,7 +126,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if not has_argument:
         if any(own.name == CONFIG_MARKER for own in metafunc.definition.own_markers):
             raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER} needs the argument {CONFIG_FIXTURE}")
-        # A marker on a class or module does not apply to tests without the argument.
+        # A marker on a class or module does not apply to tests without the argument `gpumem_config`.
         return
     if mark.args:
         raise pytest.UsageError(
@@ -138,7 +143,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
-    """Return the test's cell in its config matrix; ``None`` if the test is in no matrix."""
+    """Return the test's `Cell` in its matrix of step configs; ``None`` if the test is not in a matrix."""
     if CELL in item.stash:
         return item.stash[CELL]
     callspec = getattr(item, "callspec", None)
@@ -151,7 +156,9 @@ def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
 
 
 def _without(nodeid: str, config_id: str) -> str:
-    """Return a matrix's common id from a test's id: ``test_it[fp32-4]`` without ``fp32`` is ``test_it[4]``."""
+    """Return a test's id without the config's id, because it is the same for all tests in a matrix: ``test_it[fp32-4]``
+    becomes ``test_it[4]``.
+    """
     test, _, parameters = nodeid.removesuffix("]").partition("[")
     rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")
     return f"{test}[{rest}]" if rest else test

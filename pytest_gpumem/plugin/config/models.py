@@ -1,4 +1,4 @@
-"""Read ``[[tool.gpumem.models]]``: steps of named models, which are tests without a test file."""
+"""Read ``[[tool.gpumem.models]]``. Each entry defines tests for a model from a library, without a test file."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ _PLAIN = StepConfig("fp32")
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A test without a test file: it measures a step of a named model with a single config."""
+    """A test without a test file. It measures one step of a named model, with one step config."""
 
     model: ModelName
     batch: BatchSize | None = None
-    """``None`` means one sample of a usual length."""
+    """The batch's size; ``None`` for one sample of a usual length."""
     config: StepConfig = _PLAIN
     task: Task = TRAINING
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for the marker."""
+    """The arguments of the test's marker ``gpumem``."""
     entry: int | None = None
-    """The index for the test's entry in the settings. ``None`` for a model from the command line."""
+    """The index of the test's entry in ``[[tool.gpumem.models]]``; ``None`` for a model from ``--gpumem-model``."""
     written: str = ""
-    """The model's name as written in this entry."""
+    """The model's name as the user wrote it in this entry."""
     index: int = 0
-    """The config's index in this entry."""
+    """The index of the test's config among the configs in this entry."""
 
     @property
     def matrix(self) -> str:
-        """The common name for all configs in an entry: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
+        """The test's name without its config, which all tests from the same entry share:
+        ``"hf-tiny:openai-community/gpt2[4x128]"``.
+        """
         return self._named(self._size)
 
     @property
@@ -67,7 +69,7 @@ class ModelStep:
 
 
 def model_steps(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
-    """Return the steps for the entries in ``models``. Raises `SettingsError`."""
+    """Return a step for each config of each entry in ``models``. Raises `SettingsError`."""
     steps: dict[str, ModelStep] = {}
     for number, entry in enumerate(entries):
         for step in _steps_of(entry, number, f"{where} {number + 1}"):
@@ -96,7 +98,8 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         budget_from_arguments(limits)
         task = _task(entry)
         check_task(model, task)
-        # A whole number is a valid size. For any other value, `batch_size` refuses the text.
+        # A batch may also be a whole number, so convert the value to text. `batch_size` raises an error for any other
+        # value.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:
@@ -108,7 +111,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
 
 
 def _task(entry: Mapping[str, object]) -> Task:
-    # TOML has no null, so None means a missing key.
+    # TOML has no null value, so None means that the key is missing.
     trains, tokens, adapters = (entry.get(key) for key in ("train", "generate", "lora"))
     if trains is not None and not isinstance(trains, bool):
         raise ModelError(f"train is {trains!r}, expected true for a training step, or false for inference")
@@ -130,16 +133,22 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
 
 
 def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
-    """Return the steps for the ``typed`` models. A model without a step in ``steps`` gets a plain step."""
+    """Return the steps for the ``typed`` models.
+
+    If ``steps`` contains none for a model, its step has one sample and the config ``fp32``.
+    """
     groups = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
     return tuple(step for group in groups for step in group)
 
 
 def from_root(model: ModelName, base: Path, root: Path) -> ModelName:
-    """Return a model with its path relative to ``root`` instead of ``base``. A model without a path is returned unchanged."""
+    """Return a model whose name is a path relative to ``base`` with the path relative to ``root``.
+
+    A model whose name is not a path is returned unchanged.
+    """
     path = base / Path(model.name).expanduser()
     if not path.exists():
         return model
-    # Resolving links would change the name.
+    # Do not resolve symbolic links, because this would change the model's name.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     return replace(model, name=(path.relative_to(root) if path.is_relative_to(root) else path).as_posix())

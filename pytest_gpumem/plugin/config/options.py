@@ -1,7 +1,7 @@
-"""The ``--gpumem-*`` options, and names for markers and fixtures.
+"""The ``--gpumem-*`` options, and the names of the markers and fixtures.
 
-Every pytest run loads this module, so it imports little. `Option` is a plain class, because a named tuple takes 0.3 ms to
-create, and a dataclass 0.4 ms.
+Every pytest run loads this module, so the module imports little. `Option` is a plain class, because defining a named tuple
+would take 0.3 ms, and defining a dataclass 0.4 ms.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
 
 
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""pytest's argument for collecting an item: ``--gpumem-model=NAME`` for a model outside of the settings."""
+"""The stash key for the pytest argument that collects an item again, if its id does not. For a model that is not in the
+settings, the argument is ``--gpumem-model=NAME``."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
-"""An item's cell in its matrix, for a matrix from the settings instead of a marker."""
+"""The stash key for an item's `Cell`, if the item's matrix of step configs comes from the settings and not from a marker."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
-"""pytest's parser, with all plugins' options."""
+"""The stash key for pytest's command-line parser, which has the options of all plugins."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
 DEFAULT_EXPLAIN: ExplainMode = "on-failure"
 DEFAULT_STORE = "gpumem-baselines"
-"""The folder for baselines, in pytest's root directory."""
+"""The default folder for baselines, in pytest's root directory."""
 DEFAULT_RANK_TIMEOUT = 600.0
-"""Seconds, as in NCCL's default timeout for collectives."""
+"""The default in seconds. NCCL has the same default timeout for collectives."""
 
 
 class Option:
-    """The option ``--gpumem-NAME``. Its field of `Settings`, and its key in ``[tool.gpumem]``, have the same ``name``."""
+    """An option ``--gpumem-NAME``. The field in `Settings` and the key in ``[tool.gpumem]`` have the same name."""
 
     def __init__(
         self,
@@ -56,48 +57,50 @@ class Option:
         self.name = name
         self.kind = kind
         self.help = help
-        """One or two sentences, for help and for the page of the options."""
+        """One or two sentences for ``pytest --help`` and for the options' reference page."""
         self.metavar = metavar
-        """The value's name in help. Flags and choices need no name."""
+        """A word that stands for the value in the help, such as ``DEVICE``. Flags and options with choices do not need it."""
         self.default = default
-        """The default as help shows it, if neither the option nor the key is set."""
+        """The text for the default value in the help."""
         self.details = details
-        """Markdown that only the page of the options shows, and not the help."""
+        """Further Markdown for the options' reference page, which ``pytest --help`` does not show."""
         self.is_key = is_key
-        """True if the option may also be a key in ``[tool.gpumem]``. Other options apply to a single session."""
+        """True if ``[tool.gpumem]`` may have a key of the same name. All other options can only be typed, for a single
+        session."""
         self.in_accept = in_accept
-        """True if the option affects measurements, so a command for accepting a result repeats it.
+        """True if the option affects measurements. The command that a failure prints for accepting new figures repeats such
+        options.
 
-        Such an option takes a single value: it is neither a flag nor repeatable.
+        These options have a single value. They are neither flags nor repeatable.
         """
         self.for_tests = for_tests
-        """True if the option selects tests, so `gpumem run` does not have it."""
+        """True if the option selects tests, so it is not an option of `gpumem run`."""
         self.wants_result = wants_result
-        """True if a session with this option has to report a result, even if nothing is measured."""
+        """True if a session with this option must report a result, even if it measures nothing."""
 
     @property
     def flag(self) -> str:
-        """The option on the command line: ``--gpumem-rank-timeout``."""
+        """The option as it is typed: ``--gpumem-rank-timeout``."""
         return f"--gpumem-{self.name.replace('_', '-')}"
 
     @property
     def help_with_default(self) -> str:
-        """The help, with the default if there is one."""
+        """The help text, followed by the default if there is one."""
         return self.help if self.default is None else f"{self.help} Default: {self.default}."
 
     @property
     def is_flag(self) -> bool:
-        """True if the option takes no value, and ``--no-gpumem-NAME`` switches it off."""
+        """True if the option has no value. ``--no-gpumem-NAME`` switches such an option off."""
         return self.kind is kinds.FLAG
 
     @property
     def negated(self) -> str:
-        """The form for switching a flag off: ``--no-gpumem-strict``."""
+        """The typed form that switches the flag off: ``--no-gpumem-strict``."""
         return f"--no-{self.flag[2:]}"
 
     @property
     def dest(self) -> str:
-        """The value's name in pytest's configuration: ``gpumem_rank_timeout``."""
+        """The name under which pytest's configuration stores the value: ``gpumem_rank_timeout``."""
         return f"gpumem_{self.name}"
 
 
@@ -105,17 +108,16 @@ _RELATIVE = (
     "A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it "
     "starts in pytest's root directory."
 )
-_EXPLAIN = """
-`on-failure`: a step is explained if its test fails because of bytes or runs out of memory, or if its baseline is
-written. With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md)
-would write its baseline.
+_EXPLAIN = """ `on-failure`: a step is explained if its test fails because of bytes, if memory runs out, or if its baseline
+is written. With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md)
+would write its baseline from the report.
 
-`always`: every step is explained. The session ends with the largest rows of each peak, for ten tests, or with `-v` for
-all tests.
+`always`: every step is explained. At its end, the session prints the largest rows of each peak for ten tests. With `-v` it
+prints them for all tests.
 
 `never`: no step is explained, and new baselines have no composition.
 
-With the first two modes, a step is also explained if its test reads the measurement's
+With `on-failure` and `always`, a step is also explained if the test's code reads the measurement's
 [composition](../concepts/composition.md).
 """
 _STORE = f"""
@@ -129,9 +131,9 @@ The option needs `--gpumem-baseline` and an [emulated GPU](cards.md). The sessio
 for a real GPU have to be measured on that GPU. [`gpumem compare`](command-compare.md) shows the figures of two sessions
 side by side.
 
-Each [metric](metrics.md) has a least tolerance for this comparison, because [published
-peaks](../trust.md#published-peaks) differ from those of an emulated GPU. `launches` is not judged, because a cuBLAS
-product can be two kernels on a real GPU.
+For this comparison, each [metric](metrics.md) has a minimum tolerance, because peaks on an emulated GPU differ slightly
+from [published peaks](../trust.md#published-peaks). `launches` is not compared, because a cuBLAS product can be two kernels
+on a real GPU.
 """
 _MODES = """
 ### Modes
@@ -142,34 +144,34 @@ A verdict that the mode accepts does not fail its test in this session, even wit
 | [Verdict](verdicts.md) | ``new`` | ``improved`` | ``all`` |
 |---|---|---|---|
 | `new`, `foreign`: the test has no baseline on this device | adds it, unless the test may be a [renamed test](../concepts/verdicts.md#renamed-tests) that grew | - | adds it |
-| `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments moves it | - | replaces the baseline |
-| `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and the runs were quiet | - | replaces the baseline |
+| `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments affects it | - | replaces the baseline |
+| `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and nothing disturbed the runs | - | replaces the baseline |
 | `improved` | - | lowers each improved metric, and all times together, if [one environment fits all figures](#environment-of-a-lowered-baseline) | replaces the baseline |
-| `missing`: the test takes other measurements, but no longer this one | - | - | removes the baseline |
+| `missing`: the test still takes other measurements, but no longer takes this one | - | - | removes the baseline |
 | `missing`: the test is not measured any more | - | - | - |
-| `regressed`, `uncertain`, `stale` | - | - | replaces the baseline, but an `uncertain` time becomes one more run of it |
+| `regressed`, `uncertain`, `stale` | - | - | replaces the baseline, but an `uncertain` time is added to the stored runs |
 | `ok` for times | - | - | adds this run, and drops the oldest of more than ten runs |
-| `ok` for all other metrics | - | - | replaces the baseline if a byte, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
+| `ok` for all other metrics | - | - | replaces the baseline if a number of bytes, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
 | `over_budget`, and tests that failed by themselves or were skipped | - | - | - |
 
-A byte of `peak_reserved` alone replaces nothing. A detail of the environment is relevant if it moves one of the
-[metrics](metrics.md). If a test is not measured any more, the session names it, and [`gpumem prune`](command-prune.md)
-removes its baselines.
+If only `peak_reserved` differs, the baseline is not replaced. A detail of the environment is relevant if it affects one of
+the [metrics](metrics.md). If a test with baselines is not measured any more, the session names the test, and
+[`gpumem prune`](command-prune.md) removes its baselines.
 
 ### Times that `all` writes
 
-Each `--gpumem-update=all` writes all times of a baseline together. The stored runs are replaced by this run if the step
-became slower or faster, does other work, or runs on another `machine`, or if this is the first run whose clock can be
-read. This run is left out in three cases: something disturbed it, the machine was slower than in the stored runs, or
-its clock cannot be read although it could in the stored runs. The session's line about the store says how many runs
-were left out, and the reason for the first.
+A baseline stores the times of up to ten runs. Each `--gpumem-update=all` writes all times of a run together. This run
+replaces the stored runs if the step became slower or faster, if it does other work, if it runs on another `machine`, or if
+this is the first run in which the device's clock rate can be read. The times of this run are not stored if something
+disturbed it, if the machine was slower than in the stored runs, or if the clock rate cannot be read although the stored
+runs have it. The session prints how many runs were left out for such a reason, and the reason for the first.
 
 ### Environment of a lowered baseline
 
-A baseline has one environment for all its figures. ``improved`` writes this session's environment if all unchanged
-figures fit it. A figure fits if this session measured the same value, or if no difference between the environments
-affects it. Otherwise the baseline keeps its environment and its times, if the lowered figures fit that environment. If
-neither environment fits, nothing is written.
+A baseline has one environment for all its figures. ``improved`` replaces it with this session's environment if all figures
+that are not lowered are valid there. A figure is valid if this session measured the same value, or if no difference between
+the environments affects it. Otherwise the baseline keeps its environment and its times, if the lowered figures are valid in
+that environment. If the figures do not fit either environment, nothing is written.
 
 For example, a new release of torch needs fewer FLOPs and more operators. With the new release in the baseline,
 `operators` would be `regressed` instead of `uncertain`, although no code changed. So ``improved`` does not change this
@@ -289,13 +291,13 @@ OPTIONS = (
     Option(
         "pack",
         kinds.FLAG,
-        "With pytest-xdist: tests share a GPU as far as their known peaks fit, the largest first. A peak is known "
-        "from a baseline or a budget. Other tests, and timed tests, have the GPU alone.",
-        details="With `--gpumem-device=cpu` the option is an error. The key is not: the session then says that nothing is "
+        "With pytest-xdist: run several tests on a GPU at the same time if their known peaks fit into its memory, the "
+        "largest first. A peak is known from a baseline or a budget. A timed test, or a test without a known peak, runs alone.",
+        details="With `--gpumem-device=cpu` the option is an error. The key is allowed, and the session prints that nothing is "
         "shared. See [packing](../concepts/processes.md#packing).",
     ),
 )
-"""All options, in the order for help."""
+"""All options, in the order in which the help lists them."""
 
 
 def is_measured(item: pytest.Item) -> bool:
@@ -304,14 +306,14 @@ def is_measured(item: pytest.Item) -> bool:
 
 
 def check_words(parser: pytest.Parser, words: list[str]) -> None:
-    """Check that all typed options with the prefix ``--gpumem-`` or ``--no-gpumem-`` exist.
+    """Check that every typed option with the prefix ``--gpumem-`` or ``--no-gpumem-`` exists.
 
     Args:
-        parser: pytest's parser, with options from all plugins and the first conftests.
+        parser: pytest's parser, with the options from all plugins and from the conftest.py files loaded at the start.
         words: The command line.
 
     Raises:
-        pytest.UsageError: No plugin has the option. The message names the nearest option.
+        pytest.UsageError: An option does not exist. The message names the most similar option.
     """
     flags = [
         flag for option in OPTIONS for flag in ((option.flag, option.negated) if option.is_flag else (option.flag,))
@@ -341,7 +343,8 @@ def arguments_of(option: Option) -> dict[str, Any]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        # The default is None, so a key in [tool.gpumem] can apply. Without `dest`, pytest would search all options for a dest.
+        # With the default None, a key in [tool.gpumem] applies if the option is not typed. Pass `dest`, because otherwise
+        # pytest searches all options for a free name.
         group.addoption(
             option.flag, dest=option.dest, default=None, help=option.help_with_default, **arguments_of(option)
         )

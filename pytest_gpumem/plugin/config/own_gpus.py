@@ -1,4 +1,4 @@
-"""Read ``[tool.gpumem.gpus.NAME]``, the user's own GPUs for emulation.
+"""Read the tables ``[tool.gpumem.gpus.NAME]``, in which users define their own cards for emulation.
 
 For example, ``like = "l40s"`` and ``memory = "44GB"`` define an L40S with 44,000,000,000 bytes.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-.][a-z0-9]+)*")
 _MOST_MEMORY = 2**43
 _MOST = 2**31 - 1
-"""The largest C ``int``. CUDA stores the L2 size in an ``int``."""
+"""The largest L2 cache, because CUDA stores the L2 size in a C ``int``."""
 _MOST_SMS = 4096
 _MOST_NAME = 200
-"""The longest name, in bytes. CUDA has 256 bytes for a name, including "(emulated)"."""
+"""The maximum length of a name, in bytes. CUDA stores names in 256 bytes, including "(emulated)"."""
 
 
 def own_gpus(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
-    """Return the GPUs in a ``gpus`` table, by name.
+    """Return the cards from the table ``[tool.gpumem.gpus]``, by name.
 
     Args:
         table: The table from TOML.
@@ -85,7 +85,9 @@ def _gpu(name: str, entry: Mapping[str, Any], place: str) -> Gpu:
 
 
 def _base(entry: Mapping[str, Any], place: str) -> Gpu:
-    """Return the GPU that supplies missing figures: the entry's ``like``, or the first card with its capability."""
+    """Return the card whose figures fill the gaps in an entry: the card in the key ``like``, or else the first card with
+    the entry's capability.
+    """
     if "like" not in entry:
         for key, example in (("memory", "48GB"), ("capability", "8.9")):
             if key not in entry:
@@ -100,7 +102,7 @@ def _base(entry: Mapping[str, Any], place: str) -> Gpu:
         raise SettingsError(f"{place}.like: {error}") from None
     if base.count > 1:
         raise SettingsError(
-            f"{place}.like is {like!r}, expected a single GPU; {EMULATED}NAMEx{base.count} is then {base.count} of your GPUs"
+            f"{place}.like is {like!r}, expected a single GPU; {EMULATED}NAMEx{base.count} emulates {base.count} such GPUs"
         )
     if "capability" not in entry:
         return base

@@ -1,4 +1,4 @@
-"""Read a project's settings from its files, without starting pytest, so no conftest.py, plugin or test runs."""
+"""Read a project's settings from its files without starting pytest. So no code from a conftest.py, plugin or test runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.config.settings import Settings
 
 _PLUGIN = ("gpumem", "pytest_gpumem.plugin")
-"""The name and module in the plugin's entry point."""
+"""The name and the module in this plugin's entry point for pytest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectFiles:
-    """The root directory that pytest would find from a folder, and the options in ``addopts`` and ``PYTEST_ADDOPTS``.
+    """The settings that pytest would find if it were started in a folder: the root directory, and the options in
+    ``addopts`` and ``PYTEST_ADDOPTS``.
 
     For example, with ``addopts = "--gpumem-device=cpu"`` in ``pytest.ini``, ``of_addopts["device"]`` is ``"cpu"``.
     """
@@ -41,9 +42,9 @@ class ProjectFiles:
     settings_file: Path | None
     """The file with pytest's settings, for example pytest.ini."""
     of_addopts: Mapping[str, Any]
-    """Option values in ``addopts`` by name; ``None`` for an unset option."""
+    """The values of options in ``addopts``, by option name; ``None`` for an option that is not set."""
     of_user: Mapping[str, Any]
-    """Option values in ``PYTEST_ADDOPTS``, in the same form."""
+    """The values of options in ``PYTEST_ADDOPTS``, in the same form as ``of_addopts``."""
     cache_dir: str
     is_plugin_loaded: bool
     """True if a session in this project loads this plugin."""
@@ -57,13 +58,15 @@ class ProjectFiles:
 
     @property
     def names_device(self) -> bool:
-        """True if an option or a setting names the device. Raises `SettingsError`."""
+        """True if an option or a key in ``[tool.gpumem]`` chooses the device. Raises `SettingsError`."""
         options = (self.of_addopts["device"], self.of_user["device"])
         return options != (None, None) or "device" in (read_table(self.root / "pyproject.toml") or {})
 
     @property
     def unread(self) -> str | None:
-        """A sentence on settings that are not read, for example in a table with a mistyped name."""
+        """A warning about settings that pytest does not read, for example in a table with a mistyped name; ``None`` if
+        there are none.
+        """
         return unread_around(self.root, self.settings_file, self.started_in)
 
     @property
@@ -79,11 +82,11 @@ def cache_folder(root: Path, cache_dir: str) -> Path:
 
 
 def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:
-    """Return the files in the project around a folder.
+    """Return the settings of the project that contains a folder.
 
     Args:
         folder: The folder in which pytest would be started.
-        environment: The environment, with ``PYTEST_ADDOPTS``.
+        environment: The environment variables, of which ``PYTEST_ADDOPTS`` is read.
 
     Raises:
         SettingsError: A file cannot be read, or pytest would refuse it.
@@ -109,7 +112,10 @@ def _is_there(path: Path) -> bool:
 
 
 def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None, dict[str, Any]]:
-    """Return the root directory, the file with pytest's settings, and those settings. Raises `SettingsError`."""
+    """Return pytest's root directory, the file with pytest's settings, and the settings in this file.
+
+    Raises `SettingsError`.
+    """
     arguments: dict[str, Any] = {
         "inifile": of_user["config_file"],
         "override_ini": None,
@@ -117,7 +123,7 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
         "rootdir_cmd_arg": of_user["rootdir"],
         "invocation_dir": folder,
     }
-    # Releases of pytest before 9.0 accept fewer arguments, and return values without their origin.
+    # Before 9.0, pytest's function has fewer parameters, and returns plain values.
     parameters = inspect.signature(determine_setup).parameters
     try:
         root, file, values, *_ = determine_setup(
@@ -131,7 +137,10 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
 
 
 def _words(addopts: object) -> list[str]:
-    """Return the words in ``addopts``, which is an array in TOML, or a text as for a shell."""
+    """Split ``addopts`` into words.
+
+    In TOML, ``addopts`` may be an array. Otherwise it is a text with the quoting rules of a shell.
+    """
     if isinstance(addopts, list):
         return [str(word) for word in addopts]
     try:
@@ -146,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(words: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the values for this plugin's options in pytest's arguments, and for pytest's options on plugins and settings."""
+    """Parse this plugin's options in pytest's arguments, and the options ``-p``, ``-o``, ``-c`` and ``--rootdir``."""
     parser = _Parser(prog=where, add_help=False, allow_abbrev=False)
     for option in OPTIONS:
         parser.add_argument(option.flag, dest=option.name, default=None, **arguments_of(option))
@@ -158,7 +167,10 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return an option's value from ``addopts`` and ``PYTEST_ADDOPTS``. Arrays are joined; other values from the latter win."""
+    """Combine an option's values from ``addopts`` and ``PYTEST_ADDOPTS``.
+
+    Arrays are joined. For other values, ``PYTEST_ADDOPTS`` takes precedence.
+    """
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

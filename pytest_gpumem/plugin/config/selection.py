@@ -1,4 +1,7 @@
-"""Find the measured tests among the collected tests, with their budgets, and find settings without effect on any test."""
+"""Find the measured tests among the collected tests, with their budgets.
+
+Also find ``budget`` and ``mark`` settings without effect.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ _MATCHES_NONE = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTest:
-    """A measured test.
+    """A test with the marker or the fixture ``gpumem``.
 
-    Its node id without pytest-xdist's ``@group`` is ``file::test``. For example, in
-    ``tests/test_gpt.py::TestTrain::test_step[fp32]`` the test is ``TestTrain::test_step[fp32]``.
+    The fields ``file`` and ``test`` are the two parts of its node id (without pytest-xdist's ``@group``). For example, for
+    ``tests/test_gpt.py::TestTrain::test_step[fp32]``, ``test`` is ``TestTrain::test_step[fp32]``.
     """
 
     file: str
@@ -47,7 +50,7 @@ class MeasuredTest:
         return Key(self.file, self.test, name)
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
-        """Return the verdict on this test without a measurement. ``why`` is the reason, as a clause."""
+        """Return the verdict that this test was not measured. ``why`` is the reason, as a clause."""
         return TestVerdict(
             self.file,
             self.test,
@@ -68,7 +71,8 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
         devices: All device names.
 
     Raises:
-        BudgetError: The marker is wrong, or the store cannot hold the test's baselines. The message begins with the test's id.
+        BudgetError: The marker is wrong, or the test's file is outside the root directory. The message begins with the
+            test's id.
     """
     if not is_measured(item):
         return None
@@ -91,9 +95,9 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 
 
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
-    """Return a clause on a marker's probable device.
+    """Return a clause with a correction for a wrong device in a marker.
 
-    For example, a marker cannot name an emulated GPU, because it replaces CUDA in the whole session.
+    For example, a marker cannot name an emulated GPU, because emulation replaces CUDA in the whole session.
     """
     from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 
@@ -101,18 +105,21 @@ def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> st
         gpu = emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, settings.gpus)
     except ValueError:
         return nearest_device(word, list(devices))
-    return f"a GPU is emulated for the whole session: --gpumem-device={gpu.device}"
+    return f"to emulate a GPU for the whole session, use --gpumem-device={gpu.device}"
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:
-    """Raise `BudgetError` if a test's file is outside the root directory, because pytest then omits the path in ids."""
+    """Raise `BudgetError` if a test's file is outside the root directory.
+
+    In such a test's id, pytest omits the path, but baselines are stored by path.
+    """
     if not nodeid.startswith("::"):
         return
     root, path = item.config.rootpath, item.path
     above = os.path.commonpath([root, path.parent])
     raise BudgetError(
-        f"the test file {path} is outside of the root directory {root}, and the store needs its path below the root: add "
-        f"--rootdir={above}, and --gpumem-store=FOLDER if the store is not there"
+        f"the test file {path} is outside of the root directory {root}, and baselines are stored by the path below the root: "
+        f"add --rootdir={above}, and --gpumem-store=FOLDER if the store is in another folder"
     )
 
 
@@ -123,7 +130,9 @@ def location_of(item: pytest.Item) -> Location | None:
 
 
 def without_group(item: pytest.Item) -> str:
-    """Return the node id without the ``@group`` that ``--dist loadgroup`` appends for ``@pytest.mark.xdist_group``."""
+    """Return a test's node id without the suffix ``@group``, which ``--dist loadgroup`` adds for
+    ``@pytest.mark.xdist_group``.
+    """
     mark = item.get_closest_marker("xdist_group")
     if mark is None:
         return item.nodeid
@@ -132,7 +141,10 @@ def without_group(item: pytest.Item) -> str:
 
 
 def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Add the marker to all test functions with a matching pattern. Doctests and other items do not get it."""
+    """Add the marker to all test functions with a matching pattern.
+
+    Other items, such as doctests, do not get the marker.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and any(
             matches_test(pattern, without_group(item)) for pattern in patterns
@@ -141,19 +153,19 @@ def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
 
 
 def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
-    """Return the collected test ``files`` if every test in them was collected; otherwise an empty set."""
+    """Return the collected test ``files`` if pytest collected all tests in them; otherwise an empty set."""
     leaves_tests_out = any(getattr(config.option, name, False) for name in ("lf", "stepwise", "gpumem_model"))
     return frozenset() if leaves_tests_out or any("::" in argument for argument in config.args) else frozenset(files)
 
 
 def _covers(config: pytest.Config, pattern: str) -> bool:
-    """Return whether a run has collected all possible matches of a pattern.
+    """Return whether this run collects all possible matches of a pattern.
 
     For example, ``pytest tests/gpt`` covers ``tests/gpt/*::test_step``, but not ``tests/*::test_step``.
     """
     if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob", "gpumem_model")):
         return False
-    # The arguments are the whole suite, because pytest-xdist passes it to its workers.
+    # pytest-xdist passes the `testpaths` to its workers as arguments, so these arguments mean the whole suite.
     if list(config.args) == config.getini("testpaths"):
         return True
     literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
@@ -167,11 +179,11 @@ def idle_patterns(
     measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
-    """Return a sentence for each ``budget`` entry and each ``mark`` pattern without effect.
+    """Return a warning for each ``budget`` entry and each ``mark`` pattern without effect.
 
-    A pattern has no effect if it matches no test although this run covers the pattern. A budget also
-    has no effect if none of its tests is measured. A limit on times has no effect if none of its tests measures a step. A run
-    that does not only collect whole folders reports nothing.
+    A pattern has no effect if no test matches, although this run collects all tests that could match. A budget also has no
+    effect if the tests that it limits are not measured. A time limit has no effect if these tests time no step. Runs with
+    paths to files or tests get no warnings.
 
     Args:
         settings: The settings of the session.

@@ -1,4 +1,4 @@
-"""A session's settings, from ``[tool.gpumem]`` and the options, as a frozen value."""
+"""Read a session's `Settings` from ``[tool.gpumem]`` and from the options."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 
 
 def matches_test(tests: str, nodeid: str) -> bool:
-    """Return whether a pattern matches a node id, or the file or a class of the test (fnmatch).
+    """Return whether a pattern with wildcards matches a test's node id, its file or its class.
 
     For example, ``tests/*`` and ``tests/test_gpt.py::TestTrain`` match ``tests/test_gpt.py::TestTrain::test_step``.
     """
     parts = nodeid.split("::")
     prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
-    # Brackets in a node id are parameters, not a set of characters.
+    # In fnmatch, brackets are a set of characters. In a node id they are parameters, so escape them.
     pattern = tests.replace("[", "[[]")
     return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 @dataclass(frozen=True, slots=True)
 class PatternBudget:
-    """An entry of ``[[tool.gpumem.budget]]``: the budget of all tests that match ``tests`` (fnmatch)."""
+    """An entry in ``[[tool.gpumem.budget]]``: the budget for all tests that match the pattern ``tests``."""
 
     tests: str
     budget: Budget
@@ -69,23 +69,24 @@ class PatternBudget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A session's settings."""
+    """The settings for a session, from ``[tool.gpumem]`` and the options. They do not change."""
 
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
-    """The reason for the changes by ``update``, in one line."""
+    """The user's reason for the changes that ``update`` writes, as a single line."""
     store: str = DEFAULT_STORE
     """The store's folder or URL. A relative path starts in ``store_base``."""
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """A real GPU's slug, whose baselines are compared with the figures from an emulated GPU."""
+    """The slug of a real GPU. Its baselines are compared with the figures from an emulated GPU."""
     strict: bool = False
     time: bool | None = None
-    """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
+    """True to time all steps, False to time no step. With ``None``, steps are timed if their times are compared, recorded
+    or shown."""
     pack: bool = False
-    """True if tests run on a GPU at the same time, as far as their known peaks fit."""
+    """True if several tests may use a GPU at the same time, as long as their known peaks fit into its memory."""
     explain: ExplainMode = DEFAULT_EXPLAIN
     artifacts: str | None = None
     """The folder for timelines and snapshots. A relative path starts in ``artifacts_base``."""
@@ -94,47 +95,59 @@ class Settings:
     """The files for reports. Relative paths start in ``report_base``."""
     report_base: Path = field(default_factory=Path)
     model: tuple[ModelName, ...] = ()
-    """The models from the command line. A relative path as a name starts in ``model_base``."""
+    """The models from ``--gpumem-model``. If a model's name is a relative path, it starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
-    """Steps for named models in the settings. Relative paths start in the root directory."""
+    """The steps from ``[[tool.gpumem.models]]``. Relative paths to models start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
-    """Seconds after which the session ends if a rank makes no progress while other ranks wait."""
+    """If a rank makes no progress for this many seconds while other ranks wait for it, the session ends."""
     routing: Routing | None = None
-    """The assumption about the experts of each token on an emulated GPU."""
+    """The assumption on an emulated GPU about which experts get each token."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds for the first step time samples in a test."""
+    """The time limit, in seconds, for the first time samples of all steps in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
-    """Patterns for tests to measure without the marker."""
+    """Patterns for tests that are measured as if they had the marker."""
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
-    """The user's own GPUs for emulation, by name."""
+    """The user's own cards for emulation, by name."""
     explicit: bool = False
-    """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
+    """True if the user typed an option, or if there is a table ``[tool.gpumem]``."""
 
     def compared_slug(self, slug: str) -> str:
-        """Return the slug whose baselines are compared with figures from the device ``slug``."""
+        """Return the slug of the device whose baselines are compared with figures from the device ``slug``.
+
+        The two differ only with ``--gpumem-against``.
+        """
         return self.against or slug
 
     @property
     def artifacts_folder(self) -> Path | None:
-        """The folder for timelines and snapshots. ``None`` if none are written."""
+        """The folder for timelines and snapshots; ``None`` if the session does not write them."""
         return None if self.artifacts is None else self.artifacts_base / self.artifacts
 
     @property
     def gates(self) -> bool:
-        """True if the session is a gate (``--gpumem-baseline`` or ``--gpumem-strict``), so its report decides the exit code."""
+        """True if the session is a gate (``--gpumem-baseline`` or ``--gpumem-strict``).
+
+        In a gate, the report decides the exit code.
+        """
         return self.baseline or self.strict
 
     @property
     def may_be_accepted_later(self) -> bool:
-        """True if the session's report needs all data of a baseline, because `gpumem accept` writes baselines from it."""
+        """True if the session writes a report from which `gpumem accept` can write baselines.
+
+        Such a report needs all data that a baseline stores.
+        """
         return self.baseline and self.against is None and any(file.endswith(".json") for file in self.report)
 
     def budget_for(self, nodeid: str) -> Budget:
-        """Return the limits for a test from ``[[tool.gpumem.budget]]``. For each limit, the first matching entry wins."""
+        """Return the limits for a test from ``[[tool.gpumem.budget]]``.
+
+        Each limit comes from the first matching entry that sets it.
+        """
         budget = Budget()
         for entry in self.budgets:
             if matches_test(entry.tests, nodeid):
@@ -156,14 +169,14 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
 
 
 def is_loaded(config: pytest.Config) -> bool:
-    """Return whether pytest knows the plugin's options."""
+    """Return whether this plugin's options are registered with pytest."""
     return all(hasattr(config.option, option.dest) for option in OPTIONS)
 
 
 def settings_of(config: pytest.Config) -> Settings:
     """Return a session's settings.
 
-    Options win over ``[tool.gpumem]`` in the root directory's pyproject.toml, and both win over defaults.
+    A typed option takes precedence over the key in ``[tool.gpumem]``, and the key takes precedence over the default.
 
     Raises:
         SettingsError: A setting is wrong.
@@ -179,9 +192,9 @@ def settings_from(
 
     Args:
         root: pytest's root directory.
-        started_in: The folder in which pytest was started. Relative paths in options start there.
+        started_in: The folder in which pytest was started. Relative paths in options start in this folder.
         option_values: pytest's parsed values for options, by name. Other names are ignored.
-        only_in_file: The names of options that come from ``addopts`` and were not typed.
+        only_in_file: The names of options that were not typed, so their values come from ``addopts``.
 
     Raises:
         SettingsError: A setting is wrong.
@@ -211,7 +224,10 @@ def settings_from(
 
 
 def _only_in_file(config: pytest.Config) -> Collection[str]:
-    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``. Workers of pytest-xdist have none."""
+    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``.
+
+    In a pytest-xdist worker, return an empty collection.
+    """
     if hasattr(config, "workerinput"):
         return ()
     words = [*os.environ.get(PYTEST_ADDOPTS, "").split(), *config.invocation_params.args]
@@ -220,8 +236,8 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
 
 
 def _converted(option: Option, value: Any) -> Any:
-    """Return the setting for an option's value. Raises `SettingsError`."""
-    # `gpumem ab` passes an empty mode, which switches the table's `update` off.
+    """Convert an option's value to the value in `Settings`. Raises `SettingsError`."""
+    # `gpumem ab` passes an empty mode to switch off the key `update` in the table.
     return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
 
 
@@ -259,7 +275,7 @@ def _check_against(settings: Settings) -> None:
 def _check_pack(settings: Settings, *, typed: bool) -> None:
     from pytest_gpumem.measuring.devices.registry import may_share_memory
 
-    # The option is an error on the CPU. The key in pyproject.toml is not, because other sessions measure on a GPU.
+    # On the CPU, the typed option is an error. The key in pyproject.toml is allowed, because other sessions may use a GPU.
     if typed and not may_share_memory(settings.device):
         raise SettingsError(
             "--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
@@ -268,13 +284,19 @@ def _check_pack(settings: Settings, *, typed: bool) -> None:
 
 
 def read_table(path: Path) -> dict[str, Any] | None:
-    """Return the table ``[tool.gpumem]`` of a pyproject.toml, or ``None`` without it. Raises `SettingsError`."""
+    """Return the table ``[tool.gpumem]`` in a pyproject.toml; ``None`` if there is no such table.
+
+    Raises `SettingsError`.
+    """
     text = _text(path, path.name)
     return _table(text, path.name) if text is not None and "gpumem" in text else None
 
 
 def check_readable(path: Path) -> None:
-    """Raise `SettingsError` if a pyproject.toml cannot be read, before pytest raises a less helpful error for the file."""
+    """Raise `SettingsError` if a pyproject.toml cannot be read.
+
+    Otherwise pytest would later raise a less helpful error for this file.
+    """
     text = _text(path, str(path))
     if text is not None:
         _table(text, str(path))
@@ -305,7 +327,7 @@ def _table(text: str, name: str) -> dict[str, Any] | None:
 
 
 def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
-    """Return the settings in a ``[tool.gpumem]`` table. Raises `SettingsError`."""
+    """Convert a ``[tool.gpumem]`` table to `Settings`. Raises `SettingsError`."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
@@ -326,7 +348,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
 
 
 def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
-    """Return the user's own GPUs in a table ``[tool.gpumem]``, by name. Raises `SettingsError`."""
+    """Return the user's own cards from a table ``[tool.gpumem]``, by name. Raises `SettingsError`."""
     if "gpus" not in table:
         return {}
     from pytest_gpumem.plugin.config.own_gpus import own_gpus
@@ -337,7 +359,7 @@ def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
 def _models(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
     if not entries:
         return ()
-    # Most projects have no models, so they do not import step configs.
+    # Import here, because most projects have no models and do not need the step configs that this module imports.
     from pytest_gpumem.plugin.config.models import model_steps
 
     return model_steps(entries, where)
@@ -374,12 +396,14 @@ def _budget(entry: object, where: str) -> PatternBudget:
 
 
 def named_device(word: str, *, typed: bool) -> str:
-    """Return the text for a device in an error: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
+    """Return the text that names a device in an error message: the option if the device was ``typed``, otherwise the key in
+    pyproject.toml.
+    """
     return f"--gpumem-device={word}" if typed else f"pyproject.toml: [tool.gpumem]: device = {word!r}"
 
 
 def check_device(settings: Settings, valid: list[str], *, typed: bool = True) -> None:
-    """Raise `SettingsError` if the settings' device is not in ``valid``.
+    """Raise `SettingsError` if the device in the settings is not in ``valid``.
 
     Args:
         settings: The settings.
@@ -394,10 +418,11 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 
 
 def options_to_repeat(config: pytest.Config) -> list[str]:
-    """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
+    """Return the typed options that affect measurements, such as ``["--gpumem-device=cpu"]``. A printed command for
+    accepting results repeats them.
 
-    With ``--gpumem-against``, the command names the default device, because baselines for a real GPU have to be measured on
-    the real GPU.
+    With ``--gpumem-against``, the command must run on the default device instead of the emulated GPU, because baselines for
+    a real GPU have to be measured on that GPU.
     """
     from pytest_gpumem.judging.baselines.url_backend import without_credentials
 

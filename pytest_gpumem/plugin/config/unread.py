@@ -1,4 +1,5 @@
-"""Find settings that no run reads, because they are above pytest's root directory or in a table with a mistyped name.
+"""Find settings without effect, because their file is above pytest's root directory, or because the name of their table is
+mistyped.
 
 Every run loads this module, so it imports only the standard library.
 """
@@ -17,30 +18,32 @@ if TYPE_CHECKING:
 
 _TABLE = re.compile(rb"^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*gpumem\b", re.MULTILINE)
 _HEADER = re.compile(rb"^[ \t]*\[\[?[ \t]*([\w.:\"' \t-]*(?:gpu|mem)[\w.:\"' \t-]*)\]", re.MULTILINE | re.IGNORECASE)
-"""The name of a table or section, possibly meant for this plugin."""
+"""A header of a table or section that may be a mistyped ``[tool.gpumem]``."""
 _RIGHT = "gpumem"
 _SIMILAR = 0.8
-"""The least ratio of `difflib` for a mistyped name: "gpumen" has 0.83, "gpumon" 0.67."""
+"""A name counts as mistyped if its similarity to "gpumem" (a `difflib` ratio) is at least this value: "gpumen" has 0.83,
+"gpumon" 0.67."""
 
 
 def unread_settings(config: pytest.Config) -> str | None:
-    """Return a sentence on unread settings in or above pytest's root directory; ``None`` if there are none."""
+    """Return a warning about settings without effect in or above pytest's root directory; ``None`` if there are none."""
     return unread_around(config.rootpath, config.inipath, config.invocation_params.dir)
 
 
 def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> str | None:
-    """Return a sentence on unread settings; ``None`` if there are none.
+    """Return a warning about settings without effect; ``None`` if there are none.
 
-    For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
-    repository's pyproject.toml has no effect. If the root directory itself has a table, tables above it are not reported.
-    The search ends at the repository's top. Outside a repository, the search ends at the folder in which pytest was started,
-    if that folder contains the root directory. A mistyped table such as ``[tool.gpumen]`` is reported as well.
+    For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the repository's
+    pyproject.toml has no effect. If the root directory itself has the table, other tables are ignored. The function
+    searches the folders above the root directory, up to the repository's top folder. Outside a repository, the search goes
+    up to the folder in which pytest was started, if that folder contains the root directory. A mistyped table such as
+    ``[tool.gpumen]`` is reported as well.
 
     Args:
         root: pytest's root directory.
         settings_file: The file with pytest's settings, if there is one.
-        started_in: The folder in which pytest was started. Paths in the sentence are relative to this folder,
-            because reports contain the sentence.
+        started_in: The folder in which pytest was started. Paths in the warning are relative to this folder, because
+            reports contain the warning.
     """
     path = root / "pyproject.toml"
     if _has_table(path):
@@ -59,7 +62,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
 
 def _mistyped(path: Path) -> Iterator[str]:
-    """Yield names of unread tables and sections if they resemble this plugin's table."""
+    """Yield the names of tables and sections that look like a mistyped ``[tool.gpumem]``."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:

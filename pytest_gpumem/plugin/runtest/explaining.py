@@ -1,4 +1,4 @@
-"""Choose which measurements of a test are explained, and run a test's call once more to record it."""
+"""Decide which measurements in a test are explained, and run a test's call once more for an explanation."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
-"""The `Measurement` attributes that exist only if a step is explained.
+"""The attributes of a `Measurement` which exist only if the step was explained.
 
-A step is explained if the test function reads such an attribute. If another module reads it, the test has to pass
-``explain=True``.
+If the code of the test function reads ``measurement.composition``, its steps are explained. If only a function in another
+module reads the attribute, the test has to pass ``explain=True``.
 """
 
 
 @dataclass(eq=False, repr=False)
 class ExplainPolicy:
-    """The rules by which one test's measurements are explained, from ``--gpumem-explain``.
+    """The rules for which measurements in a test are explained. They implement ``--gpumem-explain``.
 
     Example:
-        Under ``on-failure``, a test that needs 4 MB more has its peak's composition recorded, because the failure lists the
-        tensors. A test without growth is not explained, unless its figures become a baseline or it reads
+        Under ``on-failure``, a test that needs 4 MB more than its baseline is explained, because the failure lists the
+        tensors at its peak. A test without growth is explained only if its figures become a baseline, or if it reads
         ``measurement.composition``.
     """
 
@@ -52,48 +52,55 @@ class ExplainPolicy:
     def should_show_whole_step(self, judged: JudgedMeasurement) -> bool:
         """Return whether the explanation includes the step's bytes over time.
 
-        A report for a later `gpumem accept` does not need these bytes, because no baseline stores them, and they take three
-        quarters of a step's data in a report.
+        These bytes are three quarters of a step's data in a report. They are left out of a report that is only needed for a
+        later `gpumem accept`, because no baseline stores them.
         """
         only_later = self.settings.may_be_accepted_later and self.settings.update is None
         return not only_later or self._is_read or self._is_shown(judged, "memory")
 
     @property
     def _is_read(self) -> bool:
-        # A test that only has the marker has no measurement to read.
+        # If a test has only the marker, its function has no access to a measurement.
         judging = self.judging
         return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
     def device_to_explain(self, judged: JudgedMeasurement) -> str | None:
-        """Return the GPU whose peak is explained: the GPU with a failing metric, or with the largest peak."""
+        """Return the GPU whose peak is explained: the GPU on which a metric fails, or otherwise the GPU with the largest
+        peak.
+        """
         failing = self.judging.failing(self.judging.verdict([judged]))
         metrics = judged.verdict.metrics
         failed_on = (metric.gpu for metric in metrics if metric.outcome in failing and metric.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
 
     def should_find_holders(self, judged: JudgedMeasurement) -> bool:
-        """Return whether to search for holders, because `retained` fails the test."""
+        """Return whether to search for the holders of retained tensors, because `retained` fails the test."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         return "retained" in failing_metrics(judged.verdict, failing)
 
     def should_locate_counts(self, judged: JudgedMeasurement) -> bool:
-        """Return whether to find the counts' lines, because the counts fail the test or may become a baseline."""
+        """Return whether to find the source lines of the counted operators, because a count fails the test or may become a
+        baseline.
+        """
         return self._is_needed(judged, "work")
 
     def _is_shown(self, judged: JudgedMeasurement, kind: Kind) -> bool:
-        """Return whether this session prints the explanation, because metrics of a kind fail or every step is explained."""
+        """Return whether this session prints the explanation, because every step is explained or a metric of this ``kind``
+        fails the test.
+        """
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
         failing = self.judging.failing(self.judging.verdict([judged]))
         return bool(failing_metrics(judged.verdict, failing, kind))
 
     def _is_needed(self, judged: JudgedMeasurement, kind: Kind) -> bool:
-        """Return whether this session prints the explanation, or a baseline would store it."""
+        """Return whether this session prints the explanation, or may write it into a baseline."""
         if self._is_shown(judged, kind):
             return True
         if self.settings.explain != "on-failure":
             return False
-        # `gpumem accept` writes baselines from a report, so the report needs the same data as an update with `all`.
+        # If `gpumem accept` may write baselines from this session's report, the report needs the same data as
+        # `--gpumem-update=all`.
         mode: UpdateMode | None = "all" if self.settings.may_be_accepted_later else self.settings.update
         baseline = judged.baseline
         if mode is None or baseline is None:
@@ -103,26 +110,29 @@ class ExplainPolicy:
             if lacks_explanation:
                 return True
         key = self.judging.measured.key(judged.measurement.name)
-        # If only the time is new, no explanation is needed, because the bytes are the same.
+        # Compare without times. If only the times are new, no explanation is needed, because the bytes are the same.
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
         return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: baseline}))
 
     def should_explain_error(self, error: BaseException) -> bool:
-        """Return whether memory ran out and no debugger needs the error's frames. An explanation clears these frames."""
+        """Return whether ``error`` is an out-of-memory error to explain.
+
+        With ``--pdb`` it is not explained, because this clears the debugger's frames.
+        """
         return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 
     def report_out_of_memory(self, explanation: Explanation) -> None:
-        """Add the largest rows of memory at an out-of-memory error to the test's report."""
+        """Add the largest rows of the composition at an out-of-memory error to the test's report."""
         lines = out_of_memory_lines(explanation, self.settings.units)
         self.judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
 
 def call_again(item: pytest.Item) -> None:
-    """Run the call of a test once more, with the same arguments, and without a report from pytest."""
+    """Run a test's call once more with the same arguments. pytest does not report this run."""
     kind = item.cls if isinstance(item, pytest.Function) else None
     if isinstance(item, pytest.Function) and kind is not None and issubclass(kind, unittest.TestCase):
-        # `debug` is unittest's way to run a test without collecting its result. An instance with an event loop runs only
-        # once, so a second instance gets the attributes that fixtures set on the first.
+        # The method `debug` runs a unittest test without collecting its result. An instance with an event loop can run only
+        # once. So a second instance runs, with the attributes that fixtures have set on the first instance.
         instance: Any = item.instance
         second_instance = type(instance)(item.originalname)
         own_attributes = vars(second_instance)

@@ -1,7 +1,8 @@
-"""Watch the set-up of fixtures: record each fixture's bytes, and whether readings were lost.
+"""Record each fixture's bytes during its set-up, and whether the device's readings became invalid (were lost).
 
-A test has no figures if readings were lost in one of its fixtures. For example, a fixture on an emulated GPU may turn an
-uncomputed value into an integer and allocate so many bytes. The memory in all tests with this fixture is then unknown.
+If readings were lost in a fixture, all tests with this fixture have no figures. For example, a fixture on an emulated GPU
+may convert an uncomputed value to an integer and allocate this number of bytes. The right number is unknown, and so is the
+memory of each test with this fixture.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _READ_BY_IMPORT = pytest.StashKey[UnknownReads]()
 
 
 def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -> None:
-    """Store in a collector's stash that readings were lost, or uncomputed values were read, while its file was imported.
+    """Store in a collector's stash whether readings were lost, and which uncomputed values were read, while its file was
+    imported.
 
-    The tests below ``node`` have no figures if readings were lost.
+    If readings were lost, the tests in ``node`` have no figures.
 
     Args:
         node: The module, or the folder with a conftest.
-        lost: The reason for lost readings, as a clause from `Device.lost`; ``None`` if none were lost.
+        lost: The reason why readings were lost, as a clause from `Device.lost`; ``None`` if no readings were lost.
         reads: The uncomputed values read during the import, from `Device.take_reads`.
     """
     if lost is not None:
@@ -48,23 +50,26 @@ def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -
 
 @dataclass
 class SharedFixtures:
-    """Shared fixtures that are set up, with the readings lost (`Device.lost`) and values read (`Device.take_reads`) in each.
+    """The live shared fixtures, each with its lost readings (`Device.lost`) and the uncomputed values that it read
+    (`Device.take_reads`).
 
-    If a fixture has lost readings, all fixtures and tests with this fixture have lost them as well. For example, if the set-up
-    of a session fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears ``model`` down.
+    If readings were lost in a fixture, all fixtures and tests that use this fixture are affected as well. For example, if
+    the set-up of a session fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears
+    ``model`` down.
     """
 
     _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
-    """The reason for lost readings, by fixture."""
+    """The reason why readings were lost, for each affected fixture."""
     _reason_stack: list[str | None] = field(default_factory=lambda: [None])
-    """Reasons for lost readings so far: first the test's, then one for each shared fixture in its set-up, innermost last."""
+    """The reasons why readings were lost so far: the first entry is for the test, and each shared fixture in its set-up has
+    a further entry, the innermost last."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
-    """The uncomputed values read, by fixture."""
+    """The uncomputed values read by each fixture."""
     _reads_stack: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
-    """Uncomputed values read so far, in the order of ``_reason_stack``."""
+    """The uncomputed values read so far, with an entry for each entry in ``_reason_stack``."""
 
     def begin(self) -> None:
-        """Reset the test's own readings before a new test."""
+        """Reset the entries for the test before a new test begins."""
         self._reason_stack[0] = None
         self._reads_stack[0] = NOTHING_READ
 
@@ -72,7 +77,7 @@ class SharedFixtures:
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
     ) -> Iterator[None]:
-        """Record lost readings while the fixture is set up. The requesting fixture or test has lost them as well."""
+        """Record lost readings while the fixture is set up, for this fixture and for the requesting fixture or test."""
         lost_before = device.lost()
         self._reason_stack.append(None)
         self._reads_stack[-1] += device.take_reads()
@@ -83,7 +88,7 @@ class SharedFixtures:
             finally:
                 lost = self._reason_stack.pop() or device.lost()
                 reason = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
-                # A requested fixture that existed already was not set up within this fixture.
+                # If a requested fixture already existed, it was not set up here, so use its stored reason.
                 reason = reason or next((self._reasons[used] for used in requested() if used in self._reasons), None)
                 if reason is not None:
                     self._reasons[fixturedef] = reason
@@ -92,12 +97,12 @@ class SharedFixtures:
                 self._reads[fixturedef] = sum((self._reads[used] for used in requested() if used in self._reads), reads)
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget a fixture after its teardown."""
+        """Remove a fixture's entries after its teardown."""
         self._reasons.pop(fixturedef, None)
         self._reads.pop(fixturedef, None)
 
     def lost(self, item: pytest.Item) -> str | None:
-        """Return why a test has no figures after its set-up, as a clause; ``None`` if no readings were lost."""
+        """Return the reason why a test has no figures after its set-up, as a clause; ``None`` if no readings were lost."""
         fixtures = (self._reasons[fixturedef] for fixturedef in _used(item, self._reasons))
         files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
         return next(itertools.chain(files, fixtures), self._reason_stack[0])
@@ -111,16 +116,16 @@ class SharedFixtures:
 
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
-    """Return a test's fixtures in ``among``, from its arguments and ``request.getfixturevalue``."""
+    """Return a test's fixtures in ``among``, which it requests by arguments or by ``request.getfixturevalue``."""
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 
 
 @contextmanager
 def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
-    """Yield a function that returns the fixtures requested by ``getfixturevalue`` within the context.
+    """Yield a function for the fixtures which were requested by ``getfixturevalue`` within the ``with`` block.
 
-    pytest has no hook for a fixture that exists already.
+    ``getfixturevalue`` is replaced, because pytest calls no hook for a fixture that already exists.
     """
     names: list[str] = []
     original = request.getfixturevalue
@@ -137,15 +142,15 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures from a test's request up to now, by name. pytest has no public name for this mapping."""
+    """Return the fixtures used so far by a pytest request, by name. pytest has no public name for this mapping."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 
 
 class FixtureSetup:
-    """A plugin that records the bytes of each fixture during its set-up, and whether readings were lost.
+    """A plugin that records each fixture's bytes during its set-up, and whether readings were lost.
 
-    The session registers it if measured tests were selected.
+    The session registers this plugin if measured tests were selected.
     """
 
     def __init__(self, devices: Devices, default_device: str, measured: Iterable[pytest.Item]) -> None:
@@ -156,12 +161,12 @@ class FixtureSetup:
         self._heap = FrozenHeap()
         self.shared = SharedFixtures()
         self._opened: Device | None = None
-        """The device while a shared fixture is set up outside of any measured test."""
+        """The device while a shared fixture is set up outside of a measured test; otherwise ``None``."""
         self.run: TestRun | None = None
-        """The measured test from its set-up to its teardown."""
+        """The running measured test, from its set-up to its teardown; otherwise ``None``."""
 
     def begin(self, item: pytest.Item, device: Device) -> Ownership:
-        """Prepare for the set-up of a measured test, and return its device's ownership."""
+        """Prepare for the set-up of a measured test, and return the `Ownership` for its device."""
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
@@ -186,7 +191,7 @@ class FixtureSetup:
             return (yield from self._set_up(device, fixturedef, request, node if serves_measured_test else None))
         if not (is_shared and serves_measured_test):
             return (yield)
-        # An unmeasured test is the first to use the fixture.
+        # A test that is not measured uses this shared fixture first, so open the device only for the set-up.
         try:
             device = self._devices.get(self._default_device)
             device.open()
@@ -206,7 +211,10 @@ class FixtureSetup:
         request: pytest.FixtureRequest,
         node: pytest.Item | pytest.Collector | None,
     ) -> Generator[None, object, object]:
-        """Set up the fixture for ``node``, and record its bytes unless ``node`` is ``None``."""
+        """Set up the fixture, and record its bytes for the test or collector ``node``.
+
+        Record nothing if ``node`` is ``None``.
+        """
         set_up = _plain_set_up() if node is None else self._recorded_set_up(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
@@ -218,7 +226,7 @@ class FixtureSetup:
     ) -> Generator[None, object, object]:
         """Set up the fixture and record its bytes.
 
-        If the fixture ends the recording early, the test has no figures and does not fail.
+        If the fixture's code ends the device's recording, the test gets no figures, but does not fail.
         """
         run = self.run
         was_set_up = False
@@ -236,7 +244,7 @@ class FixtureSetup:
 
     @pytest.hookimpl
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        # pytest calls this hook several times for a fixture, and also for a fixture that was never set up.
+        # pytest may call this hook several times for a fixture, or for a fixture that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
             self.shared.forget(fixturedef)

@@ -1,4 +1,4 @@
-"""Checks for results from the hooks in `hookspecs`."""
+"""Check the results from plugins and conftest.py files for the hooks in `hookspecs`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _RESERVED = ("slug", "device")
 
 
 class HookError(ValueError):
-    """Error for a wrong result of a hook.
+    """Raised if a hook returned a wrong result.
 
     The message names the hook, the plugins that implement the hook, and the expected result.
     """
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:
-    """Return the tolerance from ``pytest_gpumem_tolerance`` for ``metric``, or the ``default`` for ``None``.
+    """Check the hook ``pytest_gpumem_tolerance``'s result for ``metric``, and return it, or ``default`` if the result is
+    ``None``.
 
     Raises:
-        HookError: The result is not a tolerance, or its amounts are negative or not finite.
+        HookError: The result is not a tolerance, or one of its two numbers is negative or not finite.
     """
     if result is None:
         return default
@@ -45,7 +46,10 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
 
 
 def environment_of(device: Device, config: pytest.Config) -> Environment:
-    """Return a device's environment with the details from ``pytest_gpumem_environment``. Raises `HookError`."""
+    """Return a device's environment, with the details from the hook ``pytest_gpumem_environment`` added.
+
+    Raises `HookError`.
+    """
     environment = device.environment()
     hook = config.hook.pytest_gpumem_environment
     details = {**environment.details, **checked_details(hook(config=config, device=device), hook)}
@@ -53,14 +57,14 @@ def environment_of(device: Device, config: pytest.Config) -> Environment:
 
 
 def checked_details(results: Iterable[object], hook: pluggy.HookCaller) -> dict[str, str | int]:
-    """Return the combined details from all ``pytest_gpumem_environment`` hooks. Raises `HookError` for a wrong result."""
+    """Combine the details from all ``pytest_gpumem_environment`` hooks. Raises `HookError` for a wrong result."""
     details: dict[str, str | int] = {}
     for result in results:
         if not isinstance(result, Mapping):
             raise HookError(f"{_called(hook)} returned {result!r}, expected a mapping of names to strings or ints")
         for name, value in result.items():
             if name in _RESERVED:
-                # The device's slug names the folder of its baselines.
+                # The device sets these names. For example, its slug is the name of the folder for its baselines.
                 raise HookError(f"{_called(hook)} returned {name!r}, which is the device's own; give it another name")
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise HookError(f"{_called(hook)} returned {name!r}: {value!r}, expected a name and a string or an int")
@@ -73,7 +77,8 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the names of a hook and all plugins that implement it, because pluggy does not say which plugin returned a result.
+    """Return the names of a hook and of all plugins with this hook, because pluggy does not say which plugin returned a
+    result.
 
     For example, ``pytest_gpumem_tolerance (/project/conftest.py or my_plugin)``.
     """

@@ -1,4 +1,4 @@
-"""The plugin that measures tests while pytest sets them up, calls them and tears them down."""
+"""The plugin that measures tests during pytest's set-up, call and teardown."""
 
 from __future__ import annotations
 
@@ -51,17 +51,18 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
-"""The reason why this machine lacks a test's device, and the verdict on the test."""
+"""The key for the reason why this machine does not have a test's device, and for the test's verdict."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
-"""The attribute of an exception that ends a test after its verdict was recorded."""
+"""An attribute of a skip exception. It is set if the test's verdict is already recorded."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
-    """Return the run of a test in its set-up or call. From now on, only the fixture measures in this test.
+    """Return the `TestRun` of a test during its set-up or call. After this call, only the fixture ``gpumem`` measures in
+    the test, and the test's call as a whole is not measured.
 
     Returns:
-        The run; ``None`` if this machine lacks the test's device.
+        The run; ``None`` if this machine does not have the test's device.
 
     Raises:
         MeasuringError: The test requested the fixture by ``getfixturevalue()``, so it was not selected as a measured test.
@@ -78,11 +79,11 @@ def run_of(item: pytest.Item) -> TestRun | None:
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip a test that this machine cannot measure, or fail it if the gate does not allow a skip.
+    """Skip a test, because this machine cannot measure it. If a gate does not allow the skip, fail the test.
 
     Args:
         item: The test.
-        why: The reason, as a clause. By default it is the reason why the test's device is absent.
+        why: The reason, as a clause. The default is the reason why the test's device is not available.
     """
     run = item.stash.get(_RUN, None)
     reason = item.stash[_NO_DEVICE][0] if why is None else why
@@ -96,7 +97,7 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
 
 
 def _forget(item: pytest.Item) -> None:
-    """Forget an earlier run of a test (reruns)."""
+    """Remove what an earlier run of the same test stored, if a plugin reruns the test."""
     if _RUN in item.stash:
         del item.stash[_RUN]
     if _NO_DEVICE in item.stash:
@@ -106,7 +107,7 @@ def _forget(item: pytest.Item) -> None:
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """The plugin that measures tests. The session registers it if measured tests were selected."""
+    """The plugin that measures tests. The session registers this plugin if measured tests were selected."""
 
     config: pytest.Config
     settings: Settings
@@ -120,7 +121,7 @@ class Measuring:
 
     # Set-up
 
-    # trylast makes this wrapper the innermost, so pytest sets up and tears down around it even if it raises.
+    # With trylast, this wrapper is the innermost. So other plugins' set-up and teardown still run if it raises an error.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         measured = self.measured.get(item)
@@ -134,7 +135,7 @@ class Measuring:
         except DeviceUnavailable as unavailable:
             verdict = judging.not_measured(why := str(unavailable), self.devices.slugs)
             item.stash[_NO_DEVICE] = why, verdict
-            # Let the test skip itself, or fail by itself, before the gate looks for its baselines.
+            # Do not raise the gate's failure yet, because the test may skip itself or fail by itself first.
             record_verdict(item, measured.not_measured(why))
             if measured.has_fixture and not judging.failing(verdict):
                 refuse(item)
@@ -176,7 +177,10 @@ class Measuring:
         item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
-        """Write a line to the terminal while a test runs and pytest captures output. This also works under pytest-xdist."""
+        """Write a line to the terminal at once, although pytest captures output while a test runs.
+
+        This also works under pytest-xdist.
+        """
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")
@@ -184,7 +188,7 @@ class Measuring:
 
     @property
     def _writes(self) -> bool:
-        """True if this process writes files."""
+        """True if this process writes files. Among several ranks, only the first does."""
         return self.ranks.rank is None or self.ranks.rank.is_first
 
     @cached_property
@@ -223,7 +227,7 @@ class Measuring:
         return result
 
     def _judge_call(self, run: TestRun) -> None:
-        """Judge a test whose call has ended without an error, and fail it if it must fail."""
+        """Judge a test after its call has ended without an error. Fail the test if its verdict requires this."""
         item, judging = run.item, run.judging
         raise_failure_again(item)
         if run.has_failed_subtest and not run.judged:
@@ -238,7 +242,7 @@ class Measuring:
         judging.conclude(run.verdict(), run.device.memory_title)
 
     def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
-        """Add a failed call's measurements to its report, and record ``error`` as its end."""
+        """After a failed call, add the test's measurements so far to its report, and record the test's end by ``error``."""
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
@@ -248,11 +252,11 @@ class Measuring:
         _record_end(item, run.judging.measured, run, error, "call")
 
     def _lost(self, item: pytest.Item, device: Device) -> str | None:
-        """Return the reason for lost readings since the test began, as a clause; ``None`` if its figures are valid."""
+        """Return the reason why the test's readings are invalid, as a clause; ``None`` if they are valid."""
         return device.lost() or self.fixtures.shared.lost(item)
 
     def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
-        """Add to an error's report which uncomputed values the test read, because they may have caused the error."""
+        """List the uncomputed values read by the test in its report, because they may have caused the error."""
         no_values = device.lacks("values")
         if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
             return
@@ -262,13 +266,13 @@ class Measuring:
             text = f"before this error: {'; '.join(clauses)}. The error may come from these reads and not from the code"
             item.add_report_section(when, "gpumem values", text)
         elif isinstance(error, AssertionError):
-            text = f"{no_values}: an assertion on larger ones says nothing here"
+            text = f"{no_values}, so an assertion about a larger tensor proves nothing here"
             item.add_report_section(when, "gpumem values", text)
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
         if measured.has_fixture:
-            # The set-up skips such a test, unless the gate fails it here.
+            # The set-up would have skipped this test, so the gate must fail it.
             judging.conclude(verdict)
         result = yield
         judging.conclude(verdict)
@@ -284,7 +288,7 @@ class Measuring:
         measured = self.measured.get(item)
         run = item.stash.get(_RUN, None)
         if run is not None and run.is_called:
-            # This is a subtest's report. The run does not keep its error, because the test goes on and may measure.
+            # This is a subtest's report. Its error is not stored, because the test continues and may take measurements.
             run.has_failed_subtest |= report.failed
         elif measured is not None:
             complete_report(item, measured, call, report)
@@ -303,7 +307,8 @@ class Measuring:
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
-        # Ctrl-C skips the teardown, and a profiler that still runs at the interpreter's end can crash it.
+        # After Ctrl-C, pytest skips the teardown. A profiler that is still running when the interpreter exits can crash the
+        # process.
         if self.fixtures.run is not None:
             self.fixtures.run.release()
             self.fixtures.run = None
@@ -321,14 +326,17 @@ class Measuring:
 def _record_end(
     item: pytest.Item, measured: MeasuredTest, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
-    """Record the verdict on a test that ``error`` ended, unless the gate recorded it or the device is absent."""
+    """Record the verdict on a test after it ended with ``error``.
+
+    Do nothing if the gate has recorded a verdict, or if the device is not available.
+    """
     is_recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
     if run is not None and not is_recorded and error is not failure_of(item):
         record_verdict(item, not_measured(measured, error, when))
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:
-    """Measure the whole call of a test, and return its result."""
+    """Measure a test's call as a whole, and return the result of the call."""
     has_ended = False
     try:
         with run.tracked() as figures:

@@ -1,4 +1,6 @@
-"""Gate a single test: compare measurements with budget and baselines, report the verdict, and fail the test."""
+"""Gate a single test: compare its measurements with its budget and baselines, report the verdict, and fail the test if
+necessary.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,7 @@ from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.changed_code.marks import without_callers
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.judging.gate.changes import with_changes
-from pytest_gpumem.judging.gate.failing import failing_outcomes
-from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
+from pytest_gpumem.judging.gate.judge import emulated_tolerances, failing_outcomes, judge, with_differences
 from pytest_gpumem.judging.gate.renaming import candidates_of
 from pytest_gpumem.judging.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
@@ -59,19 +59,19 @@ NOT_TIMED = (
 _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
-"""The `Measurement` attributes with times, or with values computed from times."""
+"""The attributes and methods of a `Measurement` for times, or for values computed from times."""
 
 _SINCE = pytest.StashKey[SinceBaselines]()
 
 _T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
-"""The gate's failure in a test."""
+"""The key for the exception with which the gate failed a test."""
 
 
 def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Shorten the gate's own failure to its first line in pytest's summary and JUnit's message.
+    """If the gate failed the test, shorten the message for pytest's summary and for JUnit to the failure's first line.
 
-    Under CI pytest's summary does not cut messages, so the whole failure would be printed twice.
+    In CI, pytest's summary shows messages in full, so the whole failure would be printed twice.
     """
     if call.excinfo is None or call.excinfo.value is not item.stash.get(_FAILURE, None):
         return
@@ -83,9 +83,9 @@ def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pyt
 def complete_report(
     item: pytest.Item, measured: MeasuredTest, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Shorten the gate's own failure in a test's report, and record a verdict if the test ended before the gate.
+    """Shorten the gate's failure in a test's report. If the test ended before the gate judged it, record a verdict.
 
-    Another plugin's hook may end a test before the gate's hooks run.
+    This can happen if another plugin's hook ends the test before this plugin's hooks run.
     """
     _shorten_summary(item, call, report)
     if call.excinfo is not None and not _has_verdict(item):
@@ -94,34 +94,35 @@ def complete_report(
 
 
 def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -> TestVerdict:
-    """Return the verdict on a test that ``error`` ended in the phase ``when``."""
+    """Return the verdict on a test after it ended with ``error`` in the phase ``when``."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
 def unittest_errors(item: pytest.Item) -> list[BaseException]:
-    """Return the errors and skips of a ``unittest.TestCase`` test, which unittest gives to the item and does not raise.
+    """Return the errors and skips in a ``unittest.TestCase`` test. unittest does not raise them, but stores them in the
+    item.
 
-    pytest puts one error into each report, in this order: the call's first, then the teardown's.
+    pytest puts the first error into the call's report, and the next error into the teardown's report.
     """
     return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
 
 
 def failure_of(item: pytest.Item) -> BaseException | None:
-    """Return the gate's failure in the test; ``None`` if the gate did not fail it."""
+    """Return the exception with which the gate failed the test; ``None`` if the gate did not fail it."""
     return item.stash.get(_FAILURE, None)
 
 
 def raise_failure_again(item: pytest.Item) -> None:
-    """Raise the gate's failure once more, because the test may have caught it."""
+    """Raise the gate's failure again, because the test's code may have caught it."""
     failure = failure_of(item)
     if failure is not None:
         raise failure
 
 
 def forget_verdict(item: pytest.Item) -> None:
-    """Remove the gate's failure and the verdict from an earlier run."""
+    """Remove the gate's failure and the verdict from an earlier run of the same test."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
     _forget_properties(item)
@@ -136,22 +137,23 @@ def _forget_properties(item: pytest.Item) -> None:
 
 
 def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
-    """Put a verdict into the test's ``user_properties``.
+    """Store a verdict in the test's ``user_properties``.
 
-    - ``gpumem``: the verdict on the test as JSON, with the keys of ``verdict`` in the JSON report. Explanations are cut to
-      their largest rows.
+    - ``gpumem``: the verdict on the test as JSON, with the same keys as ``verdict`` in the JSON report. Only the largest
+      rows of explanations are included.
     - ``gpumem.<measurement>.<metric>``: a number, in bytes, calls, seconds or items/s. For example,
       ``gpumem.train_step.peak_allocated`` is 303410. Invisible characters in the measurement's name are written as in Python.
 
-    A failing verdict is the test's own failure, so ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat it like any
-    other failure. If a plugin reruns a test, the last run counts. If a test runs several times for another reason
-    (``--keep-duplicates``, ``--dist each``), its worst result counts. If a test fails by itself, the report section
-    ``gpumem`` shows its measurements so far, and ``gpumem out of memory`` shows the memory at an out-of-memory error.
+    If the verdict fails the test, ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat this failure like an error
+    in the test. If a plugin reruns a test, the last run counts. If a test runs several times for another reason
+    (``--keep-duplicates``, ``--dist each``), its worst result counts. If a test's own code fails, the report section
+    ``gpumem`` shows the measurements before the error. After an out-of-memory error, the section ``gpumem out of memory``
+    shows what was allocated.
     """
     _forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
     for measurement_verdict in verdict.verdicts:
-        # pytest escapes values for XML, but not names.
+        # Escape the name, because pytest escapes only values for XML.
         name = visible(measurement_verdict.measurement.name)
         for metric in measurement_verdict.metrics:
             item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
@@ -173,12 +175,8 @@ class JudgedMeasurement:
         return self.verdict.measurement
 
     def explained(self, measurement: Measurement) -> JudgedMeasurement:
-        """Return this verdict for ``measurement``, which is the judged measurement with its explanation."""
-        return replace(self, verdict=replace(self.verdict, measurement=measurement))
-
-    def with_changes(self) -> JudgedMeasurement:
-        """Return this verdict with the changes since the baseline: rows of the peak, and operators behind larger counts."""
-        return replace(self, verdict=with_changes(self.verdict, self.baseline))
+        """Return this verdict with ``measurement``, the same measurement after it was explained."""
+        return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
 
 @dataclass(eq=False, repr=False)
@@ -198,7 +196,7 @@ class Judging:
     measured: MeasuredTest
     ranks: OneProcess
     unused: UnusedBaselines | None = None
-    """The baselines of deleted tests, because the test may be a deleted test under a new name."""
+    """The baselines of deleted tests. They are searched for the test's former name, because the test may have been renamed."""
 
     def judge(self, measurement: Measurement) -> JudgedMeasurement:
         """Return the verdict on a measurement."""
@@ -209,7 +207,10 @@ class Judging:
         return JudgedMeasurement(verdict, baseline)
 
     def _candidates(self, measurement: Measurement) -> tuple[FormerTest, ...]:
-        """Return the possible former names of the test, for a measurement without a baseline."""
+        """For a measurement without a baseline, return deleted tests with similar baselines.
+
+        The test may be one of them under a new name.
+        """
         unused = self.unused
         if unused is None:
             return ()
@@ -222,12 +223,17 @@ class Judging:
         )
 
     def _prune(self, file: str | None) -> str:
-        """Return the command that removes the unused baselines in a test file, or all of them if ``file`` is ``None``."""
+        """Return the command for removing the unused baselines of a test file, or of all test files if ``file`` is
+        ``None``.
+        """
         names = [] if file is None else [self._path_from_here(file)]
         return prune_command(*names, options=options_to_repeat(self.config))
 
     def verdict(self, judged: Sequence[JudgedMeasurement], relations: int = 0) -> TestVerdict:
-        """Return the verdict on a test with these measurements and this number of asserted ``relations``."""
+        """Return the verdict on the test with the given measurements.
+
+        ``relations`` is the number of its successful relations, such as ``gpumem.assert_no_growth``.
+        """
         measured = self.measured
         return TestVerdict(
             measured.file,
@@ -240,9 +246,9 @@ class Judging:
         )
 
     def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
-        """Return the names of baselines without a measurement at the end of the test's call.
+        """Return the names of the test's baselines for which the test took no measurement.
 
-        A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
+        If a measurement lacks counts from its baseline, they are named as well: ``train_step (FLOPs, syncs)``.
 
         Args:
             judged: The test's measurements.
@@ -256,7 +262,7 @@ class Judging:
         missing = []
         for name in stored_names:
             if rank_in(name) != self.ranks.rank:
-                continue  # a job with another number of ranks, or another rank, which checks its own measurements
+                continue  # the baseline belongs to a job with another number of ranks, or to another rank, which checks it
             if name not in by_name:
                 missing.append(name)
             elif uncounted := _uncounted(by_name[name]):
@@ -264,11 +270,12 @@ class Judging:
         return tuple(missing)
 
     def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
-        """Return the verdict on the test if its device is absent. Its baselines on present devices are missing.
+        """Return the verdict on the test if its device is not available. If it has baselines for other, available devices,
+        these baselines count as missing.
 
         Args:
             why: The reason, as a clause.
-            present: Returns the slugs of the present devices.
+            present: Returns the slugs of the available devices.
         """
         verdict, measured = self.measured.not_measured(why), self.measured
         if not self._compares:
@@ -288,7 +295,7 @@ class Judging:
         )
 
     def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
-        """Return the test's entries in the store for the figures of the device ``slug``."""
+        """Return the test's entries in the store with which figures from the device ``slug`` are compared."""
         compared, measured = self.settings.compared_slug(slug), self.measured
         return self._stored(
             lambda: [
@@ -300,10 +307,10 @@ class Judging:
     def should_time(self, slug: str) -> bool:
         """Return whether the steps of the test are timed on the device ``slug``.
 
-        A gate does not need times if the baselines have none, unless a budget limits times, the test or a hook reads them,
-        or strict mode fails tests without a comparison. The project's functions are searched for such reads. A baseline
-        has no times if it was recorded without times, or on a machine that was too busy. Ranks always time, because
-        all ranks have to time the same steps although their baselines differ.
+        A gate times no steps if the test's baselines have no times. There are exceptions: a budget limits the time, the
+        code of the test or of its fixtures reads times, a hook receives all measurements, or strict mode fails tests
+        without a comparison. A baseline has no times if it was recorded without timing, or on a machine that was too busy.
+        Ranks time every step, because all ranks have to time the same steps although their baselines may differ.
         """
         settings, budget = self.settings, self.measured.budget
         if settings.time is not None:
@@ -323,20 +330,20 @@ class Judging:
         )
 
     def _functions(self) -> list[object]:
-        """Return the test's function and its fixtures' functions."""
+        """Return the test's function and the functions of its fixtures."""
         definitions_by_name = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
         fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
         return [getattr(self.item, "function", None), *fixtures]
 
     def should_time_again(self, judged: JudgedMeasurement, *, decides_only: bool = False) -> bool:
-        """Return whether to take one more sample of a step's time.
+        """Return whether to take another sample of a step's time.
 
-        A second sample is taken if the speed changed, or if the first sample cannot become a baseline. A third sample is taken
-        if one sample shows a slowdown and the other is uncertain.
+        A second sample is taken if the step became slower or faster, or if the first sample cannot be stored in a baseline.
+        A third sample is taken if one sample shows a slowdown and the other is uncertain.
 
         Args:
             judged: The measurement with its times.
-            decides_only: Whether to take a second sample only if the test fails without this sample.
+            decides_only: Whether to take a second sample only if the test would otherwise fail.
         """
         times = judged.measurement.times
         assert times is not None, "the caller asks about timed steps only"
@@ -353,7 +360,7 @@ class Judging:
         return bool(changed) or (self.settings.update is not None and times.best.invalid is not None)
 
     def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
-        """Return the outcomes for which the test must fail."""
+        """Return the outcomes by which the verdict fails the test."""
         return failing_outcomes(
             verdict,
             strict=self.settings.strict,
@@ -362,9 +369,9 @@ class Judging:
         )
 
     def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
-        """Record the verdict, and fail the test if it must fail.
+        """Record the verdict, and fail the test if the verdict requires this.
 
-        The failure is raised as by `pytest.fail`, so it counts as the test's own failure.
+        The exception is the same as from `pytest.fail`, so pytest treats the failure like any other.
 
         Args:
             verdict: The verdict on the test.
@@ -380,7 +387,7 @@ class Judging:
             raise failure from None
 
     def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
-        """Return the verdict with marks on lines changed since the baseline, for worse metrics."""
+        """If a metric became worse, mark the source lines changed since the baseline, and return the marked verdict."""
         verdicts = []
         for measurement_verdict in verdict.verdicts:
             if any(metric.outcome in WORSE for metric in measurement_verdict.metrics):
@@ -392,21 +399,22 @@ class Judging:
                 or measurement_verdict.difference is not None
                 or measurement_verdict.count_changes
             )
-            # `gpumem ab` runs two versions of the code with explain=always, and finds the changed lines by itself.
+            # Under explain=always, keep the callers for `gpumem ab`, which finds the differing lines in its two versions of
+            # the code.
             keeps_callers = not is_explained or self.settings.explain == "always"
             verdicts.append(measurement_verdict if keeps_callers else without_callers(measurement_verdict))
         return replace(verdict, verdicts=tuple(verdicts))
 
     @property
     def _since(self) -> SinceBaselines:
-        """The lines changed since this session's baselines."""
+        """The finder of changed lines, shared by all tests in the session."""
         stash = self.config.stash
         if _SINCE not in stash:
             stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
         return stash[_SINCE]
 
     def _decided(self, verdict: TestVerdict, memory: str) -> TestVerdict:
-        """Return the verdict with the text of its failure, if the test must fail."""
+        """Return the verdict, with the text of the failure if the verdict fails the test."""
         failing = self.failing(verdict)
         idle = None
         if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
@@ -419,7 +427,8 @@ class Judging:
             if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
                 accept: str | None = prune_command(nodeid, options=options)
             else:
-                # A limit without effect fails the test regardless of its baseline, so accepting would not help.
+                # If a limit has no effect, accepting new figures would not help, because the test fails regardless of its
+                # baseline.
                 accept = (
                     accept_command(verdict, failing, words=words, options=options, rest=rest) if idle is None else None
                 )
@@ -430,7 +439,7 @@ class Judging:
         return verdict if idle is None else replace(verdict, failure=idle)
 
     def _accept_all(self) -> str:
-        """Return the command that accepts all figures of the test under its new name."""
+        """Return the command for accepting all figures of the test under its current name."""
         argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
             f"{self.measured.file}::{self.measured.test}"
         )
@@ -438,13 +447,16 @@ class Judging:
         return update_command("all", words, options_to_repeat(self.config), rest)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
-        """Return a sentence on a time limit without effect on ``measurements``; ``None`` if all limits have an effect."""
+        """Return a sentence about a time limit without effect on ``measurements``; ``None`` if all time limits have an
+        effect.
+        """
         budget = self.measured.budget
         if budget.min_throughput is not None:
             idle = idle_throughput(budget.min_throughput, measurements)
             if idle is not None:
                 return idle
-        # Only a test's own max_slowdown must have an effect. A limit from a class or a pattern may be unused.
+        # Check max_slowdown only if the test's own marker sets it. A limit for a class or a pattern may be meant for other
+        # tests.
         if budget.max_slowdown is not None and self.settings.baseline and sets_itself(self.item, "max_slowdown"):
             return idle_slowdown(budget.max_slowdown, measurements)
         return None
@@ -455,27 +467,27 @@ class Judging:
         slug = self.settings.compared_slug(measurement.environment.slug)
         entry = self._stored(lambda: self.store.find(self.measured.key(measurement.name), slug))
         if isinstance(entry, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self.settings.update]:
-            # This session records a baseline, so baselines on other devices do not matter.
+            # This session records a new baseline, so it does not matter whether other devices have baselines.
             return NoBaseline()
         return entry
 
     @property
     def _compares(self) -> bool:
-        """True if this session reads the store."""
+        """True if this session compares measurements with the store."""
         return self.settings.baseline or self.settings.update is not None
 
     @staticmethod
     def _stored(read: Callable[[], _T]) -> _T:
-        """Return the result of ``read``, which reads the store. If the store is broken, fail the test."""
+        """Call ``read``, which reads the store, and return its result. If the store is broken, fail the test."""
         try:
             return read()
         except (StoreError, BackendError) as error:
-            # The session read the whole store at its start, so the store has changed since then.
+            # The store was valid when the session began, so it has changed since then.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     @cached_property
     def _tolerances(self) -> dict[str, Tolerance]:
-        """Tolerances by metric. Users' hooks are called once per test."""
+        """The tolerance for each metric, from settings, marker and hooks. The hooks are called only once for a test."""
         item, budget = self.item, self.measured.budget
         tolerances = {**DEFAULT_TOLERANCES, **self.settings.tolerances}
         if budget.max_slowdown is not None:
@@ -494,14 +506,14 @@ class Judging:
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     def _path_from_here(self, nodeid: str) -> str:
-        """Return a test's id relative to the folder in which pytest was started, so a person can type it there."""
+        """Return a test's id relative to the folder in which pytest was started, so the user can type the id there."""
         file, colons, test = nodeid.partition("::")
         path = os.path.relpath(self.config.rootpath / file, self.config.invocation_params.dir)
         return f"{path}{colons}{test}"
 
 
 def _uncounted(judged: JudgedMeasurement) -> list[str]:
-    """Return the titles of the baseline's counts without a value in the measurement, if both ran the same workload."""
+    """Return the titles of counts in the baseline but not in the measurement, if both have the same workload."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
         return []
@@ -513,7 +525,7 @@ def _uncounted(judged: JudgedMeasurement) -> list[str]:
 
 
 def _is_undecided(judged: JudgedMeasurement) -> bool:
-    """Return whether one more sample of a step's time may decide the verdict."""
+    """Return whether another sample of the step's time may decide an uncertain verdict."""
     verdict, baseline = judged.verdict.of("step_time"), judged.baseline
     if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
         return False

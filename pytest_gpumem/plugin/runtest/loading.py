@@ -1,4 +1,4 @@
-"""Measure the single loading of a model: its peak, the model's bytes, and the bytes left beyond."""
+"""Implement `Gpumem.load`: measure the peak while a model is loaded, the model's bytes, and other bytes left allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loading(Generic[T]):
     value: T
     """The factory's result."""
     measurement: Measurement
-    """The loading's measurement."""
+    """The measurement of this load."""
 
 
 def load(
@@ -42,7 +42,7 @@ def load(
 
     Args:
         run: The test's run.
-        factory: The function that loads.
+        factory: The function for loading and returning an object.
         name: The measurement's name; by default ``load``.
         explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
 
@@ -57,7 +57,7 @@ def load(
 
     if not callable(factory):
         raise TypeError(
-            f"gpumem.load() measures a function that loads, and got {class_name(type(factory))}: "
+            f"gpumem.load() needs a function that loads an object, but got {class_name(type(factory))}: "
             "write gpumem.load(lambda: ...), so the object is loaded during the measurement"
         )
     device, random = run.device, RandomNumbers.current(run.device)
@@ -80,11 +80,12 @@ def load(
 
 
 class _RepeatedLoading:
-    """The second, recorded run of the loading, while the first loaded object is alive.
+    """A second run of the factory, which is recorded, while the object from the first run is alive.
 
     Example:
-        A model with 16,640 parameters in ``float32`` holds 66,560 bytes. The first object keeps its 66,560 bytes during the
-        second run. They are live before the recording, so the recorded peak does not count them.
+        A model with 16,640 parameters in ``float32`` holds 66,560 bytes. The object from the first run keeps its 66,560
+        bytes during the second run. They were allocated before the recording began, so the recorded peak does not include
+        them.
     """
 
     def __init__(self, run: TestRun, factory: Callable[[], object], random: RandomNumbers) -> None:
@@ -109,7 +110,7 @@ class _RepeatedLoading:
         return self._loaded
 
     def subject(self, device: Device) -> Subject:
-        """Return the loading as a subject to record on a device, which is in `Device.everywhere`."""
+        """Return the second run as a `Subject` for a recording on ``device``, one of `Device.everywhere`."""
         name, context, factory = str(device.torch_device), self._run.context, self._factory
 
         def run(tracker: Tracker) -> object:

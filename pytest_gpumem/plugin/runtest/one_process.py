@@ -1,4 +1,4 @@
-"""The default for a session without ranks: a single process, which decides by itself."""
+"""The default for a session without ranks: a single process, which decides about its tests alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 class OneProcess:
-    """A session without other ranks."""
+    """A session in a single process, without ranks."""
 
     rank: Rank | None = None
     consensus: Alone = ALONE
     command: Sequence[str] = ("pytest",)
-    """The words that start such a session."""
+    """The words of the command that starts this session."""
 
     def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
-        """Return the decided verdict on a test. A rank would combine the verdicts of all ranks first."""
+        """Return ``decide(verdict)``.
+
+        In a session with several ranks, the subclass combines the verdicts of all ranks first.
+        """
         return decide(verdict)

@@ -1,10 +1,10 @@
-"""Decide which live bytes belong to a test.
+"""Decide which allocated bytes belong to a test.
 
-A test owns the bytes of its fixtures when its call begins, and its own allocations. All other live
-bytes are subtracted from its figures, so the figures do not depend on earlier tests.
+A test owns the bytes of its fixtures, and the bytes allocated during its call. All other allocated bytes are subtracted
+from its figures, so the figures do not depend on earlier tests.
 
-For example, 10 MB are live when a test's call begins: 6 MB in its session fixture ``model``, and 4 MB in a
-session fixture of other tests. The test allocates 3 MB more, so its peak is 9 MB.
+For example, 10 MB are allocated when a test's call begins: 6 MB by its session fixture ``model``, and 4 MB by a session
+fixture for other tests. The test allocates 3 MB more, so its peak is 9 MB.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixtureNote:
-    """A fixture's state after its set-up."""
+    """What a fixture had allocated after its set-up."""
 
     hidden: int
-    """The fixture's bytes outside of its value, for example in a generator's locals or in a global."""
+    """The fixture's bytes that cannot be found through its value, for example in the generator's local variables or in a
+    global."""
     gradients: tuple[weakref.ref[torch.Tensor], ...]
-    """The gradients from the set-up."""
+    """The gradients that existed after the set-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBytes:
-    """A test's own bytes."""
+    """The bytes that belong to a test."""
 
     blocks: Blocks
-    """The blocks reachable from its fixtures."""
+    """The blocks that are found through its fixtures' values."""
     hidden: int
-    """The bytes of the test's fixtures in other places (`FixtureNote.hidden`)."""
+    """The other bytes of the test's fixtures, which cannot be found through their values (`FixtureNote.hidden`)."""
 
     @property
     def total(self) -> int:
@@ -52,26 +53,28 @@ class OwnBytes:
 
 @dataclass
 class Ownership:
-    """The current fixtures on one device, and the bytes that a test owns through these fixtures."""
+    """The fixtures' bytes on a single device, and which of them belong to a test."""
 
     device: Device
     others: tuple[Ownership, ...] = ()
-    """The ownerships on the other devices (`Device.others`). Each fixture's set-up is recorded on these devices as well."""
+    """An `Ownership` for each further GPU (`Device.others`). Each fixture's set-up is recorded there as well."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _nested_gains: list[int] = field(default_factory=list)
-    """For each fixture in its set-up, the bytes gained by its requested fixtures, the innermost last."""
+    """For each fixture that is being set up, the bytes allocated by fixtures that it requested, the innermost fixture last."""
 
     @contextmanager
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector | None
     ) -> Iterator[Callable[[object], None]]:
-        """Record the bytes of a fixture while it is set up for ``node``. Yield a function that takes the fixture's value.
+        """Record the bytes of a fixture while it is set up for ``node``. The caller passes the fixture's value to the
+        yielded function.
 
-        If the set-up requests other fixtures (``getfixturevalue``), their bytes belong to these other fixtures.
+        If the set-up requests other fixtures by ``getfixturevalue``, bytes allocated by these fixtures do not count for
+        this fixture.
 
         Example:
-            A fixture ``model`` allocates 6 MB: 5 MB in its value, a module, and 1 MB in a local variable of its
-            generator. Its note has 1 MB as ``hidden``, and the 5 MB are found by its value.
+            A fixture ``model`` allocates 6 MB: 5 MB in its value, a module, and 1 MB in a local variable of its generator.
+            So `FixtureNote.hidden` is 1 MB, and the 5 MB are found through the value.
         """
         with ExitStack() as stack:
             other_records = [stack.enter_context(other.setting_up(fixturedef, node)) for other in self.others]
@@ -116,15 +119,15 @@ class Ownership:
         self._notes[fixturedef] = FixtureNote(hidden, tuple(map(weakref.ref, gradients)))
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget a fixture after its teardown."""
+        """Remove the entry for a fixture after its teardown."""
         for ownership in self.everywhere:
             ownership._notes.pop(fixturedef, None)  # noqa: SLF001 - an instance of this class
 
     def clear_left_gradients(self, item: pytest.Item) -> None:
-        """Clear earlier tests' gradients on shared fixtures, before ``item`` is set up.
+        """Before ``item`` is set up, clear gradients that earlier tests left on its shared fixtures.
 
-        If ``item`` ran first, these gradients would not exist, and accumulating into a gradient takes more memory than
-        creating it. Gradients from a fixture's set-up stay.
+        Without this, the figures would depend on earlier tests, because accumulating into a gradient takes more memory than
+        creating it. Gradients from a fixture's own set-up are not cleared.
         """
         for fixturedef, note in self._serving(item).items():
             set_up_gradients = {id(reference()) for reference in note.gradients}
@@ -139,7 +142,7 @@ class Ownership:
         return (self, *self.others)
 
     def own(self, item: pytest.Item) -> OwnBytes:
-        """Return the bytes that belong to ``item`` now, by its fixtures, its class and its instance."""
+        """Return the bytes that belong to ``item`` at this moment, through its fixtures, its class and its instance."""
         fixtures = self._serving(item)
         return OwnBytes(
             blocks=self._blocks([*_values_of(item), *map(_value_of, fixtures)]),
@@ -151,7 +154,7 @@ class Ownership:
         return [*_values_of(item), *map(_value_of, self._serving(item))]
 
     def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
-        """Return the storages behind the blocks in `own`. A reference to a storage keeps its memory alive."""
+        """Return the storages of the blocks in `own`. A reference to a storage keeps its memory allocated."""
         return storages_of(reachable_tensors(self.values(item)), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
@@ -168,8 +171,8 @@ class Ownership:
 def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) -> list[pytest.FixtureDef[Any]]:
     """Return the fixtures of ``item`` in ``among``.
 
-    An overridden fixture is used only if the overriding fixture requests it. For example, a module's ``model(model)`` uses the
-    ``model`` in conftest.py, and a module's ``model()`` does not.
+    If a module overrides a fixture from conftest.py, the test uses the original only if the overriding fixture requests it.
+    For example, a module's fixture ``model(model)`` uses the ``model`` in conftest.py, and a fixture ``model()`` does not.
     """
     resolved = _resolved(item)
     if resolved is not None:
@@ -187,9 +190,10 @@ def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) ->
 
 
 def _is_of_pytest(fixturedef: pytest.FixtureDef[Any]) -> bool:
-    """Return whether a fixture comes from pytest and allocates nothing in its set-up, such as ``tmp_path`` or a parameter.
+    """Return whether a fixture is one of pytest's own without allocations in its set-up, such as ``tmp_path`` or a
+    parameter.
 
-    pytest's fixtures with an underscore do allocate, because they run ``setup_class`` and the like.
+    If its name begins with an underscore, the answer is no, because such fixtures run users' code such as ``setup_class``.
     """
     module = str(getattr(fixturedef.func, "__module__", None))
     return module.startswith("_pytest.") and not fixturedef.argname.startswith("_")
@@ -200,10 +204,10 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 
 
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
-    """Return pytest's fixtures for the test's arguments; ``None`` for an item without fixtures.
+    """Return the fixture definitions that the test uses; ``None`` for an item without fixtures.
 
-    pytest has no public name for this mapping. If a name has several definitions, the last is the closest to the test. An
-    earlier definition is used only if the next closer definition requests a fixture of its own name.
+    They come from a private mapping in pytest. If a name has several definitions, the last definition is the closest to the
+    test. An earlier definition is used only if the following definition requests a fixture of the same name.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:
@@ -218,7 +222,9 @@ def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
 
 
 def _serves(fixturedef: pytest.FixtureDef[Any], item: pytest.Item) -> bool:
-    """Return whether ``item`` names the fixture (argument, autouse, ``usefixtures``) and can see its file."""
+    """Return whether ``item`` uses the fixture's name (by an argument, autouse or ``usefixtures``), and whether the
+    fixture's file applies to ``item``.
+    """
     names: list[str] = getattr(item, "fixturenames", [])
     above = item.nodeid.removeprefix(fixturedef.baseid) if fixturedef.baseid else f"/{item.nodeid}"
     return fixturedef.argname in names and above != item.nodeid and above.startswith(("/", "::"))
@@ -229,7 +235,9 @@ def _values_of(item: pytest.Item) -> list[object]:
 
 
 def _class_values(node: pytest.Item | pytest.Collector | None) -> list[object]:
-    """Return values from ``setUpClass``, ``setup_class`` and ``setup_method``: class attributes and the instance."""
+    """Return the objects in which ``setUpClass``, ``setup_class`` and ``setup_method`` may store tensors: class attributes
+    and the instance.
+    """
     owner = getattr(node, "cls", None)
     if owner is None:
         return []

@@ -1,4 +1,4 @@
-"""The running measured test: its device, its own bytes, and its measurements so far."""
+"""The state of a measured test while it runs: its device, its own bytes, and its measurements so far."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class TestRun:
     """A measured test from its set-up to the end of its call.
 
-    It measures steps and regions, passes their figures to the gate (`Judging`), and explains them if `ExplainPolicy` asks for
-    it.
+    A run measures steps and regions, and passes their figures to the gate (`Judging`). If `ExplainPolicy` says so, it also
+    explains them.
 
     Example:
         ``gpumem.train_step(model, batch)`` calls `alone`, prepares the step, and calls `measure` (memory and counts), then
@@ -65,38 +65,37 @@ class TestRun:
     _reads: Callable[[], UnknownReads]
     """Returns the uncomputed values read so far by the test and its fixtures."""
     judged: list[JudgedMeasurement] = field(default_factory=list)
-    """The measurements with their verdicts."""
+    """The test's measurements so far, each with its verdict."""
     relations: int = 0
-    """The number of successful relations, such as ``gpumem.assert_no_growth``."""
+    """The number of relations that the test has asserted with success, for example by ``gpumem.assert_no_growth``."""
     lost: str | None = None
     """The reason why the test's figures are not valid, as a clause."""
     is_called: bool = False
-    """True while pytest calls the test."""
+    """True during the test's call."""
     has_failed_subtest: bool = False
-    """True if a subtest failed, so the test may have left out measurements."""
+    """True if a subtest failed, so the test may have skipped some measurements."""
     _errors: list[BaseException] = field(default_factory=list)
-    """The test's errors. Their tracebacks keep its tensors alive until `release`."""
+    """The errors raised in the test. Until `release`, their tracebacks keep the test's tensors alive."""
     _at_call: tuple[list[int], list[int]] | None = None
-    """The test's own bytes, and all live bytes, on each device of `Device.everywhere` when the call began."""
+    """The readings when the call began: the test's own bytes, and all live bytes, each as a list with a value for each
+    device in `Device.everywhere`."""
     _random: RandomNumbers | None = None
-    """The random state when the call began."""
+    """The state of the random number generators when the call began."""
     _known_at_call: BlockIds = frozenset()
-    """The device's known blocks when the call began."""
+    """The blocks that the device knew when the call began."""
     _made_by_call: NewTensors | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
-    """The current measurement, as the text of its call:
-
-    ``"gpumem.measure('forward')"``. Only nested regions add further texts.
-    """
+    """The running measurement as the text of its call, for example ``"gpumem.measure('forward')"``. Nested regions have several
+    texts."""
     _nested: MeasuringError | None = None
-    """The error raised by a measurement that began within the current measurement."""
+    """The error that a nested measurement raised, because it began while another measurement was running."""
 
     def __post_init__(self) -> None:
         self.item, self.device = self.judging.item, self.context.device
         self.measures_itself = self.judging.measured.has_fixture
-        """True if the test has the ``gpumem`` fixture, so its whole call is not measured."""
+        """True if the test has the fixture ``gpumem``, so its call as a whole is not measured."""
 
     @property
     def measurements(self) -> list[Measurement]:
@@ -113,12 +112,12 @@ class TestRun:
         return replace(verdict, missing=missing)
 
     def refused(self, why: str) -> TestVerdict:
-        """Return the verdict on a test that cannot be measured for the reason ``why``, a clause."""
+        """Return the verdict on a test if it cannot be measured. ``why`` is the reason, as a clause."""
         missing = self.judging.missing([], self._environment.slug)
         return replace(self.judging.measured.not_measured(why), missing=missing)
 
     def begin_call(self) -> None:
-        """Prepare for the call. Later allocations belong to the test."""
+        """Read the device's memory before the test's call. All later allocations belong to the test."""
         self.is_called = True
         self.device.quiesce()
         self._random = RandomNumbers.current(self.device)
@@ -133,20 +132,22 @@ class TestRun:
 
     @property
     def other_bytes(self) -> tuple[int, ...]:
-        """The live bytes outside the test and its fixtures when the call began, on each device."""
+        """The live bytes that did not belong to the test or its fixtures when the call began, on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
         return tuple(live - own for own, live in zip(*self._at_call, strict=True))
 
     def _own_bytes(self) -> list[int]:
-        """Return the test's current own bytes, on each device of `Device.everywhere`."""
+        """Return the bytes that belong to the test at this moment, on each device in `Device.everywhere`."""
         return [
             ownership.own(self.item).total if ownership.device.is_used else 0
             for ownership in self._ownership.everywhere
         ]
 
     def reached(self, values: Sequence[object]) -> list[int]:
-        """Return the bytes reachable from ``values`` or from the test, on each device."""
+        """Return the bytes of tensors that can be reached from ``values`` or from the test's fixtures and class, on each
+        device.
+        """
         tensors = list(reachable_tensors([*self._ownership.values(self.item), *values]))
         return [
             sum(blocks_of(tensors, device.torch_device).values()) if device.is_used else 0
@@ -154,14 +155,14 @@ class TestRun:
         ]
 
     def other_blocks(self) -> frozenset[int]:
-        """Return the addresses of live tensors outside the test and its fixtures.
+        """Return the addresses of live tensors that do not belong to the test or its fixtures.
 
-        Tensors that are unknown to Python are not included.
+        Tensors without a Python object are not included.
         """
         import torch
 
         if self.context.time_budget is not None:
-            # The first call to `pace` may create lasting tensors, so call it before the search.
+            # The first call to `pace` may create tensors that stay alive, so call it before searching for tensors.
             with self.device.unrecorded():
                 self.device.pace()
         with everything_in_sight():
@@ -177,16 +178,16 @@ class TestRun:
         """Guard against nested measurements.
 
         A measurement runs its code several times and needs memory itself, so the figures of nested measurements would mix.
-        Only regions may be nested, because a region runs once. If the measured code catches the error of a nested call, the
-        outer measurement raises it again.
+        Only regions may be nested, because a region runs once. If the measured code catches the error from a nested
+        measurement, the outer measurement raises the error again.
 
         Args:
             method: The called fixture method: ``"train_step"``.
             name: The measurement's name, if the test gave one.
 
         Raises:
-            MeasuringError: Another measurement is under way.
-            TypeError: The name is not a text.
+            MeasuringError: Another measurement is running.
+            TypeError: The name is not a string.
             ValueError: The name is empty, too long, or cannot be stored in a file.
         """
         if name is not None:
@@ -210,9 +211,10 @@ class TestRun:
 
     @contextmanager
     def tracked(self) -> Iterator[Callable[[], ByDevice]]:
-        """Measure the test's call. Yield a function for the figures, to be called after the test's call.
+        """Measure the test's call, which runs in the ``with`` block. Yield a function that returns the figures after the
+        block.
 
-        The context begins right after `begin_call`, and uses its readings.
+        The block begins right after `begin_call`, and the figures use the readings from this method.
         """
         with read_once(self.device, self.other_bytes, self._own_bytes, self._at_call) as figures:
             yield figures
@@ -221,9 +223,9 @@ class TestRun:
 
     @contextmanager
     def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
-        """Measure the code in this context, which runs once.
+        """Measure the code in the ``with`` block, which runs once.
 
-        Yield a function to call after the context has ended. It judges, keeps and returns the measurement.
+        Yield a function to call after the block. This function judges the measurement, adds it to the test, and returns it.
         """
         self.device.settle()
         new_tensors = self._tensors_made()
@@ -233,11 +235,17 @@ class TestRun:
                 new_tensors.record()
 
     def _tensors_made(self) -> NewTensors | None:
-        """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which never searches for holders."""
+        """Begin to collect new tensors, in which holders are searched later.
+
+        Under ``--gpumem-explain=never``, collect nothing and return ``None``.
+        """
         return None if self.context.sites is None else NewTensors()
 
     def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: NewTensors | None) -> JudgedMeasurement:
-        """Return a region's measurement with its verdict. If `retained` fails the test, notes name the holders."""
+        """Return a region's measurement with its verdict.
+
+        If `retained` fails the test, add notes that name the holders of the tensors.
+        """
         judged = self.judge_figures(Workload("region"), figures, name)
         if self.context.sites is None or not self._policy.should_find_holders(judged):
             return judged
@@ -245,7 +253,7 @@ class TestRun:
         return self._noted(judged, self._retained_blocks(new_tensors, device))
 
     def _noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
-        """Return a measurement without an explanation, with notes on the holders of retained tensors."""
+        """Return the measurement with notes on the holders of retained tensors, if it has no explanation that shows them."""
         measurement, holders = (
             judged.measurement,
             () if retained_blocks is None else retained_blocks.holders(is_once=True),
@@ -254,7 +262,7 @@ class TestRun:
         return judged.explained(replace(measurement, notes=notes))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
-        """Measure a step. If memory runs out, add the largest rows of memory to the test's report."""
+        """Measure a step. If memory runs out, add the largest rows of the composition to the test's report."""
         try:
             return prepared.measure()
         except Exception as error:
@@ -264,10 +272,10 @@ class TestRun:
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
     ) -> JudgedMeasurement:
-        """Judge a measured step, explain it if necessary, time it, and judge it again with its times.
+        """Judge a measured step by its memory, explain and time the step if necessary, and judge it again with its times.
 
         Args:
-            prepared: The step, which can be run again.
+            prepared: The step, which is run again for the explanation and for timing.
             step: The step's memory figures and counts.
             name: The measurement's name; by default the step's name, for example ``train_step``.
             explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
@@ -295,15 +303,16 @@ class TestRun:
         if explanation is not None:
             judged = self._explained(judged, explanation, explain)
         judged = self._with_packages(judged, sites)
-        consensus.release()  # the step's objects are freed next
+        consensus.release()  # the caller frees the step's objects next
         return judged
 
     def _explain_step(
         self, prepared: PreparedStep, step: MeasuredStep, judged: JudgedMeasurement, explain: bool | None
     ) -> tuple[MeasuredStep, Explanation | str | None]:
-        """Return a step with the lines of its counts, and its explanation, as far as the policy needs them.
+        """Find the source lines of the step's counts, and explain its peak, if `ExplainPolicy` needs them. Return the step
+        and the explanation.
 
-        The step is timed later, so its times do not affect this decision.
+        At this moment the step is not timed yet, so its times do not affect the decision.
         """
         consensus, policy = self.device.consensus, self._policy
         if explain is not False and consensus.any(policy.should_locate_counts(judged)):
@@ -318,7 +327,7 @@ class TestRun:
         return self.judging.should_time_again(judged, decides_only=decides_only)
 
     def keep(self, judged: JudgedMeasurement) -> Measurement:
-        """Add a measurement to this test, call the users' hooks with it, and return it."""
+        """Add a measurement to this test, call the hook ``pytest_gpumem_measurement``, and return the measurement."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
             device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
@@ -328,7 +337,7 @@ class TestRun:
         return measurement
 
     def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> JudgedMeasurement:
-        """Judge the figures of a call, a region or a loading, which run once."""
+        """Judge the figures of code that runs only once: a call, a region or a ``load``."""
         metrics = {device: memory.memory_metrics() for device, memory in figures.items()}
         measurement = self._new_measurement(
             workload,
@@ -342,7 +351,9 @@ class TestRun:
         return self.judging.judge(measurement)
 
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
-        """Return the metrics for devices with own bytes, by device; empty if the process sees only one device."""
+        """Return the metrics for each device on which the step used memory; an empty mapping if the process sees only one
+        device.
+        """
         if not self.device.others:
             return {}
         return {device: values for device, values in metrics.items() if values["peak_allocated"] > 0}
@@ -374,7 +385,7 @@ class TestRun:
 
     @property
     def _leaves_times_out(self) -> bool:
-        """True if the device can time steps, but nothing needs their times."""
+        """True if the device can time steps, but this test's steps are not timed because nothing needs their times."""
         settings = self.judging.settings
         return self.context.time_budget is None and settings.time is None and self.device.tells_time
 
@@ -383,10 +394,12 @@ class TestRun:
     ) -> Measurement:
         """Return a new measurement.
 
-        A measurement without a name is called after its step: ``train_step``, then ``train_step-2``.
+        If ``name`` is ``None``, the step's name is used: ``train_step`` for the first measurement, ``train_step-2`` for the
+        second.
 
         Raises:
-            ValueError: The test already has a measurement with this name, or the name looks like a rank's or a GPU's part.
+            ValueError: The test already has a measurement with this name, or the store uses such a name for a rank or for
+                one of several GPUs.
         """
         rank = self.judging.ranks.rank
         taken = {judged.measurement.name for judged in self.judged}
@@ -394,8 +407,8 @@ class TestRun:
             taken = {without_rank(name_taken) for name_taken in taken}
         if name in taken:
             raise ValueError(
-                f"this test already has a measurement called {name!r}, and each needs a baseline of its own; give it another "
-                "name"
+                f"this test already has a measurement called {name!r}, and every measurement needs its own baseline; give it "
+                "another name"
             )
         if name is not None and rank_in(name) is not None:
             raise ValueError(
@@ -411,18 +424,20 @@ class TestRun:
         return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` if the store would also use a name for another measurement's part on a GPU.
+        """Raise ``ValueError`` if the store already uses one of the ``names`` for another measurement on a single GPU.
 
-        For example, ``"step on cuda:1"`` is the part of ``"step"`` on the second GPU.
+        For example, the store has the figures of ``"step"`` on the second GPU under the name ``"step on cuda:1"``.
         """
         parts = {f"{name} on {device.torch_device}" for name in names for device in self.device.everywhere}
         for name in parts.intersection(names) if self.device.others else ():
             raise ValueError(
-                f"the store uses the name {name!r} for the part of a measurement on one GPU; give it another name"
+                f"the store uses the name {name!r} for a measurement's figures on a single GPU; give it another name"
             )
 
     def explain_call(self) -> None:
-        """Call a test without the fixture again, recorded, and explain the call, if the policy asks for an explanation."""
+        """Run the call of a test without the fixture again with a recording, and explain its peak, if `ExplainPolicy` asks
+        for an explanation.
+        """
         if not self.measures_itself:
             self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
 
@@ -434,17 +449,17 @@ class TestRun:
         explain: bool | None = None,
         new_tensors: NewTensors | None = None,
     ) -> JudgedMeasurement:
-        """Run code a second time with a recording, and explain its peak, if the policy asks for an explanation.
+        """Run code a second time with a recording, and explain its peak, if `ExplainPolicy` asks for an explanation.
 
         Args:
             judged: The measurement, with its verdict.
-            subject: Returns the subject to record on a device of `Device.everywhere`.
-            explain: Whether to explain the code; ``None`` if the verdict and the settings decide.
-            new_tensors: The new tensors from the first run. If some are retained, their holders are searched for before the
-                second run.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
+            explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
+            new_tensors: The tensors that the first run created. If some of them are retained, their holders are found
+                before the second run.
 
         Returns:
-            The measurement with its explanation, or unchanged.
+            The measurement, with its explanation if there is one.
         """
         policy, sites = self._policy, self.context.sites
         if sites is None:
@@ -464,7 +479,10 @@ class TestRun:
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
     def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
-        """Return the tensors retained by a call or a region on a device. Call it before other code of the test runs."""
+        """Return the tensors that a call or a region retained on a device.
+
+        This must happen before other code of the test runs.
+        """
         if new_tensors is None:
             return None
         own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
@@ -472,7 +490,7 @@ class TestRun:
         new_addresses = {address for address, _ in device.known() - self._known_at_call} if is_call else set()
         new_blocks = {address: nbytes for address, nbytes in device.blocks().items() if address in new_addresses}
         with suppress(Exception):
-            # If the search for holders fails, the explanation is still needed.
+            # Ignore errors in the search for holders, because the test can be explained without them.
             return blocks_retained_by_run(
                 new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks
             )
@@ -481,7 +499,10 @@ class TestRun:
     def _explained(
         self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
     ) -> JudgedMeasurement:
-        """Return the measurement with its explanation, or with a note that says why the explanation failed."""
+        """Return the measurement with its explanation.
+
+        If ``explanation`` is a text, it says why recording failed, and becomes a note.
+        """
         measurement = judged.measurement
         shows_whole_step = self.device.consensus.any(bool(explain) or self._policy.should_show_whole_step(judged))
         if isinstance(explanation, str):
@@ -491,9 +512,9 @@ class TestRun:
         return judged.explained(replace(measurement, explanation=explanation))
 
     def _with_packages(self, judged: JudgedMeasurement, sites: Sites) -> JudgedMeasurement:
-        """Return the measurement with the versions of packages in its environment.
+        """Add the versions of packages to the measurement's environment, and return the measurement.
 
-        These are the packages whose code ran in the recorded step, and the packages in the baseline's environment.
+        The packages are those whose code ran in the recorded step, and those in the baseline's environment.
         """
         names = {package.name for package in sites.packages}
         if judged.measurement.explanation is not None:
@@ -506,22 +527,24 @@ class TestRun:
         return judged.explained(replace(judged.measurement, environment=environment))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
-        """After an out-of-memory error in the call, run it once more, recorded, and report the largest rows."""
+        """After an out-of-memory error in the test's call, run the call again with a recording, and report the largest
+        rows.
+        """
         if not self.measures_itself and self._at_call is not None:
             self.explain_out_of_memory(error, self._call_subject)
 
     def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
-        """Report the largest rows if ``error`` is an out-of-memory error. The error itself does not change.
+        """If ``error`` is an out-of-memory error, run the code again with a recording, and report the largest rows.
 
         Args:
             error: The error.
-            subject: Returns the subject to record on a device of `Device.everywhere`.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
         """
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return
         if self.judging.ranks.rank is not None:
-            return  # the other ranks have not failed, so they would not run the step again
-        # Free the objects of the failed frames, or memory would run out earlier in the second run.
+            return  # the other ranks may not have failed, and would not run the step again with this rank
+        # Free the objects in the failed frames. Otherwise memory would run out earlier in the second run.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
             device = self.context.device_named(gpu_that_ran_out(error))
@@ -530,12 +553,12 @@ class TestRun:
                 self._policy.report_out_of_memory(explanation)
 
     def _call_subject(self, device: Device) -> Subject:
-        """Return the call as a subject to record on a device of `Device.everywhere`."""
+        """Return the test's call as a `Subject` that can be recorded on ``device``, one of `Device.everywhere`."""
         at = self.device.everywhere.index(device)
         ownership = self._ownership.everywhere[at]
 
         def prepare() -> None:
-            # The second call begins like the first, without the gradients and attributes that the first call left behind.
+            # Remove the gradients and attributes that the first call left behind, so the second call begins like the first.
             self._ownership.clear_left_gradients(self.item)
             if self._random is not None:
                 self._random.restore()
@@ -571,11 +594,11 @@ class TestRun:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
     def failed(self, *errors: BaseException) -> None:
-        """Store the test's ``errors``. Their tracebacks keep the test's tensors alive until `release`."""
+        """Store the errors that ended the test, so `release` can free the tensors in their tracebacks."""
         self._errors += errors
 
     def release(self) -> None:
-        """Release the objects in this run and in the tracebacks of the test's errors."""
+        """Release the test's objects, including the frames in its errors' tracebacks, and close the device."""
         for error in self._errors:
             clear_frames(error)
         self._errors.clear()
@@ -585,9 +608,9 @@ class TestRun:
 
 
 def _under_routing(workload: Workload, routing: Routing | None, reads: UnknownReads) -> Workload:
-    """Return the workload with ``routing=`` in its config, if the figures may depend on that setting.
+    """Return the workload, with ``routing=`` added to its config if the figures may depend on the setting ``routing``.
 
-    For example, ``fp32`` becomes ``fp32,routing=balanced`` if the step read the experts of its tokens.
+    For example, ``fp32`` becomes ``fp32,routing=balanced`` if the step read which experts its tokens go to.
     """
     config = workload.config or ""
     if routing is None or routing not in reads.routed or "routing=" in config:

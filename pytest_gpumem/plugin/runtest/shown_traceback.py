@@ -1,4 +1,4 @@
-"""Shorten the traceback of a wrong call in a test's report, so it ends in the line that made the call."""
+"""Shorten the traceback of a wrong call to this package, so it ends at the line with the call in the test."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(pytest_gpumem.__file__).parent
 _REFUSALS = (TypeError, ValueError, AttributeError, AssertionError, MeasuringError)
-"""Errors by which the fixture refuses a call. ``ConfigError`` and ``NotAStep`` are kinds of ``ValueError``."""
+"""The types of errors that the fixture raises for a wrong call. ``ConfigError`` and ``NotAStep`` are subclasses of
+``ValueError``."""
 
 
 def end_at_call(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Leave out this package's frames at the traceback's end, if this package raised the error.
+    """If this package raised the error by a ``raise`` statement, remove this package's frames from the end of the
+    traceback.
 
-    For example, ``gpumem.train_step(model, batch, config="fp17")`` raises ``ConfigError`` three frames below the test. Errors
-    in a model, and errors that this package does not raise itself, keep all their frames.
+    For example, ``gpumem.train_step(model, batch, config="fp17")`` raises ``ConfigError`` three frames below the test.
+    These three frames are removed. The traceback of an error in a model keeps all frames.
     """
     entries = list(excinfo.traceback)
     if not isinstance(excinfo.value, _REFUSALS) or not entries or not _is_refusal(entries[-1]):
@@ -43,5 +45,5 @@ def _is_refusal(entry: TracebackEntry) -> bool:
 
 
 def _is_ours(entry: TracebackEntry) -> bool:
-    # contextlib enters the fixture's context managers, so its frames are left out as well.
+    # Remove contextlib's frames as well, because contextlib enters the fixture's context managers.
     return Path(entry.path).is_relative_to(_PACKAGE) or Path(entry.path) == Path(contextlib.__file__)

@@ -1,4 +1,4 @@
-"""Find the lines changed since a baseline was accepted. git runs only if a test is worse."""
+"""Find the source lines that have changed since a baseline was accepted. git runs only if a test became worse."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import Verdict
 
 _FAILURES = (GitError, OSError, ValueError)
-"""Errors from a clone without history, from a missing file, or from another program called ``git``."""
+"""Errors that can occur if the clone has no history, if a file is missing, or if ``git`` is another program."""
 
 
 @dataclass(frozen=True)
 class SinceBaselines:
-    """The lines changed since baselines were accepted. git runs only if a verdict needs marks.
+    """Finds the source lines that have changed since baselines were accepted. git runs only if a verdict needs them.
 
     Example:
         A commit ``4f2c1a9`` wrote ``peak_allocated = 280000`` into the store, and the checked-out code needs 380,000 bytes.
-        `marked` compares the current files with the files in ``4f2c1a9``, and the failure marks the changed lines in its rows.
+        `marked` compares the current files with the files in ``4f2c1a9``, so the failure can mark rows with a changed line.
     """
 
     root: Path
-    """pytest's root directory; paths in rows start there."""
+    """pytest's root directory. Paths in rows are relative to this folder."""
     store: Path | None
-    """The store's folder; ``None`` if the store is elsewhere, for example in a bucket."""
+    """The store's folder; ``None`` if the store is not a folder but, for example, a bucket."""
     _tops: list[Path | None] = field(default_factory=list)
     _commits: dict[str, ChangedCode | None] = field(default_factory=dict)
     _histories: dict[str, tuple[list[FileChange], dict[str, bytes]]] = field(default_factory=dict)
 
     def marked(self, verdict: Verdict, key: Key, slug: str) -> Verdict:
-        """Return a verdict whose increases name the lines changed since its baseline.
+        """Return the verdict with marks on the lines that have changed since its baseline.
 
-        Without the baseline's code, for example in a shallow clone, the verdict has no marks.
+        If the code at the time of the baseline is not available, for example in a shallow clone, there are no marks.
 
         Args:
             verdict: The verdict on a measurement.
@@ -62,7 +62,7 @@ class SinceBaselines:
 
     @property
     def _top(self) -> Path | None:
-        """The checkout's folder; ``None`` without a git repository."""
+        """The top folder of the git repository; ``None`` if there is no repository."""
         if not self._tops:
             top = None
             with suppress(*_FAILURES):
@@ -71,7 +71,9 @@ class SinceBaselines:
         return self._tops[0]
 
     def _since(self, commit: str | None) -> ChangedCode | None:
-        """Return the lines changed since a commit; ``None`` if the clone lacks the commit."""
+        """Return the changes between a commit and the current files; ``None`` if the commit is unknown or there is no
+        repository.
+        """
         if commit is None or self._top is None:
             return None
         if commit not in self._commits:
@@ -81,10 +83,10 @@ class SinceBaselines:
         return self._commits[commit]
 
     def _accepted_in(self, key: Key, slug: str) -> str | None:
-        """Return the commit that wrote a baseline in its current form; ``None`` if no known commit did.
+        """Return the commit in which a baseline got its current content; ``None`` if this commit is not known.
 
-        An entry contains the commit that was checked out when it was written. This commit does not help, because the accepted
-        change is often committed later, together with its baselines.
+        A baseline's entry in the store also names a commit: the one that was checked out during the update. This commit is
+        often too old, because people usually commit a change together with its new baselines.
         """
         if self.store is None or self._top is None:
             return None
@@ -100,11 +102,11 @@ class SinceBaselines:
 
 
 def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current: bytes, key: Key) -> str | None:
-    """Return the commit that wrote an entry in its current form; ``None`` if no commit did. Pure.
+    """Return the commit in which an entry in a store file got its current content; ``None`` if no commit has this content.
 
     Args:
-        changes: The file's changes, the latest last.
-        texts: The contents of the file before and after each change, by blob.
+        changes: The commits that changed the file, the latest last.
+        texts: The file's contents before and after each change, by git object.
         current: The file's current content.
         key: The entry's key.
     """
@@ -119,7 +121,7 @@ def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current:
 
 
 def _entry(text: bytes, key: Key) -> bytes | None:
-    """Return the lines of an entry in a store file; ``None`` if the file lacks the entry."""
+    """Return the text of a test's entry in a store file; ``None`` if the file does not have the entry."""
     import tomli_w
 
     text = b"\n" + text.replace(b"\r\n", b"\n")

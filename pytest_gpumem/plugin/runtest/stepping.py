@@ -1,6 +1,6 @@
-"""Measure the steps of a test's own loop, by watching its optimizers.
+"""Implement `Gpumem.loop`: find the steps in a test's own loop by its calls to optimizers, and measure them.
 
-For example, ``optimizer.step()`` in the loop ends a step, and the plugin reads the step's memory before the loop goes on.
+For example, after ``optimizer.step()`` in the loop, the plugin reads the step's memory before the loop continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOT_ITERABLE = (
 
 
 class MeasuredLoop:
-    """The loop within `Gpumem.loop`."""
+    """The object that ``with gpumem.loop() as training:`` yields."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
@@ -52,7 +52,8 @@ class MeasuredLoop:
         self._loop = Loop(self._measure)
         self._boundaries = StepBoundaries(self._optimizer_stepped)
         self._ends_steps_itself = False
-        """True if the loop, or a callback, calls `step_ended`. In this case, optimizers end no step."""
+        """True if the loop or a callback calls `step_ended`. From then on, a step ends only by such a call, and not by an
+        optimizer."""
         self._judged: JudgedMeasurement | None = None
         self._measurement: Measurement | None = None
         self._other_blocks: frozenset[int] = frozenset()
@@ -60,28 +61,28 @@ class MeasuredLoop:
 
     @property
     def measurement(self) -> Measurement:
-        """The measurement, which is available after the ``with`` block. Before, reading it raises `MeasuringError`."""
+        """The measurement of the loop's steps. Reading this attribute within the ``with`` block raises `MeasuringError`."""
         if self._measurement is None:
             raise MeasuringError("the steps have not been measured yet: read their measurement after the with block")
         return self._measurement
 
     def step_ended(self) -> bool:
-        """End a step in a loop without a torch optimizer. From the first call on, optimizers end no step.
+        """End a step in a loop without a torch optimizer. After the first call, optimizers do not end steps any more.
 
-        Unlike an optimizer's step, this method never ends the loop.
+        If all steps are measured, an optimizer's step ends the loop by an exception. This method only returns True.
 
         Returns:
-            True if the loop has been measured and may end.
+            True if all steps have been measured, so the loop may end.
         """
         self._ends_steps_itself = True
         self._loop.boundary()
         return self._loop.is_measured
 
     def callback(self) -> Any:
-        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when the loop has been
-        measured.
+        """Return a callback for the ``Trainer`` of transformers or Lightning. It stops the training when all steps have
+        been measured.
 
-        Without a callback, `Gpumem.loop` ends training by an exception.
+        Without this callback, `Gpumem.loop` ends the training by an exception.
 
         Raises:
             RuntimeError: Neither transformers nor Lightning is imported.
@@ -98,7 +99,7 @@ class MeasuredLoop:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Measure the steps of the loop in this context, and end the loop when they have been measured."""
+        """Measure the steps of the loop in the ``with`` block, and end the block when all steps have been measured."""
         self._other_blocks = self._run.other_blocks()
         self._first = FirstStep(self._run.device, self._run.other_bytes)
         try:
@@ -109,7 +110,7 @@ class MeasuredLoop:
                 raise
         except BaseException as error:
             counting_error = error if self._ran_out_by_counting(error) else None
-            # The test fails with the loop's own error. Measurements up to the error are kept.
+            # Raise the loop's own error below, so the test fails with it. First store what was measured up to the error.
             with suppress(Exception):
                 self._loop.end(counting_error)
             self._keep()
@@ -132,9 +133,10 @@ class MeasuredLoop:
             )
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
-        """Return whether memory ran out in a counted step, which takes more memory than an ordinary step.
+        """Return whether memory ran out in the step whose operators are counted, because it needs more memory than an
+        ordinary step.
 
-        With several ranks, the other ranks may wait for this rank in such a step. There the error belongs to the loop.
+        With several ranks, the answer is always no: the other ranks may be waiting for this rank, so the loop has to fail.
         """
         return self._loop.is_counted and is_out_of_memory(error) and not self._run.device.consensus.several
 
@@ -164,7 +166,7 @@ class MeasuredLoop:
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
-        """Keep the measurement, and release the optimizers, so later measurements in the test do not count the loop."""
+        """Add the measurement to the test, and release the references to the optimizers, so the test can free them."""
         self._boundaries.optimizers.clear()
         if self._judged is not None and self._measurement is None:
             self._measurement = self._run.keep(self._judged)
@@ -177,7 +179,7 @@ _BASES = {
 }
 """Base classes of callbacks: the trainer's package, and the module and name of its callback class.
 
-A base class is used if the package is imported already.
+A base class is used only if its package is already imported.
 """
 
 
@@ -185,7 +187,7 @@ def callback_of(step_ended: Callable[[], bool]) -> Any:
     """Return a callback for the ``Trainer`` of transformers or Lightning, whichever is imported.
 
     Args:
-        step_ended: Called when a step has ended. It returns whether training may stop.
+        step_ended: The function to call when a step has ended. It returns whether the training may stop.
 
     Raises:
         RuntimeError: Neither package is imported.
@@ -201,9 +203,9 @@ def callback_of(step_ended: Callable[[], bool]) -> Any:
 
 @cache
 def _class_for(loaded: tuple[str, ...]) -> Any:
-    """Return the callback class for the loaded packages.
+    """Return the callback class for the imported packages.
 
-    The class is made once and cached, because a class is a reference cycle and would be reported as cyclic garbage.
+    The class is cached, because every new class is a reference cycle, which would be measured as cyclic garbage.
     """
     bases = tuple(getattr(importlib.import_module(module), name) for module, name in map(_BASES.__getitem__, loaded))
 
@@ -214,12 +216,12 @@ def _class_for(loaded: tuple[str, ...]) -> Any:
             self._optimizer_steps = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """End a step after the optimizer's step, in transformers."""
+            """End a step in transformers, which calls this method after an optimizer's step."""
             if self._step_ended():
                 control.should_training_stop = True
 
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            """End a step after a batch, in Lightning, if the optimizer has stepped.
+            """End a step in Lightning, which calls this method after each batch, if the optimizer has stepped.
 
             With ``accumulate_grad_batches=4``, for example, the optimizer steps after every fourth batch.
             """

@@ -1,4 +1,4 @@
-"""The session in one pytest process: its plugins, its ranks and its store. pytest stashes the session under `SESSION`."""
+"""This plugin's session in a pytest process. pytest's ``config.stash`` stores the session under the key `SESSION`."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.session.process import GpumemSession
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
-"""The key for this process's session."""
+"""The key under which ``config.stash`` stores this process's session."""

@@ -1,4 +1,4 @@
-"""Keep the report of the last session with a measurement in pytest's cache, for `gpumem why`."""
+"""Store the report of the last session with measurements in pytest's cache, for `gpumem why`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FOLDER, _FILE = "gpumem", "report.json"
 
 
 def write_cached_report(config: pytest.Config, report: SessionReport) -> str | None:
-    """Keep a session's report for later, and replace the previous report.
+    """Write a session's report into pytest's cache, and replace the previous report.
 
-    A session without a result keeps the previous report. If the cache cannot be written, no report is kept, and the session
-    does not fail.
+    If the session has no results, the previous report stays. If the cache cannot be written, there is no report afterwards,
+    but the session does not fail.
 
     Returns:
         A sentence if a symbolic link leads from the cache out of the root directory; otherwise ``None``. Nothing is written
-        through such a link, because a stranger's branch can contain it.
+        through such a link, because it may come from somebody else's branch.
     """
     cache = config.cache if hasattr(config, "cache") else None
     if cache is None or not report.results:
@@ -41,16 +41,18 @@ def write_cached_report(config: pytest.Config, report: SessionReport) -> str | N
                 "followed; remove the link, or set pytest's cache_dir to another folder"
             )
         path = cache.mkdir(_FOLDER) / _FILE
-        # Remove the old report first. If writing fails, nobody must mistake the old report for this session's.
+        # Remove the old report first. Otherwise, if writing fails, somebody may take the old report for this session's
+        # report.
         path.unlink(missing_ok=True)
         write_atomically(path, to_json(report))
     return None
 
 
 def _leaves(root: Path, cache: Path) -> bool:
-    """Return whether the target folder is outside of the root directory although its path is inside.
+    """Return whether the report's folder is outside of the root directory although its path is inside, because of a
+    symbolic link.
 
-    If the settings put the cache outside of the root directory, the cache itself is trusted.
+    If the settings place the cache outside of the root directory, the cache folder itself is trusted.
     """
     trusted = root if cache.is_relative_to(root) else cache
     return not cached_report_path(cache).parent.resolve().is_relative_to(trusted.resolve())

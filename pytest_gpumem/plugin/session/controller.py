@@ -1,6 +1,6 @@
-"""The plugin that collects all measurements, updates the store, writes the reports, and ends the session.
+"""The plugin that gets all results of a session, updates the store, and writes the reports.
 
-The plugin runs in the process with every test's report: pytest-xdist's controller, or the only process.
+The plugin runs in the process with all tests' reports. With pytest-xdist, this is the controller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """A plugin for the process with every test's report."""
+    """The plugin for the process with all tests' reports."""
 
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config
@@ -64,24 +64,24 @@ class Controller:
         self._began = False
         self._errors: list[str] = []
         self.report: SessionReport | None = None
-        """The report after all tests; ``None`` before, or if pytest was not to run any test."""
+        """The session's report, written after all tests; ``None`` before, or if pytest only lists tests."""
         self._files = ReportFiles([settings.report_base / file for file in settings.report])
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:
             self._files.begin()
 
     def add_error(self, error: str) -> None:
-        """Add an error that makes the session red, regardless of its tests."""
+        """Add an error. It makes the session fail, even if all its tests pass."""
         self._errors.append(error)
 
     def select(self, selection: Selection) -> None:
-        """Store a process's selection after its collection. All workers have the same selection."""
+        """Store which tests a process selected after its collection. All workers have the same selection."""
         self._selection = selection
         if self._selected():
             self._files.begin()
 
     def packs(self, packed: Callable[[], Packed]) -> None:
-        """Store a function that returns, at the end of the session, how a process packed its tests."""
+        """Store a function to call at the end of the session. It returns how a process packed its tests."""
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)
@@ -101,7 +101,7 @@ class Controller:
             self._complete = False
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        # Other tests have no baselines.
+        # Only measured tests matter, because other tests have no baselines.
         if any(map(is_measured, items)):
             self._deselected = True
 
@@ -120,7 +120,7 @@ class Controller:
         try:
             result = yield
         except BaseException as error:
-            # After Ctrl-C, --maxfail or a crash, report the measurements so far.
+            # Pytest ended early (Ctrl-C, --maxfail or a crash), so report the measurements so far.
             self._complete = False
             self._finish(session, str(error) or type(error).__name__)
             raise
@@ -132,7 +132,7 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
-        """Write a report if no test began, so nobody takes an earlier file for this session's report."""
+        """Write a report even if no test began. Otherwise somebody may take an earlier file for this session's report."""
         if self._began or not self._files.has_files:
             return
         error = self._selection.error if self._selection is not None else None
@@ -147,9 +147,10 @@ class Controller:
             self._errors += [*self._selection.omitted, *skipped_files(self._selection.skipped)]
             self._selection = replace(self._selection, omitted=())
         self._errors += [
-            f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
+            f"{result.verdict.nodeid} failed, but a plugin or conftest.py changed its outcome: {headline(why_failed(result))}"
             for result in self._results.rewritten()
-            # Without a gate, a project's hooks may turn a test's own failure into another outcome.
+            # Without a gate, a project's hooks are allowed to change a failed test's outcome, unless its verdict failed the
+            # test.
             if result.verdict.failure is not None or self._settings.gates
         ]
         if self._settings.gates:
@@ -169,11 +170,12 @@ class Controller:
                 self._unused = self._store.unused(results, tests)
         self.report = self._reported(results, ended_early)
         if session.testsfailed and self.report.passed:
-            # A report must not be green if pytest is red, for example because the coverage is too low.
-            self._errors.append("another plugin made the session red, and no test did")
+            # The report must not show success if pytest fails for another reason, for example because the coverage is too
+            # low.
+            self._errors.append("another plugin made the session red, although no test failed")
             self.report = replace(self.report, errors=tuple(self._errors))
         self._errors += self._files.write(self.report)
-        # `write` returns errors for unwritten files. The written files have all earlier errors.
+        # `write` returns an error for each unwritten file, so the report has further errors now.
         self.report = replace(self.report, errors=tuple(self._errors))
         self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -191,22 +193,23 @@ class Controller:
             if sentence is not None and self._settings.update is None:
                 self._errors.append(sentence)
             elif sentence is not None:
-                # Somebody may have removed the store to record all baselines anew.
+                # With an update, this is no error, because somebody may have removed the store to record all baselines
+                # anew.
                 self._closing.append(f"{STORE}{sentence}")
 
     @contextmanager
     def _or_error(self) -> Iterator[None]:
-        """Make the session red if the store cannot be read."""
+        """Make the session fail if the store cannot be read in the ``with`` block."""
         try:
             yield
         except (StoreError, BackendError) as error:
             self._errors.append(str(error))
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
-        """Report that the session ends early. The store is not updated.
+        """Write the report and the summary of a session that ends early. The store is not updated.
 
         Args:
-            verdict: The verdict on the running test; ``None`` if no measured test runs.
+            verdict: The verdict on the running test; ``None`` if no measured test is running.
             why: The reason, in one or more lines.
         """
         if self.report is None:
@@ -222,7 +225,9 @@ class Controller:
             capture.suspend_global_capture(in_=True)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.write("\n")  # End the line with pytest's letters for -q, because pytest has not ended it.
+            reporter.write(
+                "\n"
+            )  # Under -q, pytest has written a line of progress letters without a newline, so end this line.
             self.pytest_terminal_summary(reporter)
             for line in failure_lines(self.report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
@@ -235,7 +240,10 @@ class Controller:
             self._closing.append(why_not)
 
     def _all_results(self) -> list[TestResult]:
-        """Return the results, with tests in skipped files and the likely former names of new tests."""
+        """Return the results of all tests.
+
+        This adds tests in skipped files, and the likely former names of renamed tests.
+        """
         results = self._results.all()
         skipped = self._selection.skipped if self._selection is not None else ()
         ran = {(result.verdict.file, result.verdict.test) for result in results}
@@ -246,7 +254,9 @@ class Controller:
         return list(with_renamings(results, self._selection.collected if self._selection is not None else ()))
 
     def _tests_in_use(self) -> Selection | None:
-        """Return the tests that use baselines; ``None`` if another session may run the deselected tests."""
+        """Return the tests whose baselines are in use; ``None`` if this is not known, because another session may run the
+        deselected tests.
+        """
         selection = self._selection
         if selection is not None and is_whole_run(self._config):
             return replace(selection, measured=selection.collected, files=selection.collected_files)
@@ -256,19 +266,19 @@ class Controller:
         if self._selection is None:
             self._errors.append("no process reported which tests it selected")
         elif session.testscollected == 0 and not self._selection.collected:
-            # A shard may collect no measured test, because other shards run them all.
+            # This is no error in a shard without measured tests, because other shards run them.
             self._errors.append("no test was collected")
         elif self._settings.baseline and not self._settings.strict and not results:
             with self._or_error():
                 self._errors += self._store.of_other_devices(self._results.tests_without_result())
 
     def ended_red(self, status: int) -> None:
-        """Write the report again, as red, if it passed and another plugin then changed the exit status.
+        """If the report passed, but another plugin then changed the exit status, add an error and write the report again.
 
-        The exit status for no collected tests is ignored, because a shard may contain no measured tests.
+        The exit status for "no tests collected" is ignored, because a shard may contain no tests.
         """
         if self.report is not None and self.report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
-            error = f"pytest ended with exit status {int(status)}, and no test made it red"
+            error = f"pytest ended with exit status {int(status)}, although no test failed"
             self.report = replace(self.report, errors=(*self.report.errors, error))
             self._files.write(self.report)
 
@@ -296,7 +306,9 @@ class Controller:
         )
 
     def _note_too_low(self, results: list[TestResult]) -> None:
-        """Add a line if measurements lack the cuDNN workspaces that convolutions or recurrent layers need on a GPU."""
+        """Add a warning if peaks from an emulated GPU are too low, because cuDNN's workspaces for convolutions or recurrent
+        layers are not known.
+        """
         measurements = [verdict.measurement for result in results for verdict in result.verdict.verdicts]
         convolutions = sum(
             any(note.startswith(LACKS_WORKSPACES) for note in measurement.notes) for measurement in measurements
@@ -331,7 +343,7 @@ class Controller:
             return
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
-            # The report's lines omit errors from writing its files. Unused baselines have their own field.
+            # Add what the written report does not contain: errors from writing its files, and unused baselines.
             replace(report, errors=tuple(self._errors), closing_lines=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),
@@ -349,6 +361,6 @@ class Controller:
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:
-    """Return the width and encoding of pytest's output. A file or a CI log has no width limit."""
+    """Return the width and encoding of pytest's output. Output to a file or a CI log has no width limit."""
     width = reporter.config.get_terminal_writer().fullwidth if reporter.isatty else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")

@@ -1,4 +1,4 @@
-"""Begin a session on an emulated GPU, before torch is imported and for all processes of the session."""
+"""Start the emulation of a GPU for all processes in a session, before torch is imported."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def emulate_gpu_of_settings(config: pytest.Config) -> None:
     try:
         table = read_table(config.rootpath / "pyproject.toml") or {}
     except SettingsError:
-        table = {}  # The session reports this error when it reads its settings.
+        table = {}  # The session raises this error later, when reading its settings.
     word = table.get("device") if arguments.gpumem_device is None else arguments.gpumem_device
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        # If another project's session started this session, an environment variable contains that project's GPU.
+        # If a session in another project started this session, an environment variable describes the other project's cards.
         own_gpus = {**described_gpus(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
         gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)
@@ -48,7 +48,7 @@ def emulate_gpu_of_settings(config: pytest.Config) -> None:
 
 
 def _share_a_card(config: pytest.Config) -> None:
-    """Let the workers of this process share one card, unless an environment variable names a shared card already."""
+    """Let the workers of this process share one card, unless `GPUMEM_EMULATED_CARD` is already set."""
     if os.environ.get(EMULATED_CARD):
         return
     folder = tempfile.TemporaryDirectory(prefix="gpumem-card-")

@@ -1,17 +1,18 @@
-"""A session with ``--gpumem-baseline`` or ``--gpumem-strict`` ends with 0 only if its report passed.
+"""A session with ``--gpumem-baseline`` or ``--gpumem-strict`` has the exit code 0 only if its report passed.
 
-A report passed if all selected measured tests ran to their end, no test failed, and nothing else made the session red. If
-pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why. For
-example, this happens with ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
+A report passes if all selected measured tests ran to their end, no test failed, and no other error made the session red. If
+pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error gives the reason.
+Examples are ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
 ``--setup-only``, ``--setup-plan``, and a session without any collected test.
 
-``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` and ``--cache-show`` end with 1 if ``--gpumem-baseline`` was
-typed. They end with 0 if only the settings or ``addopts`` ask for the gate, so an editor can list tests.
+With ``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` or ``--cache-show``, the exit code is 1 if
+``--gpumem-baseline`` was typed as well. If only the settings or ``addopts`` switch the gate on, the exit code is 0, so an
+editor can list tests.
 
-``os._exit(0)`` before a report that passed ends the process with 1, with a red report. A test that calls ``os.exec*`` fails.
-The session cannot see an end below Python (C's ``exit``). It also cannot see an ``os._exit`` that code imported before pytest
-was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code can
-read the [report](reports.md), which is not green in these cases.
+If code calls ``os._exit(0)`` before the report has passed, the exit code is 1 and the report is red. A test that calls
+``os.exec*`` fails. Two cases cannot be detected: C code that calls ``exit``, and an ``os._exit`` imported before pytest was
+configured, for example by ``from os import _exit`` in a ``conftest.py``. In these cases the exit code may be 0, but the
+[report](reports.md) is not green, so a job can check the report as well.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
         pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
     }
 )
-"""The meaning of pytest's exit codes in a session with this plugin, as Markdown."""
+"""The meaning of pytest's exit codes in a session with this plugin, as Markdown for the reference page."""
 _TYPED = "--gpumem-baseline"
 _SHOWS_PYTEST = ("help", "version", "markers")
-"""Options under which pytest shows information about itself and runs no test."""
+"""pytest's options for showing information about itself. With these options, no test runs."""
 _LISTS = {
     "collectonly": "--collect-only",
     "showfixtures": "--fixtures",
     "show_fixtures_per_test": "--fixtures-per-test",
     "cacheshow": "--cache-show",
 }
-"""Options under which pytest lists something in place of running tests."""
+"""pytest's options for listing tests, fixtures or the cache. With these options, no test runs."""
 
 
 class Reporting(Protocol):
-    """The attributes and methods of a session that decide its exit status."""
+    """The attributes and methods of a session for deciding its exit status."""
 
     settings: Settings
 
@@ -76,20 +77,20 @@ class Reporting(Protocol):
         """Return the report, or ``None`` before all tests have run."""
 
     def ended_red(self, status: int) -> None:
-        """Write the report again, because the process ends with ``status`` although the gate passed."""
+        """Write the report again as red, because the process ends with ``status`` although the report passed."""
 
     def lost(self, why: str) -> None:
-        """End without a report. ``why`` is a clause."""
+        """Report that the process ends before the session's end. ``why`` is the reason, as a clause."""
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
-    """Return the exit status with which a pytest process ends in place of ``status``.
+    """Return the exit status for a pytest process, where pytest's own status is ``status``.
 
-    With a gate, the status is not 0 if the session's report did not pass, and standard error says why. If the report passed and
-    another plugin makes the session red later, the report is written again.
+    In a gate, the status becomes 1 if the session's report did not pass, and a line on standard error gives the reason. If
+    the report passed, but another plugin changed the status later, the report is written again.
     """
     if session is not None and not session.reports:
-        # A test that fails on one rank fails on all ranks, and rank 0 has the report.
+        # Only rank 0 has the report. A test that fails on one rank fails on all ranks, so the status is already right.
         return status
     if status:
         if session is not None:
@@ -103,12 +104,13 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
 
 
 class EndOfProcess:
-    """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report has passed. Forks are not affected.
+    """Prevents code from ending this process with 0 by `os._exit` or `os.exec*` before its report has passed. Forked
+    processes are not affected.
 
-    `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
+    Instead, `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
 
     Args:
-        is_lost: Returns whether an end with 0 would be wrong, and reports it.
+        is_lost: Returns whether ending with 0 would be wrong at this moment. If so, also reports the end.
     """
 
     def __init__(self, is_lost: Callable[[], bool]) -> None:
@@ -120,7 +122,7 @@ class EndOfProcess:
             "execv": self._refusing(os.execv),
             "execve": self._refusing(os.execve),
         }
-        # The functions are also in the module `posix` or `nt`.
+        # Replace the functions in `os` and in the module from which `os` imports them (`posix` or `nt`).
         places = [(module, name) for module in (os, sys.modules[os.name]) for name in self._ours]
         self._originals: list[tuple[ModuleType, str, Any]] = [(*place, getattr(*place)) for place in places]
         for module, name in places:
@@ -129,7 +131,7 @@ class EndOfProcess:
     def has_come(self, *, passed: bool) -> None:
         """Restore the original functions if the session has ``passed``.
 
-        Otherwise the replacements stay, and the original `os._exit` is removed from the functions that `atexit` calls.
+        Otherwise the replacements stay. An original `os._exit` in the functions for `atexit` is unregistered.
         """
         if passed:
             self._process = None
@@ -150,8 +152,8 @@ class EndOfProcess:
             if os.getpid() == self._process:
                 _stat(arguments[0])
                 pytest.fail(
-                    f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
-                    "the program by subprocess, or gate it in a session of its own",
+                    f"os.{execute.__name__} would replace this process with another program, which is not measured; start "
+                    "the program with subprocess, or gate it in its own session",
                     pytrace=False,
                 )
             execute(*arguments)
@@ -160,7 +162,10 @@ class EndOfProcess:
 
 
 def is_lost(session: Reporting | None) -> bool:
-    """Return whether a session would end with 0 without a passed report. If so, make the report red, or print a line."""
+    """Return whether a session's report has not passed, so the process must not end with 0.
+
+    In that case, make the report red, or print a line.
+    """
     report = None if session is None else session.report
     if report is not None and report.passed:
         return False
@@ -179,7 +184,7 @@ def is_lost(session: Reporting | None) -> bool:
 
 
 def _stat(program: Any) -> None:
-    # Raise the OSError for a missing program, because in this case nothing would be replaced.
+    # Raise the OSError for a missing program, because the original function would also raise it.
     if not isinstance(program, int):  # An int is a file descriptor.
         Path(os.fsdecode(program)).stat()
 
@@ -191,8 +196,8 @@ def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
         return None
     listing = _first_set(config, _LISTS)
     if listing is not None:
-        # Editors list tests this way, also in projects with a gate in their settings.
-        return f"{_TYPED} gates nothing under {_LISTS[listing]}" if typed else None
+        # Editors list tests with these options, even if a project's settings switch the gate on.
+        return f"{_TYPED} has no effect with {_LISTS[listing]}" if typed else None
     report = session.report if session is not None else None
     return "pytest ended before any test was run" if report is None else report.why_red
 

@@ -1,4 +1,4 @@
-"""Report test files with baselines if settings leave them out of a run without a typed selection.
+"""Warn if settings exclude tests with baselines from a run, although the user selected no tests on the command line.
 
 Example: ``tests/test_gpt.py was not collected (left out by testpaths), and 2 tests in it have baselines on cpu-x86_64: let
 pytest collect the file, or delete cpu-x86_64/tests/test_gpt.py.toml from the store``.
@@ -30,31 +30,32 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.session.session_baselines import SessionBaselines
 
 _SETTINGS_FILE = "pyproject.toml"
-"""The file with the tests of named models. Other runs do not collect a typed model, although it has baselines."""
+"""The file with the tests for named models. It is not reported, because pytest collects a model from ``--gpumem-model``
+only with this option."""
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
-    """The test files of a collection, by path from the root directory."""
+    """The test files in pytest's collection, as paths from the root directory."""
 
     collected: Collection[str]
     skipped: Collection[str]
-    """The files that skipped themselves, for example by ``pytest.importorskip``."""
+    """The files which skipped themselves during their import, for example by ``pytest.importorskip``."""
     failed: Collection[str]
 
 
 def tests_in(files: Collection[str], stored: SessionBaselines) -> frozenset[Test]:
-    """Return the tests in ``files`` with baselines for this session."""
+    """Return the tests in ``files`` for which the store has baselines for this session."""
     return frozenset((key.file, key.test) for _, key in stored.keys(files))
 
 
 def files_left_out(config: pytest.Config, files: CollectedFiles, stored: SessionBaselines) -> tuple[str, ...]:
-    """Return a sentence for each existing test file with baselines, if pytest did not collect the file.
+    """Return a sentence for each existing but uncollected test file with baselines.
 
     Args:
-        config: The config of a run without a typed selection.
-        files: The files of the collection.
+        config: pytest's configuration, in a run without a typed selection of tests.
+        files: The collected files.
         stored: The baselines for this session.
     """
     looked_at = {*files.collected, *files.skipped, *files.failed, _SETTINGS_FILE}
@@ -74,11 +75,11 @@ def files_left_out(config: pytest.Config, files: CollectedFiles, stored: Session
 
 
 def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: SessionBaselines, root: Path) -> tuple[str, ...]:
-    """Return a sentence on the baselines of deleted tests, for a run without any measured test.
+    """Return a sentence about the baselines of deleted tests, for a run without any measured test.
 
     Args:
-        files: The files of the collection.
-        tests: The tests of the collection.
+        files: The collected files.
+        tests: The collected tests.
         stored: The baselines for this session.
         root: The root directory.
     """
@@ -109,7 +110,7 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBa
     """Return a sentence on deselected tests with baselines; ``None`` if the deselected tests have no baselines.
 
     Args:
-        config: The config of a run without a typed selection.
+        config: pytest's configuration, in a run without a typed selection of tests.
         tests: The deselected tests.
         stored: The baselines for this session.
     """
@@ -122,14 +123,15 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBa
 def left_out_by_name(
     config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
 ) -> dict[Test, str]:
-    """Return uncollected tests in the modules of collected files, each with the responsible setting.
+    """Return existing tests with baselines in collected files, if a setting excludes them by their names. Each test has the
+    name of this setting.
 
-    For example, ``python_functions = check_*`` leaves out ``test_it``. Deleted tests are not returned.
+    For example, ``python_functions = check_*`` excludes ``test_it``. Deleted tests are not returned.
 
     Args:
         config: pytest's configuration.
         stored: The baselines, as (slug, key).
-        tests: The tests of the collection.
+        tests: The collected tests.
         files: The collected files.
     """
     settings = {}
@@ -150,10 +152,10 @@ def left_out_by_name(
 
 
 def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple[str, ...]:
-    """Return a sentence for each name setting (``python_functions``, ``python_classes``) that leaves out tests with baselines.
+    """Return a sentence for ``python_functions`` and for ``python_classes``, if the setting excludes tests with baselines.
 
     Args:
-        settings: The left-out tests, each with its setting.
+        settings: The excluded tests, each with the name of the setting.
         stored: The baselines for this session.
     """
     idle = sorted(tests_in({file for file, _ in settings}, stored) & settings.keys())
@@ -164,7 +166,7 @@ def uncollected(settings: Mapping[Test, str], stored: SessionBaselines) -> tuple
 
 
 def _modules(paths: Iterable[Path]) -> dict[Path, ModuleType]:
-    """Return the imported modules of files, by the resolved path."""
+    """Return the modules imported from the files in ``paths``, by resolved path."""
     resolved_paths = {path.resolve() for path in paths}
     names = {path.name for path in resolved_paths}
     modules: dict[Path, ModuleType] = {}
@@ -176,10 +178,14 @@ def _modules(paths: Iterable[Path]) -> dict[Path, ModuleType]:
 
 
 def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
-    """Return whether a module contains a test. ``names`` are its classes, from the outermost, and its function."""
+    """Return whether a module contains a test.
+
+    ``names`` are the names of the test's classes, the outermost first, and of its function.
+    """
     scope: object = module
     for name in names:
-        # pytest collects a unittest.TestCase regardless of these settings, so an uncollected test in it was deleted.
+        # pytest collects a unittest.TestCase regardless of these settings. So an uncollected test in such a class was
+        # deleted.
         if scope is None or (isinstance(scope, type) and issubclass(scope, unittest.TestCase)):
             return False
         scope = inspect.getattr_static(scope, name, None)
@@ -194,7 +200,7 @@ def _tests_were(participle: str, tests: Collection[Test]) -> str:
 
 
 def selecting_options(config: pytest.Config) -> str | None:
-    """Return the deselecting options in ``addopts``: ``"-k of addopts"``; ``None`` if there are none."""
+    """Name the options in ``addopts`` which deselect tests: ``"-k of addopts"``. Return ``None`` if there are none."""
     options = [
         word
         for word, name in (
@@ -210,14 +216,16 @@ def selecting_options(config: pytest.Config) -> str | None:
 
 
 def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
-    """Return the pytest setting that leaves out a test file, for example ``"testpaths"``; ``None`` if unknown."""
+    """Return the pytest setting that excludes a test file, for example ``"testpaths"``; ``None`` if the setting is not
+    known.
+    """
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):
         testpaths = config.getini("testpaths")
         if config.args_source is type(config.args_source).TESTPATHS or config.args == testpaths:
             return "testpaths"
-        # pytest-xdist gives its workers the paths without saying whether they come from testpaths.
+        # A pytest-xdist worker does not know whether the paths come from testpaths.
         return "testpaths or paths of addopts" if testpaths and hasattr(config, "workerinput") else "paths of addopts"
     for name in ("ignore", "ignore_glob"):
         patterns = [str(config.invocation_params.dir / word) for word in getattr(config.option, name, None) or ()]
@@ -233,7 +241,10 @@ def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
 
 
 def _matches(pattern: str, path: Path) -> bool:
-    """Return whether a pattern matches a file name, or the end of a path if the pattern has a slash."""
+    """Return whether a pattern matches the name of a file.
+
+    A pattern with a slash is compared with the end of the path.
+    """
     return fnmatch.fnmatch(str(path), f"*/{pattern}") if "/" in pattern else fnmatch.fnmatch(path.name, pattern)
 
 

@@ -1,6 +1,6 @@
-"""Find tests with baselines that have lost the marker and the fixture, and fail them in a gate.
+"""Find tests with baselines which no longer have the marker or the fixture, and fail them in a gate.
 
-The failure comes at the end of the test's call, so a skipped test keeps its outcome.
+The failure is raised at the end of the test's call, so a skipped test stays skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Names = tuple[str, ...]
 def no_longer_measured(
     items: Iterable[pytest.Item], stored: SessionBaselines
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
-    """Return the unmeasured tests with baselines among ``items``, with the names of their measurements.
+    """Return the tests in ``items`` which have baselines but are not measured, with the names of their measurements in the
+    store.
 
     Args:
         items: The selected tests.
@@ -55,7 +56,7 @@ def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
 
 @dataclass(eq=False, repr=False)
 class NoLongerMeasured:
-    """A plugin that fails tests without a measurement at the end of their calls, if they have baselines.
+    """A plugin that fails tests which have baselines but are not measured any more, at the end of their calls.
 
     The session registers the plugin if such tests were selected.
     """

@@ -1,7 +1,8 @@
-"""Plan how measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first.
+"""Plan which measured tests run on a GPU at the same time (``--gpumem-pack``). Tests with the largest known peaks run
+first.
 
-For example, on an 80 GB GPU four workers run tests with needs of 30, 30, 12 and 8 GB at the same time. A further test with
-40 GB waits until enough memory is free.
+For example, on an 80 GB GPU four workers run tests with peaks of 30, 30, 12 and 8 GB at the same time. The next test, with
+a peak of 40 GB, waits until enough memory is free.
 """
 
 from __future__ import annotations
@@ -30,37 +31,38 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.config.selection import MeasuredTest
     from pytest_gpumem.plugin.config.settings import Settings
 
-WhyAlone = Literal["timed", "of unknown peak"]
-"""The reason why a test has the whole GPU."""
+WhyAlone = Literal["timed", "with unknown peak"]
+"""The reason why a test needs the whole GPU for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The part of a GPU that a test uses."""
+    """A test's part of a GPU's memory."""
 
     memory: SharedMemory
     needed: int | None
-    """The test's bytes in addition to its process's memory; ``None`` if it needs the whole GPU."""
+    """The test's bytes in addition to its process's memory; ``None`` if the test needs the whole GPU."""
     why_alone: WhyAlone | None = None
-    """The reason why the test has the whole GPU."""
+    """The reason why the test needs the whole GPU; ``None`` if the test shares the GPU."""
     largest_need: int | None = None
-    """The test's largest need on any GPU with baselines. These needs order the tests in the same way in all workers."""
+    """The largest need of the test, in bytes, on any GPU with baselines. All workers sort the tests by this number, so they
+    have the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Figures on packing for a session's reports. All workers have the same figures, except for ``repeated``."""
+    """How a session's tests shared GPUs, for its report. All workers have the same figures, except for ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
-    """The tests with a whole GPU, each with the reason."""
+    """The tests with a whole GPU for themselves, each with the reason."""
     repeated: frozenset[str] = frozenset()
-    """The tests that exceeded their reserved memory, and ran once more with the whole GPU."""
+    """The tests which exceeded their reserved memory, so they ran again with the whole GPU."""
     not_shared: frozenset[str] = frozenset()
-    """Reasons why tests do not share a device, as clauses."""
+    """The reasons why tests could not share a device, as clauses."""
 
     def merged(self, other: Packed) -> Packed:
-        """Return the combined figures of two workers in one session."""
+        """Combine the figures from two workers in the same session."""
         return Packed(
             max(self.sharing, other.sharing),
             self.alone or other.alone,
@@ -69,36 +71,39 @@ class Packed:
         )
 
     def line(self) -> str:
-        """Return the line for a report.
+        """Return the line about packing for a report.
 
-        For example, ``packing: 12 measured tests shared the GPU by known peaks; 1 had it alone (1 timed; the first is
+        For example, ``packing: 12 measured tests shared the GPU; 1 had the whole GPU (1 timed; the first is
         test_it.py::test_speed)``.
         """
-        parts = [f"{counted(self.sharing, 'measured test')} shared the GPU by known peaks"]
+        parts = [f"{counted(self.sharing, 'measured test')} shared the GPU"]
         if self.alone:
             reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for why, _ in self.alone).items())
-            parts.append(f"{len(self.alone)} had it alone ({reasons}; the first is {self.alone[0][1]})")
+            parts.append(f"{len(self.alone)} had the whole GPU ({reasons}; the first is {self.alone[0][1]})")
         if self.repeated:
             tests = ", ".join(sorted(self.repeated))
-            parts.append(f"{len(self.repeated)} ran once more with all of it, having needed more than known: {tests}")
+            parts.append(
+                f"{len(self.repeated)} ran again with the whole GPU, because they exceeded their known peak: {tests}"
+            )
         if not self.sharing and not self.alone:
             parts = []
         return f"packing: {'; '.join([*parts, *sorted(self.not_shared)]) or 'no measured test'}"
 
 
 NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, because torchrun gives each rank its own"}))
-"""The result for a session under torchrun."""
+"""The figures for a session under torchrun, in which nothing is packed."""
 
 
 def needed_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
     """Return the bytes needed by a test on a GPU; ``None`` if its peak is not known.
 
-    The peak is the largest in the test's baselines. Without a baseline, it is the limit in the budget. Reserved bytes
-    (``peak_reserved``, ``max_reserved``) count before allocated bytes. The tolerance of ``peak_reserved`` is added, 2 % and at
-    least two segments of 20 MiB, because reserved bytes vary by this amount at equal allocated bytes (`METRICS`).
+    The known peak is the largest peak in the test's baselines, or the budget's limit if there are no baselines. A peak of
+    reserved bytes (``peak_reserved``, ``max_reserved``) is preferred to a peak of allocated bytes. The tolerance of
+    ``peak_reserved``, 2 % or at least 40 MiB, is added, because reserved bytes vary by this amount although the same bytes
+    are allocated (`METRICS`).
 
     Example:
-        A baseline with 4 GB of ``peak_reserved`` needs 4.08 GB, and a baseline with 100 MiB needs 140 MiB.
+        A test whose baseline has 4 GB of ``peak_reserved`` needs 4.08 GB. A test with 100 MiB needs 140 MiB.
     """
     known_peaks = [_peak(entry.metrics) for entry in stored] or [_peak(budget.limits)]
     peaks = [peak for peak in known_peaks if peak is not None]
@@ -114,11 +119,11 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
 
 
 def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, GpuShare]) -> list[pytest.Item]:
-    """Return the tests in the order in which they should run.
+    """Sort the tests into the order in which they should run.
 
-    Tests with a shared GPU come first, by their largest need. Tests without a GPU follow, and then the tests with a whole
-    GPU. pytest-xdist needs the same order in all workers, which may have different GPUs. So the needs on this worker's GPU do
-    not decide.
+    Tests on a shared GPU come first, ordered by ``largest_need``. Tests without a GPU follow, and tests with a whole GPU
+    come last. pytest-xdist requires the same order in all workers, but workers may have different GPUs. So the order does
+    not depend on this worker's GPU.
     """
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -131,9 +136,10 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Gpu
 
 
 class Planner:
-    """Finds the part of its GPU that each measured test uses.
+    """Finds a `GpuShare` for each measured test.
 
-    Its methods raise `StoreError` and `BackendError` if the store cannot be read, and ``OSError`` for the GPU's ledger.
+    The methods raise `StoreError` or `BackendError` if the store cannot be read, and ``OSError`` if the GPU's ledger (the
+    file with all processes' reservations) cannot be used.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings, devices: Devices, store: Store) -> None:
@@ -146,13 +152,13 @@ class Planner:
         self.not_shared: set[str] = set()
 
     def shares(self, measured: Mapping[pytest.Item, MeasuredTest]) -> dict[pytest.Item, GpuShare]:
-        """Return the shares of tests on shared devices, and enter this process in the devices' ledgers."""
+        """Return a `GpuShare` for each test on a device with shared memory, and enter this process in the device's ledger."""
         shares = {}
         for item, test in measured.items():
             try:
                 device = self._devices.get(test.budget.device or self._settings.device)
             except DeviceUnavailable:
-                continue  # The test itself reports the missing device.
+                continue  # The test itself reports later that its device is not available.
             if device.shared_memory is None:
                 self.not_shared.add(_why_not_shared(device))
                 continue
@@ -168,10 +174,10 @@ class Planner:
         slug = self._settings.compared_slug(self._slugs[device.name])
         entries = (self._store.find(test.key(name), slug) for name in self._store.names(slug, test.file, test.test))
         needed = needed_bytes(test.budget, [entry for entry in entries if isinstance(entry, Baseline)])
-        return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
+        return GpuShare(memory, needed, "with unknown peak" if needed is None else None, self._largest_need(test))
 
     def _largest_need(self, test: MeasuredTest) -> int | None:
-        """Return a test's largest need in bytes, from its baselines on any device, or else from its budget."""
+        """Return a test's largest need in bytes, from its baselines on any device, or otherwise from its budget."""
         if self._stored_peaks is None:
             self._stored_peaks = {}
             keys = self._store.keys()
@@ -184,5 +190,5 @@ class Planner:
 
 def _why_not_shared(device: Device) -> str:
     if device.environment().slug.startswith(EMULATED_SLUG):
-        return "an emulated GPU is each process's own without pytest-xdist: add -n 8, say"
-    return f"the {device.name} device has no memory that tests would have to share"
+        return "without pytest-xdist, each process has its own emulated GPU: add -n 8, for example"
+    return f"tests on the {device.name} device do not share a GPU"

@@ -1,4 +1,4 @@
-"""The session in one process: its settings, its measured tests, and its plugins."""
+"""This plugin's session in a pytest process: its settings, its measured tests, and its plugins."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class GpumemSession:
-    """The session in one process.
+    """This plugin's session in a pytest process.
 
-    The session reads the settings, selects the measured tests after the collection, and registers the plugins that measure,
-    gate and report. With pytest-xdist, the controller and each worker have a session of their own.
+    The session reads the settings. After the collection, the session selects the measured tests and registers the plugins
+    for measuring, gating and reporting. With pytest-xdist, the controller and each worker have their own session.
     """
 
     def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
@@ -58,12 +58,13 @@ class GpumemSession:
 
         Args:
             config: pytest's configuration.
-            files: The files and folders that were collected without an error. The three sets grow during the collection.
-            not_collected: The files and folders with a collection error.
-            skipped: The files that skipped themselves.
+            files: The files and folders that were collected without an error. This set and the next two grow during the
+                collection.
+            not_collected: The files and folders in which pytest had a collection error.
+            skipped: The files that skipped themselves during their import.
 
         Raises:
-            pytest.UsageError: A setting is wrong, or the store is broken.
+            pytest.UsageError: A setting is wrong, or a file in the store has a mistake.
         """
         self._config = config
         self._files = files
@@ -100,7 +101,8 @@ class GpumemSession:
 
             check_store(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
-            # Give workers one test at a time. Otherwise the first worker would get all of the largest tests.
+            # Let pytest-xdist send single tests to its workers. Otherwise the first worker would get all of the largest
+            # tests.
             config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
@@ -108,9 +110,10 @@ class GpumemSession:
             self._end = EndOfProcess(partial(is_lost, self))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
-        """Return this process's rank session, or `OneProcess` without ranks.
+        """Return a `RankSession` if this process is a rank, otherwise a `OneProcess`.
 
-        If the launcher's variables are wrong, this is an error when the session measures a test, or at once with a typed gate.
+        If the launcher's environment variables are wrong, a typed gate fails at once. Otherwise the error is raised only if
+        the session measures a test.
         """
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
@@ -118,7 +121,7 @@ class GpumemSession:
                 return ranks
             raise LaunchError(
                 f"this is {ranks.rank}, started by torchrun, and pytest-xdist (-n, --tx) would give its tests to processes "
-                "that are no ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
+                "that are not ranks: leave -n out (-p no:xdist), or run pytest without torchrun"
             )
         except LaunchError as error:
             if self._gate_typed and self._worker is None:
@@ -132,15 +135,17 @@ class GpumemSession:
 
     @property
     def root(self) -> Path:
-        """The root directory, where paths to test files start."""
+        """The root directory, to which paths of test files are relative."""
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
-        """Add the marker to the tests named by the settings."""
+        """Add the marker to the tests named by the setting ``mark``."""
         add_markers(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
-        """On an emulated GPU, deselect all tests that are not measured, because such tests need computed values."""
+        """On an emulated GPU, deselect all tests without a measurement, because they may need values which are not computed
+        there.
+        """
         if not self.settings.device.startswith(EMULATED):
             return
         no_longer_measured = self._no_longer_measured(items)
@@ -150,7 +155,7 @@ class GpumemSession:
             self._config.hook.pytest_deselected(items=unmeasured)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Store with ``node`` the reads of uncomputed values since the last call, during the collection of ``node``."""
+        """On an emulated GPU, store in ``node`` which uncomputed values were read while pytest collected ``node``."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.emulating.host_values.scope import current
@@ -162,37 +167,43 @@ class GpumemSession:
             note_import(node, values.reads.take_trouble(), values.reads.take_others())
 
     def header(self) -> str | None:
-        """Return the line for pytest's header, if any."""
+        """Return the line for pytest's header on an emulated GPU; otherwise ``None``."""
         if not self.settings.device.startswith(EMULATED):
             return None
         return (
             f"gpumem: {self.settings.device}: bytes are those of torch's own allocator, values of large tensors are not "
-            "computed, times are not taken; tests that are not measured are deselected"
+            "computed, steps are not timed; tests that are not measured are deselected"
         )
 
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
-        """Prepare the measurements after pytest has collected and selected tests.
+        """Find the measured tests and prepare their measurements, after pytest has collected and selected all tests.
 
         Args:
             everything: All collected tests.
-            selected: The selected tests. A pytest-xdist worker empties the list instead of raising an error.
+            selected: The selected tests. If there is an error, a pytest-xdist worker empties this list instead of raising
+                the error.
 
         Raises:
-            pytest.UsageError: A marker is wrong (even on a deselected test), or a marker names an unknown device.
+            pytest.UsageError: A marker has a mistake or names an unknown device. Markers on deselected tests are checked as
+                well.
         """
         if self._has_found_measured(everything, selected):
             self._select(everything, selected)
 
     def _refuse(self, error: str, selected: list[pytest.Item]) -> None:
-        """Raise ``pytest.UsageError``. A worker runs no test instead, and the controller raises the error."""
+        """Raise ``pytest.UsageError``.
+
+        In a pytest-xdist worker, deselect all tests instead, and let the controller raise the error.
+        """
         if self._worker is None:
             raise pytest.UsageError(error) from None
-        # An exception would look like a crash of the worker. So send the error to the controller, which ends the session.
+        # In a worker, an exception would look like a crash. So store the error for the controller, where it ends the
+        # session.
         self.selection = Selection(error=error)
         selected.clear()
 
     def _has_found_measured(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
-        """Find the measured tests. Return whether their markers and the names of devices are right."""
+        """Find the measured tests. Return False for a mistake in a marker, a setting or a device's name."""
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
@@ -222,7 +233,7 @@ class GpumemSession:
             if selected and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
                 return
-            # All ranks have the same options and must have the same tests, so they make the same decision.
+            # All ranks have the same options and must have the same tests, so all ranks decide in the same way here.
             if (selected or self._gate_typed) and isinstance(self._ranks, RankSession):
                 unmeasured = {item: test for item, (test, _) in no_longer_measured.items()}
                 self._join(self._ranks, items, {**selected, **unmeasured})
@@ -242,7 +253,7 @@ class GpumemSession:
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
-        """Return sentences on patterns without effect, and on an unread table of settings."""
+        """Return warnings about patterns without effect in the settings, and about an unread settings table."""
         idle = idle_patterns(self.settings, everything, self._measured, self._config)
         unread = unread_settings(self._config) if is_measured or self._gate_typed else None
         return (*idle, *([] if unread is None else [unread]))
@@ -250,7 +261,9 @@ class GpumemSession:
     def _no_longer_measured(
         self, items: list[pytest.Item]
     ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
-        """Return the selected unmeasured tests with baselines, with the names of their measurements."""
+        """Return the selected tests with baselines which are not measured any more, with the names of their measurements in
+        the store.
+        """
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
         from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
@@ -259,12 +272,12 @@ class GpumemSession:
         try:
             return no_longer_measured(items, self._store_here())
         except (StoreError, BackendError) as error:
-            # The session read the whole store at its start, so the store has changed since then.
+            # The store was valid when the session began, so it has changed since then.
             self._refuse(str(error), items)
             return {}
 
     def _look_for_left_out(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
-        """Record tests with baselines if their file skipped itself or settings leave them out."""
+        """Find tests with baselines whose file skipped itself, or which settings exclude from this run."""
         config = self._config
         if not (self.settings.baseline or self.settings.update) or config.option.collectonly:
             return
@@ -293,7 +306,7 @@ class GpumemSession:
                 living = collected | settings.keys()
                 omitted += () if selection.measured else tests_gone(files, living, stored, self.root)
         except (StoreError, BackendError) as error:
-            # The session read the whole store at its start, so the store has changed since then.
+            # The store was valid when the session began, so it has changed since then.
             self._refuse(str(error), items)
             return
         self.selection = replace(
@@ -306,10 +319,11 @@ class GpumemSession:
         )
 
     def _left_out_by_name(self, tests: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        """Return the tests in collected files that ``python_functions`` or ``python_classes`` leave out.
+        """Return the tests in collected files which ``python_functions`` or ``python_classes`` exclude, each with the
+        setting.
 
         Raises:
-            StoreError: A file of the store cannot be understood.
+            StoreError: A file in the store has a mistake.
             BackendError: The store cannot be read.
         """
         from pytest_gpumem.plugin.session.left_out import left_out_by_name
@@ -318,10 +332,11 @@ class GpumemSession:
         return left_out_by_name(self._config, self.store().keys(files=files), tests, files)
 
     def living(self, everything: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-        """Return the measured tests, and the tests that ``python_functions`` or ``python_classes`` leave out.
+        """Return tests which still exist: the measured tests, and the tests which ``python_functions`` or
+        ``python_classes`` exclude.
 
         Raises:
-            StoreError: A file of the store cannot be understood.
+            StoreError: A file in the store has a mistake.
             BackendError: The store cannot be read.
         """
         return self.selection.measured | self._left_out_by_name(_tests(everything)).keys()
@@ -332,9 +347,10 @@ class GpumemSession:
         return SessionBaselines(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
-        """Return the slug whose baselines are compared with a device; ``None`` if the device is absent.
+        """Return the slug of the baselines with which a device's figures are compared; ``None`` if the device is not
+        available.
 
-        The default device is the session's.
+        If ``device`` is ``None``, use the session's device.
         """
         from pytest_gpumem.measuring.devices.registry import slugs_of
 
@@ -342,7 +358,7 @@ class GpumemSession:
         return self.settings.compared_slug(*slug) if slug else None
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, MeasuredTest]) -> None:
-        """Join the other ranks, which must run and measure the same tests. Raises ``pytest.UsageError``."""
+        """Connect to the other ranks. Raises ``pytest.UsageError`` if they do not run and measure the same tests."""
         from pytest_gpumem.measuring.ranks.errors import BoardError, RankLost
         from pytest_gpumem.plugin.session.rank_hooks import RankHooks
 
@@ -358,14 +374,15 @@ class GpumemSession:
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
 
     def _add_error(self, error: str) -> None:
-        """Report an error on another rank, which makes the session red."""
+        """Add an error from another rank to the report. It makes the session fail."""
         if self._controller is not None:
             self._controller.add_error(error)
 
     def lost(self, why: str) -> None:
-        """Report that the session ends early.
+        """Report an early end of the session.
 
-        A lost rank is reported in another thread, because the main thread may wait for the lost rank forever.
+        If a rank is lost, this method is called in another thread, because the main thread may wait forever for the lost
+        rank.
 
         Args:
             why: The reason, in one or more lines.
@@ -379,9 +396,10 @@ class GpumemSession:
             sys.stderr.write(f"gpumem: {why}\n")
 
     def leave(self, *, passed: bool) -> None:
-        """Wait, at the end of the process, until every rank ends.
+        """At the end of the process, wait until all ranks have reached their end.
 
-        If the session has not ``passed``, `os._exit` stays replaced, because `atexit` functions may call `os._exit` with 0.
+        If the session has not ``passed``, the replacement of `os._exit` stays, because an `atexit` function may call
+        `os._exit(0)`.
         """
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -392,11 +410,11 @@ class GpumemSession:
 
     @property
     def reports(self) -> bool:
-        """True if this process writes the store and the reports. Among several ranks, only the first does."""
+        """True if this process writes the store and the reports. With several ranks, only the first rank does."""
         return self._ranks.rank is None or self._ranks.rank.is_first
 
     def finished(self) -> None:
-        """Send the selection to the controller after the tests."""
+        """In a pytest-xdist worker, send the selection to the controller after all tests."""
         if self._worker is not None:
             output = self._config.workeroutput  # type: ignore[attr-defined]
             output["gpumem"] = to_plain(self.selection)
@@ -405,11 +423,11 @@ class GpumemSession:
 
     @property
     def report(self) -> SessionReport | None:
-        """The session's report; ``None`` if the session ran no test, or had nothing to report."""
+        """The session's report; ``None`` if there is none yet, or if nothing is reported."""
         return self._controller.report if self._controller is not None else None
 
     def ended_red(self, status: int) -> None:
-        """Add the exit status ``status`` of the process to the report."""
+        """Let the report show failure, because the process ends with the exit status ``status``."""
         if self._controller is not None:
             self._controller.ended_red(status)
 
@@ -419,13 +437,13 @@ class GpumemSession:
         return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
 
     def measured_elsewhere(self) -> frozenset[str]:
-        """Return the ids of measured tests on devices absent from this machine."""
+        """Return the ids of measured tests whose device is not available on this machine."""
         devices = {item: test.budget.device for item, test in self._measured.items()}
         absent = {device for device in {*devices.values()} if self._compared_slug(device) is None}
         return frozenset(without_group(item) for item, device in devices.items() if device in absent)
 
     def present_devices(self) -> frozenset[str]:
-        """Return the slugs of this machine's devices."""
+        """Return the slugs of all available devices on this machine."""
         from pytest_gpumem.measuring.devices.registry import slugs_of
 
         device_factories = self._device_factories()
@@ -443,7 +461,10 @@ class GpumemSession:
     def _register_measuring(
         self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], unused: UnusedBaselines
     ) -> bool:
-        """Register the plugins that measure, and sort ``items`` for packing. Return whether this succeeded."""
+        """Register the plugins for measuring, and sort ``items`` for packing.
+
+        Return False if the GPU cannot be shared because of an error.
+        """
         from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
         from pytest_gpumem.measuring.devices.registry import Devices
         from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
@@ -473,7 +494,7 @@ class GpumemSession:
         self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
     def _pack(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], devices: Devices) -> None:
-        # A rank that waits for memory would block the other ranks, which wait for it in another test.
+        # Ranks do not share GPUs. While a rank waited for memory, the other ranks would wait for this rank in another test.
         if not self.settings.pack or self._ranks.rank is not None:
             return
         from pytest_gpumem.plugin.session.packing import Planner, largest_first
@@ -495,7 +516,10 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """Return this session's store. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+        """Return this session's store, which is opened only once.
+
+        Raises ``pytest.UsageError`` if its folder or URL does not exist.
+        """
         if self._store is None:
             from pytest_gpumem.plugin.session.session_store import open_store
 
@@ -504,10 +528,10 @@ class GpumemSession:
 
 
 def _tests(items: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-    """Return the tests' ids as (file, test)."""
+    """Return the tests as pairs (file, test)."""
     return frozenset((file, test) for file, _, test in (without_group(item).partition("::") for item in items))
 
 
 def _distributes(config: pytest.Config) -> bool:
-    """Return whether this process is pytest-xdist's controller, which collects no tests itself."""
+    """Return whether this process is pytest-xdist's controller. A controller collects no tests itself."""
     return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

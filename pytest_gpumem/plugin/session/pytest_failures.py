@@ -1,4 +1,4 @@
-"""Shorten failures in pytest's own report if another test's failure shows the same cause in full.
+"""Shorten a failure in pytest's own report if an earlier failure shows the same cause in full.
 
 For example, in the example project six tests fail because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``. The first
 failure shows this cause in full. The other five are short and name the first test.
@@ -22,27 +22,29 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 MOST_SHORT = 20
-"""The most shortened failures in pytest's report. If there are more, pytest shows only their number, or all with ``-v``."""
+"""The maximum number of shortened failures in pytest's report. If there are more, pytest shows only their number. With
+``-v`` it shows them all."""
 
 
 def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
-    """Let pytest show each cause in one failure only. Other plugins already got the whole texts, and -vv shows them.
+    """Let pytest show each cause in only one failure. Other plugins have already got the complete texts, and -vv shows
+    them.
 
     Args:
-        reporter: pytest's terminal reporter, before it shows failures.
-        report: The session.
+        reporter: pytest's terminal reporter, which has not shown the failures yet.
+        report: The session's report.
     """
     verbosity = reporter.config.get_verbosity()
     if verbosity > 1:
         return
     verdicts = {result.verdict.nodeid: result.verdict for result in report.results if result.verdict.failure}
-    # A subtest's failure has its test's id.
+    # A subtest's failure has the same id as its test, so the failure's text is compared as well.
     failures = {
         failure.nodeid: failure
         for failure in reporter.stats.get("failed", ())
         if failure.nodeid in verdicts and headline(verdicts[failure.nodeid].failure or "") in failure.longreprtext
     }
-    # pytest shows failures in this order.
+    # Keep the order in which pytest shows the failures.
     failed = [verdicts[nodeid] for nodeid in failures]
     texts = short_failures(causes_in(report).causes, failed, report.terms.units)
     for nodeid, text in texts.items():
@@ -52,7 +54,10 @@ def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
 
 
 def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
-    """Replace failures in both of pytest's lists by a line with their number. ``stats`` keeps them for other plugins."""
+    """Do not show some failures in pytest's report and in its summary, but only their number.
+
+    ``stats`` keeps them for other plugins.
+    """
     left_out = set(map(id, failures))
     more = f"... and {counted(len(failures), 'more failure')} that the causes in the table explain (-v shows all)"
 
@@ -75,7 +80,7 @@ def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
 
 
 class ShortFailure:
-    """A failure in pytest's report, as text. pytest's summary shows the first line."""
+    """A shortened failure for pytest's report. pytest's summary shows the first line of its text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -85,6 +90,6 @@ class ShortFailure:
         return self._text
 
     def toterminal(self, writer: Any) -> None:
-        """Write the text, as pytest expects from a failure."""
+        """Write the text to the terminal. pytest calls this method to show a failure."""
         for line in self._text.split("\n"):
             writer.line(line)

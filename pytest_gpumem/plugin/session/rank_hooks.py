@@ -1,7 +1,7 @@
-"""The plugin for a rank's session, which keeps its tests in step with the other ranks.
+"""The plugin for a rank's session. It makes all ranks run the same test at the same time.
 
-For example, if ``test_step`` raises an error on rank 1, rank 0 gets this error and fails ``test_step`` as well. So no rank
-waits for another rank in a different test.
+For example, if ``test_step`` raises an error on rank 1, rank 0 receives this error and fails ``test_step`` as well. So a
+rank never waits for another rank which is already in the next test.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
-"""The most characters in an exception's text for other ranks. A longer text loses its beginning."""
+"""The maximum number of characters in the text of an exception for other ranks. Only the end of a longer text is sent."""
 _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
-"""Exceptions that end the whole session instead of a single test."""
+"""Exceptions which end the whole session and not only a test."""
 
 
 @dataclass(eq=False, repr=False)
 class RankHooks:
-    """Hooks around the hooks of `Measuring`. They are registered first, so a failure is recorded before they run."""
+    """Hooks that run around the hooks in `Measuring`. They see a test's failure after `Measuring` has recorded it."""
 
     ranks: RankSession
     """The connection to the other ranks."""
     measured: Mapping[pytest.Item, MeasuredTest]
     add_error: Callable[[str], object]
-    """Called on rank 0 with each session error from another rank."""
+    """A function to call on rank 0 with each error from another rank's session."""
     current: MeasuredTest | None = None
-    """The running measured test."""
+    """The running measured test; ``None`` if no measured test is running."""
     _failed: list[str] = field(default_factory=list)
-    """Failures on this rank outside of any verdict, each as a clause."""
+    """Failures on this rank which are not in a verdict, for example in a teardown. Each is a text."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -77,11 +77,11 @@ class RankHooks:
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
         self.ranks.watch.where = where = f"{item.nodeid} ({phase})"
-        with suppress(BoardError):  # `Watch` reports the lost rank.
+        with suppress(BoardError):  # if the connection is lost, `Watch` reports it
             self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
-        """Run a phase in a measured test. If an error ends the test in this phase, end the test on all ranks."""
+        """Run a phase (set-up or call) of a measured test. If the test fails in this phase, end it on all ranks."""
         try:
             result = yield
             errors = unittest_errors(item)
@@ -98,7 +98,10 @@ class RankHooks:
             raise
 
     def _end(self, item: pytest.Item, measured: MeasuredTest, error: BaseException, phase: str) -> None:
-        """Tell the other ranks that ``error`` ended the test. Raise the common failure unless ``error`` is the failure."""
+        """Tell the other ranks about the test's end by ``error``.
+
+        Unless the test raised ``error`` itself, raise a failure with the combined verdict of all ranks.
+        """
         end = _end_of(item, error, phase)
         try:
             verdict = self.ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
@@ -108,7 +111,7 @@ class RankHooks:
             return
         record_verdict(item, verdict)
         if end.how == "raised":
-            # The caller raises the error itself, with its own traceback.
+            # The caller raises the error again, with its own traceback.
             item.add_report_section("call", "gpumem ranks", verdict.failure.partition("\n\n")[0])
             return
         raise pytest.fail.Exception(verdict.failure, pytrace=False) from None
@@ -152,7 +155,7 @@ class RankHooks:
 
 
 def _stop(item: pytest.Item, lost: RankLost) -> NoReturn:
-    """Fail a test that cannot go on without another rank, and stop the session before the next test."""
+    """Fail a test because another rank is lost, and stop the session before the next test."""
     item.session.shouldstop = str(lost)
     raise pytest.fail.Exception(f"gpumem: {lost}", pytrace=False) from None
 

@@ -1,7 +1,7 @@
-"""The session of one rank among several: the ranks exchange their tests and verdicts, so all of them make the same decisions.
+"""The session of a rank. The ranks exchange their lists of tests and their verdicts, so they all make the same decisions.
 
-For example, with ``torchrun --nproc-per-node=2`` the same test runs on two ranks. Each rank sends its verdict to rank 0, which
-combines the verdicts, decides whether the test fails, and sends the decision back.
+For example, with ``torchrun --nproc-per-node=2`` each test runs on two ranks. Both ranks send their verdict to rank 0. Rank
+0 combines the verdicts, decides whether the test fails, and sends the decision back.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.ranks.watch import Watch
 
 _MOST_SHOWN = 5
-"""The most tests in a message on different selections."""
+"""The maximum number of tests to name in a message about ranks with different tests."""
 
 
 class RankSession(OneProcess):
-    """A rank's session. Between `join` and `leave`, a `Watch` ends it if another rank is lost."""
+    """The session of a rank. Between `join` and `leave`, a `Watch` ends the session if another rank is lost."""
 
     consensus: Consensus
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        """Make a launched rank's session.
+        """Create the session.
 
         Args:
-            launch: The rank's number, its launcher and its addresses.
+            launch: The rank's number and start, from the launcher's environment variables.
             seconds: The value of ``--gpumem-rank-timeout``.
         """
         self.rank: Rank = launch.rank
         self.command = launch.command
         self.has_ended = True
-        """True if the other ranks know how the current test ended on this rank."""
+        """True if the end of the current test on this rank has been sent to the other ranks."""
         self._launch = launch
         self._seconds = seconds
         self._watch: Watch | None = None
@@ -61,8 +61,9 @@ class RankSession(OneProcess):
         """Connect to the other ranks. Raises `BoardError`.
 
         Args:
-            root: The project's folder.
-            lost: Called on rank 0 in another thread if a rank is lost, before the process ends. The argument is the reason.
+            root: pytest's root directory.
+            lost: A function that is called on rank 0 if a rank is lost, in another thread and before the process ends. Its
+                argument is the reason.
         """
         from pytest_gpumem.measuring.ranks.board import Board
         from pytest_gpumem.measuring.ranks.consensus import Consensus
@@ -73,12 +74,13 @@ class RankSession(OneProcess):
         self._watch.start()
 
     def differing(self, tests: Sequence[str], measured: Sequence[str], not_collected: Sequence[str]) -> str | None:
-        """Return a sentence if the ranks are about to run or measure different tests; ``None`` if all agree.
+        """Return a sentence if the ranks have selected or will measure different tests; ``None`` if all ranks have the same
+        tests.
 
         Args:
-            tests: This rank's tests by id, in their order.
-            measured: The measured tests among them, by id.
-            not_collected: This rank's files with errors in their collection.
+            tests: The ids of this rank's tests, in the order in which they run.
+            measured: The ids of the measured tests among ``tests``.
+            not_collected: The files which this rank could not collect because of errors.
         """
         selections = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
         tests_of_first, measured_on_first, not_collected_on_first = selections[0]
@@ -92,39 +94,42 @@ class RankSession(OneProcess):
             if measured_on_one:
                 measuring_rank = "rank 0" if measured_on_one[0] in measured_on_first else str(rank)
                 return (
-                    f"only {measuring_rank} measures {measured_on_one[0]}, of rank 0 and {rank}, so the test cannot be gated. "
-                    "Give it the marker, or the fixture, on every rank"
+                    f"only {measuring_rank} measures {measured_on_one[0]}, and not both rank 0 and {rank}, so it cannot be "
+                    "gated. Give it the marker, or the fixture, on every rank"
                 )
         return None
 
     def begin(self, nodeid: str) -> None:
-        """Begin a measured test together with all ranks. Raises `RankLost` if a rank begins another test."""
+        """Wait until all ranks begin a measured test. Raises `RankLost` if a rank begins another test."""
         self.consensus.begin_test()
         self.has_ended = False
         nodeids = self.consensus.exchange(nodeid)
         for number, nodeid_of_rank in enumerate(nodeids):
             if nodeid_of_rank != nodeids[0]:
-                raise RankLost(f"{Rank(number, self.rank.world)} runs {nodeid_of_rank}, and rank 0 {nodeids[0]}")
+                raise RankLost(f"{Rank(number, self.rank.world)} runs {nodeid_of_rank}, but rank 0 runs {nodeids[0]}")
 
     def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
         return self._decided(RankEnd("judged", verdict), verdict, decide) or verdict
 
     def ended_by_itself(self, end: RankEnd, nothing: TestVerdict) -> TestVerdict | None:
-        """Tell the other ranks that this rank's test ended by an error or a skip, and return the common verdict.
+        """Tell the other ranks about the test's end by an error or a skip on this rank, and return the combined verdict.
 
         Args:
-            end: How the test ended.
-            nothing: The verdict on the test without a measurement.
+            end: How the test ended on this rank.
+            nothing: The verdict that this test was not measured.
 
         Returns:
-            The verdict of all ranks; ``None`` if all ranks skipped the test.
+            The combined verdict of all ranks; ``None`` if all ranks skipped the test.
         """
         return self._decided(end, nothing, lambda verdict: verdict)
 
     def _decided(
         self, end: RankEnd, own_verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]
     ) -> TestVerdict | None:
-        """Send the end of a test to rank 0, which combines all ends and decides. Return the decided verdict."""
+        """Tell rank 0 how the test ended here.
+
+        Rank 0 combines this with the other ranks and decides. Return the verdict with this decision.
+        """
         self.has_ended = True
         if not self.rank.is_first:
             self.consensus.end_test(to_plain(end), end.failure)
@@ -132,7 +137,7 @@ class RankSession(OneProcess):
             return None if decision is None else replace(own_verdict, failure=decision["failure"])
         decision = {"failure": f"{self.rank} ended the test without a verdict"}
         try:
-            # Rank 0 need not send its own verdict.
+            # Rank 0 does not have to send its own verdict, so pass an empty mapping.
             plain_ends: list[Any] = self.consensus.end_test({}, end.failure) or []
             ends = [end, *(from_plain(RankEnd, plain_end) for plain_end in plain_ends[1:])]
             without_results = replace(own_verdict, verdicts=(), missing=(), missing_on=(), relations=0)
@@ -148,23 +153,23 @@ class RankSession(OneProcess):
             self.consensus.decide(decision)
 
     def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
-        """Tell the other ranks about the end of this rank's tests.
+        """Tell the other ranks that this rank has run its tests.
 
         Args:
-            failed: The failures on this rank outside of any verdict, each as a clause.
-            ended_early: The reason why this rank did not run all of its tests; ``None`` if it ran all.
+            failed: The failures on this rank which are not in a verdict, each as a text.
+            ended_early: The reason why this rank did not run all of its tests; ``None`` if it ran all of them.
         """
         self._has_sent_end = True
         self.consensus.end_session([list(failed), ended_early])
 
     def write_now(self) -> None:
-        """Announce that this rank writes reports and baselines. Until `leave`, the watch does not end the process."""
-        # If the watch is reporting a lost rank, this waits until the process ends.
+        """Call this before the rank writes reports and baselines. Until `leave`, the `Watch` will not end the process."""
+        # If the watch is just reporting a lost rank, this call blocks until the watch ends the process.
         if not self._writes:
             self._writes = self.watch.writing.acquire()
 
     def leave(self) -> None:
-        """Wait until every rank is about to exit, and end the watch."""
+        """Wait until all ranks are about to exit, and end the watch."""
         if self._watch is None:
             return
         from pytest_gpumem.measuring.ranks.errors import BoardError
@@ -176,7 +181,7 @@ class RankSession(OneProcess):
             if not self._has_sent_end:
                 with suppress(BoardError):
                     self.end_tests([], "its session ended before its first test")
-            # Rank 0 may serve the key-value store, so it ends last. It does not wait for ranks that have read its entry.
+            # Ignore errors: the key-value store may be in rank 0's process, so the store is gone if rank 0 ends first.
             with suppress(BoardError):
                 self.consensus.leave()
         finally:
@@ -185,7 +190,7 @@ class RankSession(OneProcess):
 
 
 def ranks_of(seconds: float, environ: Mapping[str, str]) -> OneProcess | RankSession:
-    """Return the session of this rank, or `OneProcess` if the process is not a rank.
+    """Return a `RankSession` if this process is a rank, otherwise a `OneProcess`.
 
     Args:
         seconds: The value of ``--gpumem-rank-timeout``.
@@ -205,14 +210,14 @@ def differing_text(
     files: Sequence[str],
     files_of_first: Sequence[str],
 ) -> str:
-    """Return a sentence on a rank whose tests differ from rank 0's.
+    """Return a sentence about a rank with other tests than rank 0.
 
     Args:
         rank: The rank.
         tests_of_first: Rank 0's tests.
         tests_of_rank: The rank's tests.
-        files: The rank's files with errors in their collection.
-        files_of_first: Rank 0's files with errors in their collection.
+        files: The files which the rank could not collect because of errors.
+        files_of_first: The files which rank 0 could not collect because of errors.
 
     Returns:
         For example, ``rank 1 of 2 selected other tests than rank 0: it lacks test_it.py::test_b. Every rank has to select the

@@ -1,4 +1,4 @@
-"""The baselines for a session, on its own device and on the devices in markers."""
+"""Find the baselines with which a session compares: on the session's device, or on the device in a test's marker."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class SessionBaselines:
-    """The baselines for a session, in a store with baselines for many devices.
+    """The baselines with which a session compares. The store may have baselines for many other devices.
 
-    If a test's marker named a device when its baselines were recorded, this device's baselines are read. Otherwise the
-    session's device decides. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with
+    If a test's marker named a device when a baseline was recorded, the baseline counts on this device. Otherwise it counts
+    on the session's device. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with
     ``device="cuda"``.
     """
 
     store: Store
     rank: Rank | None
-    """This process's rank. Other ranks, and jobs with another number of ranks, have their own baselines."""
+    """This process's rank, or ``None``. Other ranks, and jobs with another number of ranks, have their own baselines."""
     slug_of: Callable[[str | None], str | None]
-    """Returns the slug of a device, or ``None`` if the device is not available. The argument ``None`` means the session's
-    device. The function may load torch, so it is called only if there are baselines."""
+    """Returns the slug of a device by its name, or ``None`` if the device is not available. The name ``None`` means the
+    session's device. This function may import torch, so it is called only if there are baselines."""
     _slugs: dict[str | None, str | None] = field(default_factory=dict, init=False)
 
     def files(self) -> set[str]:
@@ -38,7 +38,7 @@ class SessionBaselines:
         return self.store.files()
 
     def keys(self, files: Collection[str]) -> list[tuple[str, Key]]:
-        """Return the baselines of test ``files``, as (slug, key), sorted."""
+        """Return this session's baselines for the tests in ``files``, as sorted pairs (slug, key)."""
         return [(slug, key) for slug, key in self.store.keys(files=files) if self._is_here(slug, key)] if files else []
 
     def _is_here(self, slug: str, key: Key) -> bool:

@@ -1,4 +1,4 @@
-"""Open the store of a session, and check it before any test runs if the session compares or writes baselines."""
+"""Open a session's store. If the session compares or writes baselines, check the store before any test runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def open_store(settings: Settings) -> Store:
 
 
 def check_store(store: Store, settings: Settings) -> None:
-    """Read the whole store.
+    """Read the whole store, so mistakes in its files are reported before any test runs.
 
     Raises:
-        pytest.UsageError: A file cannot be understood, or the store has no baseline for the device of ``--gpumem-against``.
+        pytest.UsageError: A file has a mistake, or the store has no baselines for the device in ``--gpumem-against``.
     """
     try:
         store.check()
@@ -40,5 +40,5 @@ def check_store(store: Store, settings: Settings) -> None:
     if settings.against is not None and settings.against not in slugs:
         hint = nearest(settings.against, slugs) if slugs else "it is empty"
         raise pytest.UsageError(
-            f"--gpumem-against={settings.against}: the store has no baseline of that device; {hint}"
+            f"--gpumem-against={settings.against}: the store has no baseline for that device; {hint}"
         )

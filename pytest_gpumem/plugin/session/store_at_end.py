@@ -1,4 +1,4 @@
-"""Update the store at the end of a session, and report on its baselines."""
+"""Update the store at the end of a session, and report unused baselines."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreUpdate:
-    """The result of a store update, complete or not."""
+    """The result of writing into the store, even if some baselines could not be written."""
 
     lines: list[str]
-    """Lines on the update, for the session's end."""
+    """Lines about the update, which the session prints at its end."""
     results: list[TestResult]
-    """The session's results. Unwritten results have ``unwritten`` set."""
+    """The session's results. ``unwritten`` is set in results which could not be written."""
     error: str | None = None
     """The reason why not everything was written, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAtEnd:
-    """The store at a session's end. Methods that read the store raise `StoreError` and `BackendError`."""
+    """The store at a session's end. The methods raise `StoreError` or `BackendError` if the store cannot be read."""
 
     store: Store
     settings: Settings
@@ -57,7 +57,7 @@ class StoreAtEnd:
         return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> StoreUpdate:
-        """Write the results that ``mode`` accepts. The returned value contains the store's errors."""
+        """Write the results which ``mode`` accepts. If writing fails, the returned value contains the error."""
         try:
             return StoreUpdate(self._write(results, mode), results)
         except IncompleteChangeError as error:
@@ -80,7 +80,9 @@ class StoreAtEnd:
         unlocked = self.store.change(changes.entries, changes.removals) if changes.any else None
         not_passed = len(results) - len(passed) - len(held_back)
         note = f"; {not_passed} not written, because the test failed or was skipped" if not_passed else ""
-        note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
+        note += (
+            f"; {len(held_back)} not written, because it may be a renamed test whose memory grew" if held_back else ""
+        )
         left_out = changes.times_left_out
         if left_out:
             note += f"; {not_compared_with(len(left_out), left_out[0])}"
@@ -94,11 +96,11 @@ class StoreAtEnd:
         return [line, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
 
     def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
-        """Return a line on baselines without a test, after a session that ran all its tests.
+        """Return a line about baselines whose tests no longer exist, after a session has run all its tests.
 
         Args:
             results: The session's results.
-            selection: The tests that use baselines.
+            selection: The tests whose baselines are in use.
 
         Returns:
             A tuple with one line, or an empty tuple if no baseline is unused.
@@ -107,7 +109,8 @@ class StoreAtEnd:
             return ()
         unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # An update reports tests that are no longer measured in a separate line.
+            # Count all tests with a result as measured, because an update reports tests which are no longer measured in a
+            # separate line.
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},
@@ -117,7 +120,8 @@ class StoreAtEnd:
         return (unused_line(unused_keys),) if unused_keys else ()
 
     def stored(self, results: list[TestResult], functions: Sequence[str]) -> StoreState:
-        """Return data on the store for a merged report, because a single shard cannot find unused baselines.
+        """Return the store's keys for the report. `gpumem merge` finds unused baselines with them, because a single shard
+        cannot.
 
         Args:
             results: The session's results.
@@ -131,10 +135,10 @@ class StoreAtEnd:
         return StoreState(tuple(keys), missing_files, tuple(functions))
 
     def of_other_devices(self, unmeasured: Collection[tuple[str, str]]) -> list[str]:
-        """Return a sentence if a session without a measured test ran tests with baselines on other devices.
+        """Return a sentence if a session measured nothing, but ran tests which have baselines on other devices.
 
         Args:
-            unmeasured: The tests without a measurement, as (file, test).
+            unmeasured: The tests without a measurement, as pairs (file, test).
         """
         stored = self.store.keys(files={file for file, _ in unmeasured}) if unmeasured else ()
         slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in unmeasured}
@@ -150,7 +154,7 @@ class StoreAtEnd:
         ]
 
     def _compared_slugs(self, results: list[TestResult]) -> set[str]:
-        """Return the slugs of the devices whose baselines the results were compared with."""
+        """Return the slugs of the devices with whose baselines the results were compared."""
         measured = {verdict.measurement.environment.slug for result in results for verdict in result.verdict.verdicts}
         return {self.settings.compared_slug(slug) for slug in measured}
 
@@ -159,7 +163,7 @@ class StoreAtEnd:
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
-    """Return a line on tests with baselines that are no longer measured. No update changes these baselines."""
+    """Return a line about tests with baselines which are no longer measured. An update does not change these baselines."""
     tests = [result.verdict for result in results if result.verdict.missing and not result.verdict.verdicts]
     if not tests:
         return []

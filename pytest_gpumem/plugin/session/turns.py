@@ -1,4 +1,7 @@
-"""Plugins for a worker whose tests share a GPU. Each test waits until its bytes can be reserved."""
+"""Plugins for a worker that shares a GPU with other workers (``--gpumem-pack``).
+
+Each test waits until its memory can be reserved.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """A plugin that lets each test wait until enough memory is free, and limits the test to its reserved memory.
+    """A plugin that lets each test wait until enough GPU memory is free, and limits the test to its reserved memory.
 
-    If a test exceeds its reserved memory, the test gets the whole GPU when it runs again (`Repeating`, or a plugin for reruns).
-    For example, a test with a known peak of 4.08 GB that now needs 5 GB raises an out-of-memory error and is repeated with the
-    whole GPU, so its report shows the 5 GB.
+    If a test exceeds its reserved memory, the test runs again with the whole GPU (by `Repeating`, or by a plugin for
+    reruns). For example, 4.08 GB are reserved for a test that now needs 5 GB. The test raises an out-of-memory error and is
+    repeated with the whole GPU, so its report shows the 5 GB.
     """
 
     def __init__(self, shares: Mapping[pytest.Item, GpuShare], not_shared: frozenset[str]) -> None:
@@ -34,24 +37,28 @@ class Turns:
         self._repeated: set[str] = set()
 
     def packed(self) -> Packed:
-        """Return how the tests were packed up to now."""
+        """Return how this worker's tests have shared the GPU so far."""
         alone = [(share.why_alone, item.nodeid) for item, share in self._shares.items() if share.why_alone is not None]
         return Packed(len(self._shares) - len(alone), tuple(alone), frozenset(self._repeated), self._not_shared)
 
     def has_run_out(self) -> bool:
-        """Return whether the running test exceeded its reserved memory, even if the test caught the error."""
+        """Return whether the running test has exceeded its reserved memory.
+
+        An error which the test caught counts as well.
+        """
         if self._reservation is None or self._reservation.needed is None:
             return False
-        with suppress(RuntimeError):  # After an illegal memory access, all calls to the device fail.
+        with suppress(RuntimeError):  # after an illegal memory access, all calls to the device fail
             return self._memory().refusals() > self._refusals
         return False
 
     def may_run_out(self, item: pytest.Item) -> bool:
-        """Return whether a test has less than the whole GPU, so it may exceed its reserved memory."""
+        """Return whether a test may exceed its reserved memory, because it does not have the whole GPU."""
         share = self._shares.get(item)
         return share is not None and share.needed is not None
 
-    # tryfirst makes this wrapper the outermost, so a plugin's time limit for a test does not count the waiting.
+    # With tryfirst, this wrapper is the outermost. So a plugin's time limit for tests does not include the time spent
+    # waiting.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         share = self._shares.get(item)
@@ -60,14 +67,14 @@ class Turns:
         memory = share.memory
         with memory.ledger.reserved(share.needed, memory.now) as reservation:
             self._reservation, self._running = reservation, share
-            with suppress(RuntimeError):  # After an illegal memory access, which the test itself reports.
+            with suppress(RuntimeError):  # after an illegal memory access, which the test itself reports
                 self._refusals = memory.refusals()
                 memory.limit(reservation.limit)
             try:
                 return (yield)
             finally:
                 self._reservation = self._running = None
-                with suppress(RuntimeError):  # After an illegal memory access, no memory can be freed.
+                with suppress(RuntimeError):  # after an illegal memory access, no memory can be freed
                     memory.limit(None)
                     memory.release()
 
@@ -91,7 +98,7 @@ class Turns:
 
 
 class Repeating:
-    """Runs a test once more if it exceeded its reserved memory. Only the second run is reported."""
+    """A plugin that repeats a test after the test has exceeded its reserved memory. Only the second run is reported."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -113,21 +120,24 @@ class Repeating:
 
 
 def _is_left_to_other_plugins(item: pytest.Item) -> bool:
-    """Return whether a debugger needs the test's first failure, or pytest-rerunfailures runs the test again."""
+    """Return whether not to repeat a test here, because a debugger needs the first failure, or because pytest-rerunfailures
+    repeats the test.
+    """
     option = item.config.getoption
     if option("usepdb", False) or option("force_reruns", None) or item.get_closest_marker("flaky") is not None:
         return True
     reruns: object = option("reruns", None)
     if reruns is None:
-        with suppress(ValueError, KeyError):  # The setting exists only with that plugin.
+        with suppress(ValueError, KeyError):  # The setting exists only with pytest-rerunfailures.
             reruns = item.config.getini("reruns")
     return str(reruns or 0) != "0"
 
 
 def _forget(item: pytest.Item) -> None:
-    """Remove the first run's report sections, and pytest's cached errors from shared fixtures.
+    """Remove what the first run left: report sections, and the errors which pytest stored for shared fixtures.
 
-    These names are private in pytest. If a version lacks one, the second run raises the cached error and reports it.
+    The attributes are private in pytest. If a pytest version lacks such an attribute, the second run raises the stored
+    error again.
     """
     getattr(item, "_report_sections", []).clear()
     definitions_by_name = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
@@ -135,5 +145,5 @@ def _forget(item: pytest.Item) -> None:
         cached_result = getattr(fixturedef, "cached_result", None)
         if cached_result is not None and cached_result[2] is not None:
             fixturedef.cached_result = None
-            # Remove finalizers of the failed set-up: their fixture has no value to finish, and pytest 9 expects no finalizers.
+            # Remove the finalizers from the failed set-up, because pytest 9 expects none before a new set-up.
             getattr(fixturedef, "_finalizers", []).clear()

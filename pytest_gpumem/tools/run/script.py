@@ -1,4 +1,4 @@
-"""Run a script as the only item in a pytest session, with settings, devices, store, verdict and reports as for a test.
+"""Run a script as the only item in a pytest session. Settings, devices, store, verdict and reports work as for a test.
 
 For example, ``gpumem run train.py --epochs 1`` measures the steps of ``train.py`` as `Gpumem.loop` does in a test.
 """
@@ -43,12 +43,13 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options in pytest and pytest-xdist for distributing or selecting tests, each with a value that switches it off.
+"""Options of pytest and pytest-xdist that distribute or select tests, each with the value that switches the option off.
 
-The reason is that a project may have these options in ``addopts``.
+They are switched off for a script, because a project may have these options in ``addopts``.
 """
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
-"""Plugins for caching the project's tests, seeding random numbers or adding tests. ``addopts`` may contain their options."""
+"""Plugins that cache the results of the project's tests, seed random numbers or add tests. They are unregistered for a
+script, because ``addopts`` may contain their options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,26 @@ class Script:
     arguments: tuple[str, ...]
     steps: int
     name: str
-    """The part of the id after ``train.py::``."""
+    """The part of the item's id after ``train.py::``."""
     command: Command
-    """The command for another run of the script."""
+    """The command that runs the script again, for messages."""
 
 
 class ScriptSession:
-    """A plugin that collects only the script."""
+    """A plugin for ``gpumem run`` that collects only the script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
         self.skipped = False
-        """True if the script did not run, because this machine lacks its device."""
+        """True if the script did not run, because this machine does not have its device."""
         self._end: EndOfProcess | None = None
         self._has_ended = False
 
     def has_ended(self, *, passed: bool) -> None:
-        """Record the end of the command. The script's ``atexit`` functions cannot turn a failure into 0."""
+        """Record that the command has ended.
+
+        If it failed, the script's ``atexit`` functions cannot change the exit status to 0.
+        """
         self._has_ended = True
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -86,7 +90,7 @@ class ScriptSession:
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
-        # `-p no:NAME` would make the plugin's command-line options unknown, so unregister the plugin here.
+        # With `-p no:NAME`, pytest would not know the plugin's command-line options. So unregister the plugin here.
         for name in _PLUGINS_NOT_FOR_A_SCRIPT:
             if config.pluginmanager.has_plugin(name):
                 config.pluginmanager.unregister(name=name)
@@ -97,7 +101,7 @@ class ScriptSession:
         return False if collection_path == self._script.path else None
 
     def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        # pytest would import the script as a module.
+        # Without this hook, pytest would import the script as a module.
         return self._file(module_path, parent)
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -130,7 +134,7 @@ class ScriptItem(pytest.Item):
         super().__init__(**more)
         self._script = script
         self.fixturenames = [FIXTURE]
-        """Because of this name, the item counts as measured. pytest does not set up the fixture for it."""
+        """Because of this name, the session measures the item. pytest does not set up the fixture for this item."""
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:
@@ -152,13 +156,13 @@ class ScriptItem(pytest.Item):
 
 
 class ScriptFailed(Exception):
-    """Error for a script with an exit status other than 0. The message is a sentence."""
+    """Raised if a script ends with an exit status other than 0. The message is a sentence."""
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
     """Run a script to its end as ``__main__``, with its folder first on ``sys.path``.
 
-    If the script forks, the forked process ends at the end of the script and does not return from this function.
+    If the script forks, the child process exits at the end of the script and does not return from this function.
 
     Args:
         path: The script.
@@ -177,7 +181,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
         if not isinstance(error, SystemExit):
             raise
         if error.code not in (None, 0):
-            raise ScriptFailed(f"{path.name} left by sys.exit({error.code!r})") from error
+            raise ScriptFailed(f"{path.name} ended with sys.exit({error.code!r})") from error
     if os.getpid() != process:
         _leave_fork(path, None)
 
@@ -191,7 +195,10 @@ def failure_of_script(path: Path, error: BaseException) -> str:
 
 
 def _leave_fork(path: Path, error: BaseException | None) -> NoReturn:
-    """End a forked process as the interpreter would. Only its parent may end the session."""
+    """End a forked child process as the interpreter would: with its traceback and exit status.
+
+    Only the parent process may end the session.
+    """
     code = error.code if isinstance(error, SystemExit) else None
     if error is not None and not isinstance(error, (SystemExit, EndOfLoop)):
         sys.stderr.write(f"{failure_of_script(path, error)}\n")
@@ -205,7 +212,7 @@ def _leave_fork(path: Path, error: BaseException | None) -> NoReturn:
 
 
 def _run_as_main(path: Path, arguments: Sequence[str]) -> None:
-    # runpy raises an IndexError if a script has cleared sys.argv.
+    # runpy is not used here, because it raises an IndexError if a script has cleared sys.argv.
     loader = SourceFileLoader("__main__", str(path))
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __loader__=loader, __builtins__=__builtins__)
