@@ -1,1 +1,3 @@
-"""Find a step config with which a model fits into memory. Cheap settings are tried first."""
+"""Find a step config with which a model's step fits into memory. Settings that cost little, such as mixed precision, come
+first.
+"""
