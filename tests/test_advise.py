@@ -166,7 +166,7 @@ def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advis
     assert result.exit_code == 1
     *_, last = configs_in(result.stdout)
     (told,) = [
-        line for line in result.stdout.splitlines() if line.startswith("nothing fits into 1.00 kB; the smallest is ")
+        line for line in result.stdout.splitlines() if line.startswith("no config fits into 1.00 kB; the smallest is ")
     ]
     assert told.endswith(f" with {last}")
 
@@ -327,7 +327,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard is for a training step"),
         (
             ["advised_models:make", "--shard", "ddp,world=2", "--config", "fp32,shard=ddp,world=4"],
-            "has a sharding of its own, beside shard=ddp,world=2; leave one of them out",
+            "names a sharding, but --shard adds shard=ddp,world=2; leave one of the two out",
         ),
         (
             ["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"],
@@ -335,7 +335,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         ),
         (
             ["advised_models:make_nonsense", "--fits", "1GB"],
-            "expected (model, batch) or (model, batch, loss) of make_nonsense(), got Model",
+            "expected (model, batch) or (model, batch, loss) from make_nonsense(), got Model",
         ),
     ],
 )
@@ -394,7 +394,7 @@ def test_configs_that_are_named_are_measured_and_no_others(advise):
     assert result.exit_code == 0, result.output
     assert configs_in(result.stdout) == ["fp32,checkpoint=blocks", "fp32"]
     clipped = advise("advised_models:make", "--config", "fp32,clip=1").stdout
-    assert 'as in @pytest.mark.gpumem and fixtures: config="fp32,clip=1"' in clipped
+    assert 'in a test: @pytest.mark.gpumem(config="fp32,clip=1")' in clipped
     assert "optimizer.step()" not in clipped
 
 

@@ -135,7 +135,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
         config: The step config.
 
     Returns:
-        The trial, and a clause that says why its peak may be too low. The clause is ``None`` if the peak is complete.
+        The trial, and a clause with the reason why its peak may be too low. The clause is ``None`` if the peak is complete.
 
     Raises:
         NotAStep: The subject cannot run this step.
@@ -161,7 +161,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
 
 
 def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Return the composition of a config's peak on a GPU, or a clause that says why the peak cannot be explained."""
+    """Return the composition of a config's peak on a GPU, or the reason why the peak cannot be explained, as a clause."""
     try:
         explanation: Explanation | str = _in_fork(
             _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
@@ -180,7 +180,7 @@ class _NoResultError(Exception):
 
 
 def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a forked process that emulates ``gpu``, and return the result of ``work``.
+    """Run ``work`` in a forked process with the emulated GPU, and return the result from ``work``.
 
     Raises:
         _NoResultError: The process ended without a result.
@@ -228,7 +228,7 @@ def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
     # Redirect the model's prints to standard error, because the parent writes its results to standard output.
     os.dup2(2, 1)
     become(gpu)
-    # Processes that this process starts, for example compilers, emulate the same GPU.
+    # Child processes, for example compilers, emulate the same GPU.
     os.environ.update(environment_for(gpu, os.environ))
     message: tuple[type[Exception] | None, Any]
     try:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.config import StepConfig
 
 Place = tuple[int, int]
-"""A pair that identifies an allocation: the number of its step, and its index among the allocations in this step."""
+"""An allocation's identity: the number of its step, and its index among the allocations in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
 """The number of tokens in the second recording: 13. Its steps after the first three include the longest period, which is 8
 steps."""
@@ -66,12 +66,11 @@ def is_long(new_tokens: int | None) -> bool:
 
 
 class _NotForetold(Exception):
-    """Error if the recorded tokens do not allow to predict the peak, so all tokens have to run."""
+    """Error if the peak cannot be predicted from the recorded tokens, so all tokens have to run."""
 
 
 def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Peak | None:
-    """Return the peak of a generation that a program repeats, or ``None`` if the peak cannot be predicted, so all tokens have
-    to run.
+    """Return the peak of a repeated generation, or ``None`` if the peak cannot be predicted, so all tokens have to run.
 
     Args:
         device: An emulated GPU.
@@ -160,7 +159,7 @@ def _steps(entries: Sequence[HistoryEntry], borders: Sequence[int]) -> Iterator[
     """Split the recorded entries into steps at the indices ``borders``, and yield each step's allocations and frees.
 
     Raises:
-    _NotForetold: A block from before the recording was freed.
+        _NotForetold: A block from before the recording was freed.
     """
     made_at: dict[int, tuple[int, int]] = {}
     for number, (begin, end) in enumerate(zip([0, *borders], [*borders, len(entries)], strict=True)):
@@ -219,11 +218,11 @@ class _Replay:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: dict[Place, int] = {}
-        """The address of each block that is allocated at present."""
+        """The address of each block, by the place of its allocation. A freed block is removed."""
 
     @property
     def kept(self) -> frozenset[Place]:
-        """The blocks that are still allocated."""
+        """The places of all blocks still allocated."""
         return frozenset(self._blocks)
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -248,7 +247,7 @@ class _Replay:
             raise _NotForetold
 
     def free_all(self) -> None:
-        """Free all blocks that are still allocated."""
+        """Free all blocks still allocated."""
         for key in list(self._blocks):
             self._free(*key)
 

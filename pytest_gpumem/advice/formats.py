@@ -157,11 +157,7 @@ def _panel(recommended: Recommendation) -> dict[str, Any]:
 
 def _title(advice: Advice) -> str:
     kind = "A training step" if advice.task.trains else "An inference step"
-    return (
-        advice.title
-        if advice.subject
-        else "; ".join(filter(None, (f"{kind} with a model from a function", advice.title)))
-    )
+    return advice.title if advice.subject else "; ".join(filter(None, (f"{kind} of a function's model", advice.title)))
 
 
 def _remarks(advice: Advice) -> list[str]:

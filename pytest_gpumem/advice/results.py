@@ -73,9 +73,9 @@ class Advice:
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()
     size_axis: SizeAxis | None = None
-    """The batch dimension that the user wants to maximize. ``None`` if no dimension is maximized."""
+    """The batch dimension to maximize, or ``None`` if the user did not request this."""
     sharding: StepConfig | None = None
-    """A config that contains only the sharding from ``--shard``. This sharding is added to each tried config."""
+    """A config with only the sharding from ``--shard``. This sharding is added to each tried config."""
     attention: str = ""
     """The attention implementation that transformers chose, such as ``"sdpa"``. Empty for models from other libraries."""
 
@@ -106,7 +106,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class CategoryShare:
-    """The bytes in a category of a peak's composition, such as activations, and the modules that these bytes belong to."""
+    """The bytes in a category of a peak's composition, such as activations, divided by module."""
 
     category: str
     nbytes: int
@@ -132,6 +132,6 @@ def _largest_first(modules: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def configs_in_order(devices: Sequence[DeviceTrials]) -> list[StepConfig]:
-    """Return the distinct configs that were tried on any device, the recommended configs first."""
+    """Return the distinct configs in the trials on all devices, the recommended configs first."""
     chosen = [device.chosen.config for device in devices if device.chosen is not None]
     return list(dict.fromkeys([*chosen, *(trial.config for device in devices for trial in device.tried)]))

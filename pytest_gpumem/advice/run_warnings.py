@@ -19,11 +19,11 @@ For example, torchao logs each kernel that this machine lacks.
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Yield a list that collects the distinct warnings within the context, each as a line of text.
+    """Collect the distinct warnings within the context in the yielded list, each as a line of text.
 
-    Examples are ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because
-    ..."`` and ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still
-    printed. Warnings hidden by a filter or by `quietly` are not collected.
+    Examples are ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``
+    and ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed.
+    Warnings hidden by a filter or by `quietly` are not collected.
     """
     lines: list[str] = []
 

@@ -61,8 +61,8 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
         ("world=8", "'world=8' names no kind of sharding; write "),
         ("none,world=8", "names no kind of sharding; write "),
         ("", "'' names no kind of sharding; write "),
-        ("fsdp,tp:2,world=8", "names 2 kinds of sharding; write fsdp+tp:2 for all of them together"),
-        ("tp:1", "'tp:1' has one rank, which shares nothing; write "),
+        ("fsdp,tp:2,world=8", "names 2 kinds of sharding; write fsdp+tp:2 to combine them"),
+        ("tp:1", "'tp:1' has only one rank, but sharding needs two or more; write "),
         ("hsdp:4,world=6", "6 ranks cannot be shared out among 4 copies"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("fp32,shard=ddp,world=2", "has a sharding of its own, beside shard=fsdp,world=8; leave one of them out"),
+        ("fp32,shard=ddp,world=2", "names a sharding, but --shard adds shard=fsdp,world=8; leave one of the two out"),
         ("amp-bf17", "unknown precision 'amp-bf17'"),
         ("mp-bf16,rank=9", "of 8 ranks the first is 0 and the last 7"),
     ],
