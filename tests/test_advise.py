@@ -394,7 +394,7 @@ def test_configs_that_are_named_are_measured_and_no_others(advise):
     assert result.exit_code == 0, result.output
     assert configs_in(result.stdout) == ["fp32,checkpoint=blocks", "fp32"]
     clipped = advise("advised_models:make", "--config", "fp32,clip=1").stdout
-    assert 'in a test: @pytest.mark.gpumem(config="fp32,clip=1")' in clipped
+    assert 'a test can pass config="fp32,clip=1" to a step of the fixture' in clipped
     assert "optimizer.step()" not in clipped
 
 

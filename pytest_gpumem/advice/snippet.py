@@ -81,7 +81,7 @@ def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
 def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
     """Return the code for a config and a task, or a comment with the config's name if there is no snippet."""
     if not is_shown(config) or (config.blocks is not None and not containers):
-        return [f'# no snippet; in a test: @pytest.mark.gpumem(config="{config}")']
+        return [f'# no snippet exists; a test can pass config="{config}" to a step of the fixture']
     if task.trains:
         return code_snippet(config, device_type, containers, task.lora)
     return inference_snippet(config, device_type, task.new_tokens)

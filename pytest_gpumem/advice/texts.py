@@ -132,7 +132,7 @@ def _cell(card: DeviceTrials, config: StepConfig) -> str:
 
 
 def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
-    """Return a line for each reason why configs cannot run or are slow. Each line begins with the cards and configs concerned."""
+    """Return a line for each reason why configs cannot run or are slow. A line begins with the cards and configs concerned."""
     cases_by_reason: dict[str, list[tuple[str, str]]] = {}
     for card in cards:
         for trial in card.tried:
