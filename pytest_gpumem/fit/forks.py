@@ -87,8 +87,9 @@ class ProgramRuns:
 
     Args:
         command: The program and its arguments.
-        environment: The program's environment, without variables for the emulated GPU. steps: The number of optimizer steps
-            after which the program ends, or ``None`` to run to its end. jobs: The maximum number of runs at the same time.
+        environment: The program's environment, without variables for the emulated GPU.
+        steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
+        jobs: The maximum number of runs at the same time.
         stop: The signal that ends all runs.
     """
 
@@ -172,7 +173,7 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """A process that has imported the program's modules. Its forks run the program. The process ends after `close`.
+    """A process with the program's modules imported. Its forks run the program. The process ends after `close`.
 
     Args:
         gpu: The GPU that the server emulates while it imports the modules.
@@ -191,7 +192,7 @@ class ForkServer:
         self._import_output = self._close.enter_context(run_folder())
         pipes = [Pipe() for _ in range(jobs)]
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Connections to the server that no run is using."""
+        """Connections to the server, one for each run at the same time. A connection is removed while a run uses it."""
         for own_end, _ in pipes:
             self._idle.put(own_end)
         descriptors = [server_end.fileno() for _, server_end in pipes]
@@ -241,7 +242,7 @@ class ForkServer:
         if not self._alive:
             return None
         with run_folder() as folder:
-            # Begin the run's output with the text that the modules printed while they were imported.
+            # Begin the run's output with the text printed by the modules during their import.
             for source, target in (
                 (self._import_output.output, folder.output),
                 (self._import_output.errors, folder.errors),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
 _NO_KERNEL_IMAGE = "no kernel image is available"
-"""Words in the CUDA error that is raised if neither the program nor torch has kernels for the GPU."""
+"""Words in CUDA's error if neither the program nor torch has kernels for the GPU."""
 _MOST_LINES = 20
 
 
@@ -36,7 +36,7 @@ class FitOutcome(Enum):
     WENT_ON = "ran out of memory and went on"
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
-    """Each process fits alone, but the processes that use the device at the same time do not fit together."""
+    """Each process fits alone, but not together with the other processes on the device."""
     CANNOT_RUN = "cannot run on it"
     """The GPU lacks a capability that the program needs, or the installed torch has no kernels for this GPU."""
     FAILED = "failed by itself"
@@ -67,9 +67,9 @@ class RunResult:
     allocated: int = 0
     reserved: int = 0
     devices: int = 0
-    """The number of devices that the program used."""
+    """The number of devices used by the program."""
     together: int = 1
-    """The maximum number of processes that used a device at the same time. The peaks of such processes are added up."""
+    """The maximum number of processes on a device at the same time. Peaks of such processes are added up."""
     retries: int = 0
     """The number of allocations for which the allocator first had to free its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
@@ -173,7 +173,7 @@ def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
 
 
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:
-    """Add up the peaks of processes that used a device at the same time. Return the largest sum, and the number of processes in
+    """Add up the peaks of all processes on a device at the same time. Return the largest sum, and the number of processes in
     it.
     """
     users = [(process, device) for process in processes for device in process.devices if device.device == number]
@@ -211,7 +211,7 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
 def ends_it(first: RunResult, *, every: bool) -> bool:
     """Return whether the result on the first GPU makes runs on further GPUs unnecessary.
 
-    Further runs are unnecessary if the program used no GPU memory or failed by itself. With ``every``, a program that failed by
-    itself still runs on the other GPUs, because the user requires a result on each GPU.
+    Further runs are unnecessary if the program used no GPU memory or failed by itself. With ``every``, a program with its own
+    error still runs on the other GPUs, because the user requires a result on each GPU.
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)

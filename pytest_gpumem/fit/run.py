@@ -29,8 +29,8 @@ _TAIL = 64 * 1024
 
 
 def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment variables that enable expandable segments in PyTorch's allocator. Return ``None`` if the
-    environment already contains a setting for expandable segments.
+    """Return environment variables to enable expandable segments in PyTorch's allocator. Return ``None`` if the environment
+    already contains a setting for expandable segments.
     """
     configured = {name: environment[name] for name in SETTINGS if environment.get(name)}
     if any(_EXPANDABLE in value for value in configured.values()):
@@ -92,13 +92,13 @@ class RunFolder:
         return self.path / "errors"
 
     def variables(self, steps: int | None) -> dict[str, str]:
-        """Return the environment variables that make processes write their memory usage into the folder, and end after
-        ``steps`` optimizer steps.
+        """Return environment variables that make processes write their memory usage into the folder, and end after ``steps``
+        optimizer steps.
         """
         return {USAGE: str(self.path), **({} if steps is None else {STEPS: str(steps)})}
 
     def run(self, status: int) -> ProgramRun:
-        """Read the output and the memory usage of a program that has ended with the exit status ``status``."""
+        """Read a program's output and memory usage after it has ended with the exit status ``status``."""
         return ProgramRun(status, _tail(self.errors) or _tail(self.output), read_usages(self.path))
 
 

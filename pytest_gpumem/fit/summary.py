@@ -1,4 +1,4 @@
-"""Write the texts that `gpumem fit` prints: a line for each run, a table, and a conclusion. Pure functions."""
+"""Write the output of `gpumem fit`: a line for each run, a table, and a conclusion. Pure functions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
 
 
 def details(fits: Sequence[Fit], cwd: str) -> list[str]:
-    """Return lines about out-of-memory errors and the source lines that raised them, about other failures, and with notes.
+    """Return lines about out-of-memory errors with their source lines, about other failures, and with notes.
 
     Args:
         fits: The results on all GPUs.
@@ -102,7 +102,7 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
 
 
 def conclusion(fits: Sequence[Fit]) -> str:
-    """Return a line with the memory that the program needs, the GPUs with enough memory, and the other GPUs.
+    """Return a line with the memory needed by the program, the GPUs with enough memory, and the other GPUs.
 
     Example: ``"needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090; not T4"``.
     """
@@ -237,7 +237,7 @@ def _notes(fit: Fit) -> tuple[str, ...]:
     ):
         expandable = "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
     return (
-        f"fits only just: the allocator had to free its cache before an allocation succeeded ({result.retries} x), which is slow"
+        f"fits only just: the allocator freed its cache before an allocation succeeded ({result.retries} x), which is slow"
         if fit.fits and result.retries
         else "",
         f"{result.unknown}: later memory may differ on a real GPU" if result.unknown else "",
