@@ -295,12 +295,12 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:x", "--lora", "r=8", "--generate", "4"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be combined with --shard tp"),
         (["hf:x", "--infer", "--blocks", "h"], "--blocks is for a training step"),
-        (["hf:x", "--lora", "r=0"], "r of LoRA is '0', expected a whole number, 1 or more"),
+        (["hf:x", "--lora", "r=0"], "LoRA's r is '0', expected a whole number, 1 or more"),
         (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],
-            "'4*16' is not the size of a batch: write SAMPLES like 32",
+            "'4*16' is not a batch size: write SAMPLES like 32",
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
         (["advised_models:make", "--config", "fp32", "--all"], "use only one option"),
@@ -471,7 +471,7 @@ def test_adapters_are_told_to_be_in_the_dtype_of_the_config(advise, tmp_path, mo
     write_gpt2(tmp_path)
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Trial(config, 100))
     words = ["hf:config.json", "--batch", "2x8", "--config", "bf16", "--fits", "1GB"]
-    assert "PEFT makes them in float32" in advise(*words, "--lora", "r=4").stdout
+    assert "PEFT makes float32 adapters" in advise(*words, "--lora", "r=4").stdout
     assert "PEFT" not in advise(*words).stdout
 
 
@@ -491,7 +491,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
     assert {number for number, _, _ in tried} == {4}
     call = "        output = model.generate(**batch, max_new_tokens=4, do_sample=False, num_beams=1)\n"
     assert f"    model.to(torch.bfloat16)\n    with torch.inference_mode():\n{call}" in told
-    assert "has 64 positions, and a prompt of 61 tokens with 4 new ones takes 65" in told
+    assert "has 64 positions, but a prompt of 61 tokens with 4 new tokens needs 65" in told
 
 
 @NEEDS_TRANSFORMERS
