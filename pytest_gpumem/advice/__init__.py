@@ -1,3 +1,3 @@
-"""Find a step config with which a model's step fits into memory. Settings that cost little, such as mixed precision, come
+"""Find a step config with which a model's step fits into memory. Settings with a low cost in speed or accuracy come
 first.
 """

@@ -57,7 +57,7 @@ def begin(gpu: Gpu) -> None:
     install(gpu.device)
     import torch
 
-    # A forked process does not inherit threads, and would wait forever for torch's worker threads.
+    # Use a single thread. Forked processes do not inherit torch's worker threads, and would wait for them forever.
     torch.set_num_threads(1)
 
 

@@ -36,7 +36,7 @@ _MOST_ROWS = 30
 
 
 def to_json(advice: Advice, status: int) -> str:
-    """Return the advice as JSON. Sizes are in bytes, and times in seconds. ``status`` is the command's exit status."""
+    """Return the results as JSON. Sizes are in bytes, and times in seconds. ``status`` is the command's exit status."""
     plain_values = {
         "format": FORMAT,
         "exit_status": status,
@@ -100,7 +100,7 @@ def _plain_recommended(recommended: Recommendation) -> dict[str, Any]:
 
 
 def markdown(advice: Advice) -> str:
-    """Return the advice in GitHub's Markdown, for example for a comment on a pull request."""
+    """Return the results in GitHub's Markdown, for example for a comment on a pull request."""
     parts = [f"### {plain(_title(advice))}"]
     if any(device.tried for device in advice.devices):
         header, rows = table_cells(advice)
@@ -119,7 +119,7 @@ def markdown(advice: Advice) -> str:
 
 
 def html(advice: Advice) -> str:
-    """Return the advice as a page, with a memory chart for each recommended config.
+    """Return the results as an HTML page, with a chart of memory over time for each recommended config.
 
     Raises:
         ImportError: plotly or jinja2 is not installed (extra ``report``).

@@ -54,7 +54,7 @@ def next_size(
 
     A step's memory grows nearly linearly with the size. So the line through two measured peaks predicts the size at which the
     peak reaches the limit, and this size is next. If four trials in a row all fit or all do not fit, the prediction is poor.
-    The next size is then halfway between the largest size that fits and the smallest size that does not.
+    The next size is then halfway between the largest size that fits and the smallest size that does not, if both are known.
 
     Args:
         trials: The trials so far, in the order in which they ran.

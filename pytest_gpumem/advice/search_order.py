@@ -1,5 +1,5 @@
-"""Decide the order in which step configs are tried until a step fits into memory. Changes that cost little come first. Pure
-functions.
+"""Decide the order in which step configs are tried until a step fits into memory. Changes with little effect on speed and
+accuracy come first. Pure functions.
 
 A config that saves memory becomes the base of all later configs. For example, a training step with Llama 3 8B and a batch of
 1x4096 tokens reserves the following bytes on an H100, where at most 84.48 GB can be reserved::
@@ -243,14 +243,14 @@ def _saving_rank(trial: Trial, first: Trial) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search over the configs named by the user. Without such configs, it tries the configs from `next_config` until one
-    fits.
+    """A search over the configs named by the user. If the user named none, the search tries the configs from `next_config`
+    until a config fits.
     """
 
     fits: int | None
     """The memory limit for a step in bytes; ``None`` without a limit."""
     configs: tuple[StepConfig, ...]
-    """The configs named by the user. If there are any, no other configs are measured."""
+    """The configs named by the user. If the user named any config, no other configs are measured."""
     everything: bool
     """True if every combination is measured, even after a config fits."""
     blocks: str | None

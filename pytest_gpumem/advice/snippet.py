@@ -52,8 +52,8 @@ _SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weigh
 
 
 def is_shown(config: StepConfig) -> bool:
-    """Return whether `code_snippet` can write a config. It can write all configs in a search, but not all configs named by
-    users.
+    """Return whether a snippet exists for a config. All configs in a search have a snippet, but some configs named by users
+    have none.
     """
     other_fields = [field.name for field in fields(config) if field.name not in _SHOWN]
     default = type(config)()
@@ -67,9 +67,10 @@ def is_shown(config: StepConfig) -> bool:
 
 
 def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
-    """Return whether a snippet can write a sharding in a few lines.
+    """Return whether a snippet exists for a sharding.
 
-    Tensor parallelism needs a plan for each model, and micro-batches with DDP need ``no_sync``, so both have no snippet.
+    Tensor parallelism needs a plan for each model, and micro-batches with DDP need ``no_sync``, so no snippet exists for
+    either.
     """
     kind = sharding.data
     if kind is None or sharding.parts:

@@ -27,7 +27,7 @@ LEGEND = "reserved by PyTorch's allocator; * is recommended"
 
 
 def lines(advice: Advice) -> list[str]:
-    """Return the advice as lines for a terminal."""
+    """Return all results of `gpumem advise` as lines for a terminal."""
     text = [*([advice.title] if advice.title else []), *attention_lines(advice), *advice.notes]
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]

@@ -52,8 +52,8 @@ class Free:
     """The free of an allocation from the same or an earlier step.
 
     ``step`` and ``index`` name the allocation: ``Free(-1, 5)`` frees the sixth allocation in the previous step, ``Free(2, 0)``
-    the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. A negative number counts back
-    from the step with the free, at most 8 steps. Older steps are counted from the beginning (see `place_of`).
+    the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. A negative number counts steps
+    back from the current step, at most 8. Older steps are numbered from the beginning (see `place_of`).
     """
 
     step: int | None

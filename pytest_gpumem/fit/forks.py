@@ -90,7 +90,7 @@ class ProgramRuns:
         environment: The program's environment, without variables for the emulated GPU.
         steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
         jobs: The maximum number of runs at the same time.
-        stop: The signal that ends all runs.
+        stop: Ends all runs when this process receives a signal such as SIGTERM.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ProgramRuns:
 
         Raises:
             OSError: The program cannot be started.
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         if self._first is None:
             self._began = time.monotonic_ns()
@@ -147,7 +147,7 @@ class ProgramRuns:
 
         Raises:
             OSError: The program cannot be started.
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         assert self._first is not None
         first, run = self._first
@@ -179,11 +179,11 @@ class ForkServer:
         gpu: The GPU that the server emulates while it imports the modules.
         program: The program's command, and the modules to import.
         environment: The program's environment, without variables for the emulated GPU.
-        jobs: The most runs at a time.
-        stop: The signal that ends all runs.
+        jobs: The maximum number of runs at the same time.
+        stop: Ends all runs when this process receives a signal such as SIGTERM.
 
     Raises:
-        StopSignal: The signal ended the run.
+        StopSignal: A signal ended the run.
     """
 
     def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str], jobs: int, stop: Stop) -> None:
@@ -236,7 +236,7 @@ class ForkServer:
             steps: The number of optimizer steps after which the program ends, or ``None``.
 
         Raises:
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         self._stop.check()
         if not self._alive:

@@ -50,12 +50,12 @@ def run_on(
         gpu: The GPU, or several equal GPUs.
         command: The program and its arguments.
         environment: The program's environment, without variables for the emulated GPU.
-        stop: The signal that ends the program.
+        stop: Ends the program when this process receives a signal such as SIGTERM.
         steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
 
     Raises:
         OSError: The program cannot be started.
-        StopSignal: The signal ended the program.
+        StopSignal: A signal ended the program.
     """
     with run_folder() as folder:
         status = run(

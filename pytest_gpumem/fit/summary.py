@@ -167,7 +167,7 @@ def _names(fits: Sequence[Fit], gpu_count: int) -> str:
 
 
 def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return the GPUs' names. For more than 6 GPUs, name the missing GPUs instead, such as ``"all but T4, V100"``."""
+    """Return the GPUs' names. For more than 6 GPUs, name the other GPUs if they are few, such as ``"all but T4, V100"``."""
     missing = [name for name in every if name not in names]
     if len(names) <= _MOST_NAMED or len(missing) > _MOST_NAMED:
         return ", ".join(names)

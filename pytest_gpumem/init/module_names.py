@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STEPS = {"backward", "generate", "forward"}
 _TRAINER_METHODS = {"fit", "train", "validate", "test", "predict", "evaluate"}
-"""Methods with which Lightning's and transformers' ``Trainer`` run a model."""
+"""Methods of ``Trainer`` in Lightning and transformers. They run a model."""
 _METHODS_THAT_RETURN_SELF = {
     "to",
     "cuda",
@@ -37,7 +37,7 @@ _METHODS_THAT_RETURN_SELF = {
     "requires_grad_",
     "compile",
 }
-"""Methods of a module whose result is a module, as in ``net.eval()``."""
+"""Methods of a module. Their result is a module, as in ``net.eval()``."""
 _NO_MODULES = {"Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer", "ParameterList", "ParameterDict"}
 """Classes in `torch.nn` without a forward computation."""
 _NO_MODELS = (
@@ -206,7 +206,7 @@ class View:
         return _is_step(node.func) or is_autograd or self._is_fit(node.func)
 
     def _is_fit(self, callee: ast.expr) -> bool:
-        """Return whether a called method trains or evaluates a model, because its object was made from a module class:
+        """Return whether ``callee`` is a trainer's method, such as ``fit``, on an object made with a module class:
         ``Classifier(Net).fit``.
         """
         return (

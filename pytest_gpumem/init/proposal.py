@@ -358,7 +358,7 @@ def _covers_store(line: str, store: str) -> bool:
 def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edits: list[Edit]) -> Iterator[str]:
     up = project.to_top
     if project.workflow is not None:
-        yield f"{up}{project.workflow} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`"
+        yield f"{up}{project.workflow} exists and is not changed; check that it runs `python -m pytest --gpumem-baseline`"
         return
     requirements = REQUIREMENTS
     if not has_all(project.requirements.get(REQUIREMENTS)):
@@ -394,7 +394,7 @@ def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edit
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for --runner={runner}, because {why}"
     if project.comment_workflow is not None:
-        yield f"{up}{project.comment_workflow} exists and is not changed; it comments if it names the gate's workflow"
+        yield f"{up}{project.comment_workflow} exists and is not changed; check that it names the gate's workflow"
         return
     edits.append(Edit(f"{up}{COMMENT_WORKFLOW}", None, comment_workflow(machine.account, machine.commit)))
     yield (

@@ -54,7 +54,9 @@ class _BatchShape:
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a diffusers model with a configuration from the hub, a folder or a file, or with a class's default configuration.
+    """Describe a diffusers model: how to build it, its inputs, and its loss.
+
+    The configuration comes from the hub, a folder or a file. If the name is a class, its default configuration is used.
 
     Args:
         name: ``diffusers:CLASS``, ``diffusers:ORG/NAME/FOLDER``, or ``diffusers:`` with a path.

@@ -30,7 +30,7 @@ class ModelName:
 
     @property
     def is_tiny(self) -> bool:
-        """True if the model is reduced to its first two layers, and the first layer of each further kind."""
+        """True if the model keeps only its first two layers, and the first layer of each further kind."""
         return self.source == "hf-tiny"
 
     def __str__(self) -> str:

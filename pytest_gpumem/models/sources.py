@@ -73,7 +73,7 @@ def check_task(name: ModelName, task: Task) -> None:
 
 
 def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a named model, which describes how to build the model and a batch.
+    """Describe a model named by the user: how to build it, its inputs, and its loss.
 
     Args:
         name: The source and the model's name.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a timm model, which is built only later.
+    """Describe a timm model: how to build it, its inputs, and its loss.
 
     Args:
         name: The model's name, for example ``timm:vit_base_patch16_224``.

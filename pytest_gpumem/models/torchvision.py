@@ -37,7 +37,7 @@ the argument's value."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a torchvision model, which is built only later.
+    """Describe a torchvision model: how to build it, its inputs, and its loss.
 
     Args:
         name: The model's name, for example ``torchvision:resnet50``.
@@ -97,7 +97,7 @@ def _least(meta: Mapping[str, Any]) -> int:
 def _detection(
     name: ModelName, size: BatchSize | None, trains: bool, make: Any, model: torch.nn.Module, classes: int
 ) -> NamedModel:
-    """Return a detection model, which is built only later.
+    """Describe a detection model: how to build it, its inputs, and its loss.
 
     For training, the batch also contains the boxes and labels of objects, and the model itself returns its losses.
     """

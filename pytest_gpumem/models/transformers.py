@@ -40,8 +40,8 @@ _DENSE_FIRST = "first_k_dense_replace"
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a transformers model, which is built only later. For training, the key-value cache is switched off, as in most
-    programs.
+    """Describe a transformers model: how to build it, and its inputs. For training, the key-value cache is switched off, as in
+    most programs.
 
     Args:
         name: ``hf:ORG/NAME`` or ``hf-tiny:ORG/NAME``. A path may replace ``ORG/NAME``.
@@ -165,8 +165,8 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Reduce a configuration to the first two layers, and the first layer of each further kind. If a list has a value for each
-    layer, remove the values of removed layers.
+    """Keep only the first two layers, and the first layer of each further kind. Lists with a value for each layer keep only the
+    values for these layers.
 
     Example: a model has three layers with full attention, and then a layer with sliding attention. Three layers remain: the
         first two layers, and the sliding layer.
