@@ -71,8 +71,8 @@ def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str |
     Args:
         config: The config.
         sharding: A config with only a sharding, or ``None`` to return ``config`` unchanged.
-        blocks: The pattern for the model's blocks. It is added only if the sharding treats each block separately, as ``fsdp``
-            does.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``. It is added only if the sharding treats each
+            block separately, as ``fsdp`` does.
 
     Raises:
         ConfigError: The sharding cannot be combined with the config.
@@ -137,7 +137,7 @@ def next_config(
     Args:
         trials: The trials so far.
         samples: The number of samples in the batch, or ``None`` if unknown.
-        blocks: The pattern for the model's blocks.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
         start: The first config to try. All candidates keep the sharding in this config, or are skipped if they cannot.
     """
     trials_by_config = {trial.config: trial for trial in trials}
@@ -194,7 +194,7 @@ def every_config(
 
     Args:
         samples: The samples in the batch, or ``None`` if unknown.
-        blocks: The pattern for the model's blocks.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
         sharding: A config whose sharding is added to every combination. Combinations that cannot have this sharding are
             skipped.
     """
@@ -254,7 +254,7 @@ class Search:
     everything: bool
     """True if every combination is measured, even after a config fits."""
     blocks: str | None
-    """The pattern for the model's blocks."""
+    """The path pattern for the model's repeated blocks, such as ``h.*``."""
     task: Task
     """The model's task in a step."""
     size_axis: SizeAxis | None = None

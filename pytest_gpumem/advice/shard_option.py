@@ -63,7 +63,8 @@ def named_configs(
     Args:
         texts: Step configs as texts.
         sharding: A config with only a sharding, or ``None`` to add nothing.
-        blocks: The pattern for the model's blocks. It is added to each config that needs a pattern and has none.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``. It is added to each config that needs a
+            pattern and has none.
 
     Raises:
         ConfigError: A text is not a valid config, or it names a sharding although ``sharding`` is given.

@@ -143,7 +143,7 @@ def subject_of(
         factory: A function without arguments that returns ``(model, batch)`` or ``(model, batch, loss)``. The batch may be a
             function that returns a batch.
         device: The device for the batch.
-        blocks: The pattern for the model's blocks.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
         task: The model's task in the measured step.
         keeps_model: Whether to measure the model that the function returned together with the batch, as in a program that calls
             the function only once.
@@ -313,7 +313,10 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         The explanation, or the reason why the peak cannot be explained, as a clause.
     """
     if is_long(subject.task.new_tokens) and not device.tells_time:
-        return f"{NOT_EXPLAINED}: a generation of {LEAST_TOKENS} tokens is too long; use --generate {LEAST_TOKENS - 1}"
+        return (
+            f"{NOT_EXPLAINED}: a generation of {LEAST_TOKENS} or more tokens is not recorded; "
+            f"use --generate {LEAST_TOKENS - 1} or less"
+        )
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
         # Build the model during the recording. The recording would not show the module and line of a model from before.

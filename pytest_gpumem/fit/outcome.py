@@ -212,6 +212,6 @@ def ends_it(first: RunResult, *, every: bool) -> bool:
     """Return whether the result on the first GPU makes runs on further GPUs unnecessary.
 
     Further runs are unnecessary if the program used no GPU memory or failed by itself. With ``every``, a program with its own
-    error still runs on the other GPUs, because the user requires a result on each GPU.
+    error still runs on the other GPUs, because the user named these GPUs.
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)
