@@ -524,7 +524,7 @@ def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, t
     words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
     told = advise("hf:config.json", *words).stdout
     assert (
-        "at most 64 tokens fit, with 100 B; 65 do not: GPT2LMHeadModel has 64 positions, and the batch has 65" in told
+        "at most 64 tokens fit, with 100 B; 65 do not: GPT2LMHeadModel has 64 positions, but the batch has 65" in told
     )
     plain = json.loads(advise("hf:config.json", *words, "--format", "json").stdout)
     assert plain["largest_of"] == "tokens"

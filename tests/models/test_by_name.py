@@ -193,7 +193,7 @@ def test_what_a_configuration_asks_of_generation_is_left_out(tmp_path):
         ("LlamaForCausalLM", None, 64, "has 64 positions, but a prompt of 1 token with 64 new tokens needs 65"),
         ("LlamaForCausalLM", None, 65, "has 64 positions, which are too few to generate 65 tokens"),
         ("BartForConditionalGeneration", None, 65, "has 64 positions, which are too few to generate 65 tokens"),
-        ("WhisperForConditionalGeneration", BatchSize(2, 8), 4, "have its own length: write 2 for the batch"),
+        ("WhisperForConditionalGeneration", BatchSize(2, 8), 4, "have a fixed length: write only 2 for the batch"),
         ("BertForMaskedLM", None, 4, "BertForMaskedLM generates no tokens, unlike LlamaForCausalLM and "),
         ("ViTForImageClassification", None, 4, "ViTForImageClassification generates no tokens"),
     ],
@@ -402,7 +402,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
             BatchSize(1, 9999),
-            "has 512 positions, and the batch has",
+            "has 512 positions, but the batch has",
         ),
         (
             {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]},
@@ -422,7 +422,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514},
             BatchSize(1, 514),
-            "has 512 positions, and the batch has 514",
+            "has 512 positions, but the batch has 514",
         ),
         (
             {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.TheirConfig"}},
