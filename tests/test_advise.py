@@ -166,7 +166,7 @@ def test_where_nothing_fits_the_smallest_is_named_and_the_exit_status_is_1(advis
     assert result.exit_code == 1
     *_, last = configs_in(result.stdout)
     (told,) = [
-        line for line in result.stdout.splitlines() if line.startswith("nothing fits into 1.00 kB; the smallest is ")
+        line for line in result.stdout.splitlines() if line.startswith("no config fits into 1.00 kB; the smallest is ")
     ]
     assert told.endswith(f" with {last}")
 
@@ -272,10 +272,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ["advised_models:make"],
-            "cpu has no default limit: give the memory that the step may take, for example --fits 24GB",
-        ),
+        (["advised_models:make"], "this device needs a limit: give its memory, for example --fits 24GB"),
         (["advised_models:make", "--fits", "24"], "'24' has no unit; write it like '24 GB' or '24 MiB'"),
         (
             ["advised_models:mak", "--fits", "1GB"],
@@ -290,47 +287,47 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["advised_models", "--fits", "1GB"], "'advised_models': write MODULE:FACTORY"),
         (
             ["advised_models:make", "--fits", "1GB", "--batch", "4x16"],
-            "--batch needs a named model such as hf:ORG/NAME, but advised_models:make is a function",
+            "--batch is for a model by name; advised_models:make",
         ),
-        (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate needs a named model such as hf:"),
+        (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate is for a model by name; advised_"),
         (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
         (["hf:x", "--lora", "r=8", "--infer"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--generate", "4"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be combined with --shard tp"),
-        (["hf:x", "--infer", "--blocks", "h"], "--blocks needs a training step"),
-        (["hf:x", "--lora", "r=0"], "r of LoRA is '0', expected a whole number, 1 or more"),
-        (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora needs a named model such as hf:"),
+        (["hf:x", "--infer", "--blocks", "h"], "--blocks is for a training step"),
+        (["hf:x", "--lora", "r=0"], "LoRA's r is '0', expected a whole number, 1 or more"),
+        (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],
-            "'4*16' is not the size of a batch: write SAMPLES like 32",
+            "'4*16' is not a batch size: write SAMPLES like 32",
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
-        (["advised_models:make", "--config", "fp32", "--all"], "use only one of these options"),
+        (["advised_models:make", "--config", "fp32", "--all"], "use only one option"),
         (["advised_models:make", "--device", "emulated:h100"], "several devices are only possible if all are emulated"),
         (
             ["advised_models:make", "--fits", "1GB", "--largest-batch"],
-            "--largest-batch needs a named model such as hf:",
+            "--largest-batch is for a model by name; advised_",
         ),
-        (["hf:x", "--largest-batch", "--longest-sequence"], "exclude each other: run the command once with each"),
+        (["hf:x", "--largest-batch", "--longest-sequence"], "exclude each other: use one at a time"),
         (
             ["hf:x", "--config", "fp32", "--largest-batch"],
-            "cpu has no default limit: give the memory that the step may take, for example --fits 24GB\n",
+            "this device needs a limit: give its memory, for example --fits 24GB\n",
         ),
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
         (
             ["hf.py:make", "--fits", "1GB"],
-            "write a module with another name that contains `from hf import make`, because hf: ",
+            "write it under another module's name, because hf: is a source of models: from hf ",
         ),
         (["advised_models:make", "--shard", "fsdp"], "shard=fsdp needs the number of ranks; add world=N"),
         (
             ["advised_models:make", "--shard", "fsdp,world=1"],
             "world=1: expected a whole number, 2 or more; write a kind",
         ),
-        (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard needs a training step"),
+        (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard is for a training step"),
         (
             ["advised_models:make", "--shard", "ddp,world=2", "--config", "fp32,shard=ddp,world=4"],
-            "has a sharding of its own, beside shard=ddp,world=2; leave one of them out",
+            "names a sharding, but --shard adds shard=ddp,world=2; leave one of the two out",
         ),
         (
             ["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"],
@@ -338,7 +335,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         ),
         (
             ["advised_models:make_nonsense", "--fits", "1GB"],
-            "expected (model, batch) or (model, batch, loss) of make_nonsense(), got Model",
+            "expected (model, batch) or (model, batch, loss) from make_nonsense(), got Model",
         ),
     ],
 )
@@ -388,9 +385,7 @@ def test_a_module_that_is_called_like_a_source_is_told_of(advise, tmp_path):
     (tmp_path / "hf.py").write_text("def make(): ...", encoding="utf-8")
     result = advise("hf:./make", "--fits", "1GB")
     assert result.exit_code == 2
-    assert (
-        "; hf: means a library's model here, so import your function into a module with another name" in result.stderr
-    )
+    assert "; hf: is a source of models, so import the function into a module with another name\n" in result.stderr
 
 
 def test_configs_that_are_named_are_measured_and_no_others(advise):
@@ -399,7 +394,7 @@ def test_configs_that_are_named_are_measured_and_no_others(advise):
     assert result.exit_code == 0, result.output
     assert configs_in(result.stdout) == ["fp32,checkpoint=blocks", "fp32"]
     clipped = advise("advised_models:make", "--config", "fp32,clip=1").stdout
-    assert 'as in @pytest.mark.gpumem and fixtures: config="fp32,clip=1"' in clipped
+    assert 'a test can pass config="fp32,clip=1" to a step of the fixture' in clipped
     assert "optimizer.step()" not in clipped
 
 
@@ -412,7 +407,7 @@ def test_every_config_is_sharded_and_the_title_says_so(advise):
     plain = json.loads(result.stdout)
     assert plain["shard"] == "shard=zero2,world=8"
     refused, sharded = plain["devices"][0]["configs"]
-    assert refused["why_not"] == "torch's Adafactor does not accept sharded parameters; use adamw"
+    assert refused["why_not"] == "torch's Adafactor takes no sharded parameters; use adamw"
     said = advise("advised_models:make", "--config", "fp32,shard=zero2,world=8", "--format", "json")
     (same,) = json.loads(said.stdout)["devices"][0]["configs"]
     assert (sharded["config"], sharded["peak"]) == (same["config"], same["peak"])
@@ -476,7 +471,7 @@ def test_adapters_are_told_to_be_in_the_dtype_of_the_config(advise, tmp_path, mo
     write_gpt2(tmp_path)
     monkeypatch.setattr("pytest_gpumem.tools.advise.command.try_config", lambda _, __, config: trial.Trial(config, 100))
     words = ["hf:config.json", "--batch", "2x8", "--config", "bf16", "--fits", "1GB"]
-    assert "PEFT makes them in float32" in advise(*words, "--lora", "r=4").stdout
+    assert "PEFT makes float32 adapters" in advise(*words, "--lora", "r=4").stdout
     assert "PEFT" not in advise(*words).stdout
 
 
@@ -496,7 +491,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
     assert {number for number, _, _ in tried} == {4}
     call = "        output = model.generate(**batch, max_new_tokens=4, do_sample=False, num_beams=1)\n"
     assert f"    model.to(torch.bfloat16)\n    with torch.inference_mode():\n{call}" in told
-    assert "has 64 positions, and a prompt of 61 tokens with 4 new ones takes 65" in told
+    assert "has 64 positions, but a prompt of 61 tokens with 4 new tokens needs 65" in told
 
 
 @NEEDS_TRANSFORMERS
@@ -529,7 +524,7 @@ def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, t
     words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
     told = advise("hf:config.json", *words).stdout
     assert (
-        "at most 64 tokens fit, with 100 B; 65 do not: GPT2LMHeadModel has 64 positions, and the batch has 65" in told
+        "at most 64 tokens fit, with 100 B; 65 do not: GPT2LMHeadModel has 64 positions, but the batch has 65" in told
     )
     plain = json.loads(advise("hf:config.json", *words, "--format", "json").stdout)
     assert plain["largest_of"] == "tokens"

@@ -281,7 +281,7 @@ def test_what_there_is_is_left_alone_and_said(repository):
     )
     assert f"{ATTRIBUTES} has a rule for gpumem-baselines, so it is not changed" in done.output
     assert (
-        f"{WORKFLOW} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`" in done.output
+        f"{WORKFLOW} exists and is not changed; check that it runs `python -m pytest --gpumem-baseline`" in done.output
     )
     assert there(project) == {*own}
 

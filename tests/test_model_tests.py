@@ -299,7 +299,7 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     text = result.stdout.str()
     assert "hf:gone/model: We couldn't connect to 'https://huggingface.co' Check your internet connection" in text
     assert "needs code of its own (trust_remote_code), which is not run; write a function that returns" in text
-    assert "BertModel has no loss, as its forward takes no labels; write a function" in text
+    assert "BertModel has no loss, because its forward takes no labels; write a function" in text
     assert "hf:nothing: there is no config.json in this folder" in text
     assert "ResNetConfig does not say how large images are; write 1x224 for the batch" in text
     assert "checkpoint=every:9" in text

@@ -183,10 +183,10 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"models": [{"model": "hf:"}]}, "here: models 1: model: 'hf:' names no model; write hf:ORG/NAME"),
         (
             {"models": [{"model": "hf:a"}, {"model": "hf:b", "batch": "4*16"}]},
-            "here: models 2 (model = 'hf:b'): '4*16' is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096",
+            "here: models 2 (model = 'hf:b'): '4*16' is not a batch size: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096",
         ),
-        ({"models": [{"model": "hf:a", "batch": True}]}, "(model = 'hf:a'): 'True' is not the size of a batch"),
-        ({"models": [{"model": "hf:a", "batch": [4, 16]}]}, "(model = 'hf:a'): '[4, 16]' is not the size of a batch"),
+        ({"models": [{"model": "hf:a", "batch": True}]}, "(model = 'hf:a'): 'True' is not a batch size"),
+        ({"models": [{"model": "hf:a", "batch": [4, 16]}]}, "(model = 'hf:a'): '[4, 16]' is not a batch size"),
         (
             {"models": [{"model": "hf:a", "config": "amp-bf17"}]},
             "here: models 1 (model = 'hf:a'): step config 'amp-bf17': unknown precision 'amp-bf17'; did you mean 'amp-bf16'?",
@@ -226,7 +226,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ),
         (
             {"models": [{"model": "timm:a", "generate": 8}]},
-            "(model = 'timm:a'): timm:a generates no tokens; models of hf: and hf-tiny: do",
+            "(model = 'timm:a'): timm:a generates no tokens; only models from hf: and hf-tiny: do",
         ),
         (
             {"models": [{"model": "hf:a", "generate": 8, "config": "cache=on"}]},

@@ -82,14 +82,14 @@ def search_of(task=TRAINING, configs=(), *, everything=False) -> Search:
 def test_a_search_that_ends_with_fp32_names_the_faster_precisions(task, left_out):
     note = search_of(task).note_on_faster([Trial(START, 700)], 800)
     assert note is not None
-    assert note.startswith("the search ended with fp32, the first config that fits, and times are not known: ")
+    assert note.startswith("the search ended with fp32, the first config that fits, and measured no times: ")
     assert f": {left_out}, which GPUs with tensor cores compute faster, " in note
     lower = StepConfig(precision="amp-bf16")
     then = search_of().note_on_faster(
         [Trial(START, 900), Trial(lower, 850), Trial(StepConfig.parse("fp32,accumulate=2"), 1)], 800
     )
     assert then is not None
-    assert ": bf16, which GPUs with tensor cores compute faster, was not tried; " in then
+    assert ": bf16, which GPUs with tensor cores compute faster, was not tried. " in then
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
         ),
         ("fsdp,world=0", "world=0: expected a whole number, 2 or more; write "),
         ("fsdp,world=x", "world=x: expected a whole number, 2 or more; write "),
-        ("fsdp,world=8,rank=8", "rank=8: the ranks of a job with world=8 are 0 to 7"),
+        ("fsdp,world=8,rank=8", "rank=8: of 8 ranks the first is 0 and the last 7"),
         (
             "fsdp,ranks=8",
             "ranks=8 is not expected; write a kind of sharding and the number of ranks, like fsdp,world=8",
@@ -61,9 +61,9 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
         ("world=8", "'world=8' names no kind of sharding; write "),
         ("none,world=8", "names no kind of sharding; write "),
         ("", "'' names no kind of sharding; write "),
-        ("fsdp,tp:2,world=8", "names 2 kinds of sharding; write fsdp+tp:2 for all of them together"),
-        ("tp:1", "'tp:1' has one rank, which shares nothing; write "),
-        ("hsdp:4,world=6", "6 ranks cannot be divided equally among 4 copies"),
+        ("fsdp,tp:2,world=8", "names 2 kinds of sharding; write fsdp+tp:2 to combine them"),
+        ("tp:1", "'tp:1' has only one rank, but sharding needs two or more; write "),
+        ("hsdp:4,world=6", "6 ranks cannot be shared out among 4 copies"),
     ],
 )
 def test_what_is_no_sharding_says_what_would_be_right(text, told):
@@ -108,7 +108,7 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
     assert refused == (
         Trial(
             StepConfig.parse("fp32,optimizer=adafactor"),
-            why_not="torch's Adafactor does not accept sharded parameters; use adamw",
+            why_not="torch's Adafactor takes no sharded parameters; use adamw",
         ),
     )
     alone = named_configs(["fp32,optimizer=adafactor"], FSDP)
@@ -120,9 +120,9 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("fp32,shard=ddp,world=2", "has a sharding of its own, beside shard=fsdp,world=8; leave one of them out"),
+        ("fp32,shard=ddp,world=2", "names a sharding, but --shard adds shard=fsdp,world=8; leave one of the two out"),
         ("amp-bf17", "unknown precision 'amp-bf17'"),
-        ("mp-bf16,rank=9", "the ranks of a job with world=8 are 0 to 7"),
+        ("mp-bf16,rank=9", "of 8 ranks the first is 0 and the last 7"),
     ],
 )
 def test_a_named_config_that_is_none_is_an_error(text, told):

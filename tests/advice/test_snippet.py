@@ -217,4 +217,4 @@ def test_code_of_data_parallelism_is_shown_as_far_as_it_is_a_few_lines():
         "fp32,shard=zero1,world=8"
     )
     for text in ("fp32,accumulate=2,shard=ddp,world=8", "fp32,shard=tp:2", "fp32,shard=fsdp+tp:2,world=8"):
-        assert shown(text) == [f'# as in @pytest.mark.gpumem and fixtures: config="{text}"']
+        assert shown(text) == [f'# no snippet exists; a test can pass config="{text}" to a step of the fixture']

@@ -41,7 +41,7 @@ def test_a_row_is_a_config_and_a_column_a_card_the_recommended_one_first():
     ]
     assert conclusions(on(LARGE, SMALL)) == [
         "H100 80GB: bf16, 70.00 GB of 80.00 GB",
-        "L4: nothing fits; the smallest, bf16,checkpoint=blocks, lacks 6.00 GB of 24.00 GB",
+        "L4: no config fits; the smallest, bf16,checkpoint=blocks, lacks 6.00 GB of 24.00 GB",
     ]
 
 
@@ -62,7 +62,7 @@ def test_why_something_cannot_run_is_told_once_below():
         "  reserved by PyTorch's allocator; * is recommended",
         "  V100 16GB: torch has no kernels for it",
     ]
-    assert conclusions(on(OLD)) == ["V100 16GB: nothing could be measured"]
+    assert conclusions(on(OLD)) == ["V100 16GB: no config could be measured"]
     some = card("T4", 16, Trial(FP32, 10 * GB), Trial(BF16, why_not="it has no bfloat16"))
     assert card_table([some])[-1] == "  bf16 on T4: it has no bfloat16"
 

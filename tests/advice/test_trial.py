@@ -170,9 +170,9 @@ def test_where_no_blocks_are_found_the_option_that_names_them_is_told():
 
 
 def test_arguments_that_are_wanted_are_told():
-    with pytest.raises(trial.SubjectError, match=r"is called without arguments: missing a required argument: 'size'$"):
+    with pytest.raises(trial.SubjectError, match=r"must work without arguments: missing a required argument: 'size'$"):
         trial.subject_of(lambda size: size, torch.device("cpu"))
-    with pytest.raises(trial.SubjectError, match=r"^the batch that .* returns is called without arguments: "):
+    with pytest.raises(trial.SubjectError, match=r"^the batch that .* returns must work without arguments: "):
         trial.subject_of(lambda: (Model(), lambda size: size), torch.device("cpu"))
 
 

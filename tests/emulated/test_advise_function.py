@@ -126,7 +126,7 @@ def test_warnings_and_the_attention_come_back_from_forks(processes):
     ("function", "status", "told"),
     [
         ("make_none", 1, "own:make_none fails: ValueError: planted"),
-        ("make_nonsense", 2, "expected (model, batch) or (model, batch, loss) of make_nonsense(), got int"),
+        ("make_nonsense", 2, "expected (model, batch) or (model, batch, loss) from make_nonsense(), got int"),
         ("mak", 2, "own has no function 'mak'; it has "),
     ],
 )

@@ -125,10 +125,11 @@ def test_of_timm_a_model_gets_images_of_its_size_and_takes_what_a_program_takes(
     assert told["nothing like it"] == ["timm:hf-hub:org/name: timm has no such model; timm.list_models() lists them"]
     assert "it has vit_base_patch16_224.augreg" in told["unknown tag"][0]
     assert (
-        "has no loss, as it has no classes; write a function that returns (model, batch, loss)" in told["no classes"][0]
+        "has no loss, because it has no classes; write a function that returns (model, batch, loss)"
+        in told["no classes"][0]
     )
     assert [*told["of a feature model"][1]] == ["x"]
-    assert told["too small"][0].endswith("takes images of 256 pixels a side or more, and the batch has 64")
+    assert told["too small"][0].endswith("needs images with 256 or more pixels a side, but the batch has 64")
     assert told["resnet50"] == told["resnet50 program"]
     assert 2 * PARAMETERS_OF_VIT_B < told["inference"][0] < 3 * PARAMETERS_OF_VIT_B
 
@@ -179,7 +180,7 @@ def test_torchvision_classes_pixels_and_frames_get_labels_and_detection_is_refus
     assert told["no such size"] == [
         "torchvision:vit_b_16 cannot be built: AssertionError: Input shape indivisible by patch size!"
     ]
-    assert told["too small"][0].endswith("takes images of 75 pixels a side or more, and the batch has 64")
+    assert told["too small"][0].endswith("needs images with 75 or more pixels a side, but the batch has 64")
     assert told["pixels"][1] == {"x": [2, 3, 520, 520], "target": [2, 520, 520]}
     assert told["frames"][0].endswith("VideoResNet, random weights; training, batch 2 of 3x16x112x112")
     assert told["boxes"][1] == {"images": [[3, 300, 300]] * 2, "targets": [{"boxes": [7, 4], "labels": [7]}] * 2}
@@ -263,12 +264,14 @@ def test_a_diffusers_network_gets_its_configured_inputs_and_sdxl_its_parameters(
     assert told["dit"]["class_labels"] == [1]
     assert told["autoencoder"][1] == {"sample": [1, 3, 256, 256]}
     assert "has no class UNet2DCondModel; did you mean 'UNet2DConditionModel' or " in told["unknown"][0]
-    assert "DDIMScheduler is no model of diffusers; it has UNet2DConditionModel, " in told["no model"][0]
+    assert "DDIMScheduler is not a diffusers model; known models are UNet2DConditionModel, " in told["no model"][0]
     assert "the inputs of WanTransformer3DModel are not known here; write a function" in told["not known"][0]
     assert "its inputs for addition_embed_type='image' are not known here; write a function" in told["of images"][0]
     assert told["pipeline"][0].endswith("there is no config.json in this folder; name one of its models: unet")
-    assert 'it names no class; add one, like "_class_name": "UNet2DConditionModel"' in told["no class"][0]
-    assert told["offline"][0].endswith("models are in folders of it: write diffusers:ORG/NAME/unet")
+    assert (
+        'the configuration names no class; add one, like "_class_name": "UNet2DConditionModel"' in told["no class"][0]
+    )
+    assert told["offline"][0].endswith("models are in subfolders: write diffusers:ORG/NAME/unet")
     allocated, reserved = told["sdxl's step"]
     assert 2 * PARAMETERS_OF_SDXL < allocated <= reserved < 2.5 * PARAMETERS_OF_SDXL
     assert told["losses"] == [[[], True, True]] * 6

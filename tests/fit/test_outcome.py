@@ -61,7 +61,7 @@ def test_out_of_memory_under_another_error_shows_that_error():
 def test_a_gpu_without_kernels_is_named_for_torch_and_for_an_extension():
     said = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
     one = of(process(no_kernels="torch has none"), status=1, said=said)
-    torchs = "torch has none, as on a real GPU; a build for another CUDA may have them"
+    torchs = "torch has none, as on a real GPU; a torch build for another CUDA release may have them"
     assert (one.outcome, one.cannot_run, one.last_lines) == (FitOutcome.CANNOT_RUN, torchs, ())
     other = of(process(), status=1, said=said)
     assert (other.outcome, other.cannot_run) == (

@@ -142,7 +142,7 @@ def test_what_has_to_be_known_is_noted_once_for_all_gpus_that_it_holds_for():
 
 def test_segments_that_could_grow_already_or_not_at_all_are_noted():
     already = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, expandable=True)
-    assert "note: L4: segments were expandable already" in details([already], CWD)
+    assert "note: L4: the allocator's segments were expandable already" in details([already], CWD)
     own = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, RunResult(FitOutcome.OUT_OF_MEMORY, 1, devices=1))
     (note,) = details([own], CWD)[1:]
     assert note.startswith("note: L4: expandable segments were not tried: the program has settings of its own")

@@ -188,13 +188,13 @@ def test_what_a_configuration_asks_of_generation_is_left_out(tmp_path):
             "LlamaForCausalLM",
             BatchSize(1, 60),
             8,
-            "has 64 positions, and a prompt of 60 tokens with 8 new ones takes 68",
+            "has 64 positions, but a prompt of 60 tokens with 8 new tokens needs 68",
         ),
-        ("LlamaForCausalLM", None, 64, "has 64 positions, and a prompt of 1 token with 64 new ones takes 65"),
-        ("LlamaForCausalLM", None, 65, "has 64 positions, and is to generate 65 tokens"),
-        ("BartForConditionalGeneration", None, 65, "has 64 positions, and is to generate 65 tokens"),
-        ("WhisperForConditionalGeneration", BatchSize(2, 8), 4, "have its own length: write 2 for the batch"),
-        ("BertForMaskedLM", None, 4, "BertForMaskedLM generates no tokens, as classes like LlamaForCausalLM and "),
+        ("LlamaForCausalLM", None, 64, "has 64 positions, but a prompt of 1 token with 64 new tokens needs 65"),
+        ("LlamaForCausalLM", None, 65, "has 64 positions, which are too few to generate 65 tokens"),
+        ("BartForConditionalGeneration", None, 65, "has 64 positions, which are too few to generate 65 tokens"),
+        ("WhisperForConditionalGeneration", BatchSize(2, 8), 4, "have a fixed length: write only 2 for the batch"),
+        ("BertForMaskedLM", None, 4, "BertForMaskedLM generates no tokens, unlike LlamaForCausalLM and "),
         ("ViTForImageClassification", None, 4, "ViTForImageClassification generates no tokens"),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_cannot_be_generated_is_told_in_a_sentence(tmp_path, name, size, ne
 
 @pytest.mark.parametrize("source", ["timm", "torchvision", "diffusers"])
 def test_models_of_other_libraries_generate_no_tokens(source):
-    with pytest.raises(ModelError, match=f"^{source}:any generates no tokens; models of hf: and hf-tiny: do$"):
+    with pytest.raises(ModelError, match=f"^{source}:any generates no tokens; only models from hf: and hf-tiny: do$"):
         generating(ModelName(source, "any"), None, 4)
 
 
@@ -240,14 +240,14 @@ def test_adapters_need_peft_and_are_told_how_to_get_it(tmp_path, monkeypatch):
         ("r=8", Lora(8)),
         ("alpha=16, r=8", Lora(8, 16)),
         ("r=8,targets=q_proj+v_proj", Lora(8, None, ("q_proj", "v_proj"))),
-        ("r=0", "r of LoRA is '0', expected a whole number, 1 or more"),
-        ("r=many", "r of LoRA is 'many', expected a whole number, 1 or more"),
+        ("r=0", "LoRA's r is '0', expected a whole number, 1 or more"),
+        ("r=many", "LoRA's r is 'many', expected a whole number, 1 or more"),
         ("8", "'8' is not a LoRA setting: write it like r=8 or r=8,alpha=16"),
         ("alpha=16", "LoRA needs its rank: write it like r=8"),
         ("rank=8", "LoRA has no setting 'rank' here; valid: r, alpha, targets"),
-        ("r=8,r=4", "r of LoRA is given twice"),
-        ("r=8,alpha=-1", "alpha of LoRA is '-1', expected"),
-        ("r=8,targets=+", "targets of LoRA names no module"),
+        ("r=8,r=4", "LoRA's r is given twice"),
+        ("r=8,alpha=-1", "LoRA's alpha is '-1', expected"),
+        ("r=8,targets=+", "LoRA's targets name no module"),
         ("", "'' is not a LoRA setting"),
     ],
 )
@@ -331,7 +331,9 @@ def test_a_library_that_is_missing_or_of_another_build_is_told_in_a_sentence(mon
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr("pytest_gpumem.measuring.models.library.import_quietly", built_for_another)
-    with pytest.raises(ModelError, match=f"needs {source} of a build that fits this torch: operator torchvision::nms"):
+    with pytest.raises(
+        ModelError, match=f"needs a build of {source} for the installed torch: operator torchvision::nms"
+    ):
         named_model(name, None, TRAINING)
 
 
@@ -374,7 +376,7 @@ def test_sizes_are_read_as_they_are_written(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(
         ModelError,
-        match=r"is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and latents",
+        match=r"is not a batch size: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and latents",
     ):
         batch_size(text)
 
@@ -389,7 +391,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "llama", "architectures": ["LlamaModel"]},
             None,
-            "LlamaModel has no loss, as its forward takes no labels",
+            "LlamaModel has no loss, because its forward takes no labels",
         ),
         (
             {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
@@ -400,7 +402,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
             BatchSize(1, 9999),
-            "has 512 positions, and the batch has",
+            "has 512 positions, but the batch has",
         ),
         (
             {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]},
@@ -420,7 +422,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514},
             BatchSize(1, 514),
-            "has 512 positions, and the batch has 514",
+            "has 512 positions, but the batch has 514",
         ),
         (
             {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.TheirConfig"}},

@@ -57,7 +57,7 @@ def written(folder: Path, values: dict[str, Any]) -> ModelName:
 def test_a_key_that_names_code_or_files_is_refused(tmp_path, path):
     with pytest.raises(ModelError) as raised:
         named_model(written(tmp_path, {**LLAMA, **REFUSED[path]}), None, TRAINING)
-    assert f"names code or files outside of the library ({path}: " in str(raised.value)
+    assert f"names code or files outside the library ({path}: " in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -1,4 +1,4 @@
-"""Attention implementation that transformers chose for a model, read without running code."""
+"""Find the attention implementation that transformers chose for a model, without running the model's code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("_attn_implementation_internal", "_attn_implementation")
-"""Attributes in a transformers configuration. In newer releases, the second is a property that reads the first."""
+"""Attribute names for the implementation in a transformers configuration. In newer releases, the second attribute is a property
+that returns the first."""
 
 
 def attention_of(model: torch.nn.Module) -> str:
-    """Return the attention implementations in a model: ``"sdpa"``, or ``"eager and sdpa"`` for two parts.
+    """Return the attention implementations in a model: ``"sdpa"``, or ``"eager and sdpa"`` if a model uses both.
 
-    Only modules whose class is called attention count, because ResNet's configuration has an implementation as well. The text
-    is empty for such models, and for models from other libraries.
+    Only modules with ``attention`` in their class name are examined, because even ResNet's configuration names an
+    implementation, although a ResNet has no attention. The text is empty for models without attention modules, and for models
+    from other libraries.
     """
     names = {
         name

@@ -1,4 +1,4 @@
-"""A model's config.json: read from a file, and refused if it names code. Pure."""
+"""Read a model's config.json. A configuration that names code to load is refused."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.models.name import ModelName
 
 _IMPLEMENTATION = "implementation"
-"""A part of the keys that choose an implementation for attention or experts:
+"""Part of each key that chooses an implementation for attention or experts:
 
 ``attn_implementation``, ``_experts_implementation_internal``, ...
 """
 _IN_THE_LIBRARY = re.compile(r"\w*")
-"""An implementation in transformers itself, such as ``sdpa``. ``ORG/NAME``, ``ORG/NAME:function`` and ``paged|ORG/NAME`` are
-kernels on the hub."""
+"""An implementation in transformers itself, such as ``sdpa``. Texts such as ``ORG/NAME``, ``ORG/NAME:function`` and
+``paged|ORG/NAME`` name kernels on the hub instead, which are not loaded."""
 _FETCHED = ("backbone", "architecture", "backbone_kwargs", "model_args")
-"""Keys whose values timm or ``AutoConfig`` fetch if they contain a repository, a path or a URL.
+"""Keys for which timm or ``AutoConfig`` downloads or opens a file if the value contains a repository, a path or a URL.
 
-All other values name a class.
+Any other value for these keys names a class.
 """
 _ELSEWHERE = re.compile(r"[/\\:]")
 _CODE = ("trust_remote_code", "use_kernels", "kernel_config", "checkpoint_path")
-"""Keys that allow code from the hub, or that load a pickled file. LightGlue up to transformers 5.0 obeys the first."""
+"""Keys that allow code from the hub, or load a pickled file. LightGlue models in transformers up to 5.0 obey
+``trust_remote_code``."""
 _REPLACED = ("attribute_map",)
-"""Keys that replace an attribute of the configuration's class. ``attribute_map`` could rename any key to a refused key."""
+"""Keys that replace an attribute of the configuration's class. With ``attribute_map``, any key could be renamed to a refused
+key."""
 AUTO_MAP = "auto_map"
 LINKS = (AUTO_MAP, "_name_or_path", "name_or_path", "configuration_files", "custom_pipelines")
 """Keys that lead to other files or repositories.
 
-Published configurations often have such a key, and no model in the library needs it.
+Such keys are removed and not refused, because many published configurations contain one, and no model in the library needs one.
 """
 _WEIGHTS = "use_pretrained_backbone"
 
 
 def read_configuration(name: ModelName, file: Path) -> dict[str, Any]:
-    """Return the configuration in a file, as it was written.
+    """Return the configuration in a file without changes.
 
     Args:
         name: The model's name, for messages.
-        file: A config.json. Strangers may have written it.
+        file: A config.json, which may have been written by strangers.
 
     Raises:
-        ModelError: The file is not a JSON object, or the configuration names code.
+        ModelError: The file does not contain a JSON object, or the configuration names code or files to load.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -63,23 +65,25 @@ def read_configuration(name: ModelName, file: Path) -> dict[str, Any]:
     if refused is not None:
         key, value = (json.dumps(each) for each in refused)
         raise ModelError(
-            f"{name}: the configuration names code or files outside of the library ({key[1:-1]}: {value[:80]}), "
+            f"{name}: the configuration names code or files outside the library ({key[1:-1]}: {value[:80]}), "
             "which are not loaded; remove the key from a copy of the config.json, and give the path of the copy"
         )
     return content
 
 
 def without_links(value: Any) -> Any:
-    """Return a configuration or a part without the keys that lead to other files or repositories."""
+    """Return a configuration, or a nested part, without the keys that lead to other files or repositories."""
     if isinstance(value, dict):
         settings = {key: without_links(child) for key, child in value.items() if key not in LINKS}
-        # Weights are random, and a backbone's weights would be downloaded.
+        # Switch pretrained backbone weights off. They would be downloaded, but all weights are random here.
         return settings | {_WEIGHTS: False} if settings.get(_WEIGHTS) else settings
     return [without_links(element) for element in value] if isinstance(value, list) else value
 
 
 def _named_code(value: object, key: str = "", path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each value that names code or a file, with its dotted path. ``key`` is the innermost key that restricts values."""
+    """Yield each value that names code or a file, after its dotted path. ``key`` is the innermost key above ``value`` that
+    restricts which values are allowed.
+    """
     if isinstance(value, dict):
         for name, child in value.items():
             child_path = f"{path}.{name}" if path else name

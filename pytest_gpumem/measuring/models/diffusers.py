@@ -1,4 +1,6 @@
-"""Build diffusers models by class or configuration, with random weights, without a pipeline and without code from the hub."""
+"""Build diffusers models from a class name or a configuration. Weights are random. Pipelines, and code from the hub, are not
+used.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
 
 _TIMESTEPS = 1000
 _NUMBERS_OF_SIZE = 6
-"""Numbers about an image in SDXL's input: the original height and width, the crop's position, and the target size."""
+"""SDXL's input contains six numbers about an image: the original height and width, the crop's two coordinates, and the target
+height and width."""
 
 
 @dataclass(frozen=True)
 class _BatchShape:
-    """A model's configuration, and the samples in a batch and their side."""
+    """A batch's shape: the number of samples, their side, and the model's configuration, which determines all other sizes."""
 
     config: Any
     samples: int
@@ -51,11 +54,13 @@ class _BatchShape:
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a diffusers model with its class's default configuration, or a configuration from the hub, a folder or a file.
+    """Describe a diffusers model: how to build it, its inputs, and its loss.
+
+    The configuration comes from the hub, a folder or a file. If the name is a class, its default configuration is used.
 
     Args:
         name: ``diffusers:CLASS``, ``diffusers:ORG/NAME/FOLDER``, or ``diffusers:`` with a path.
-        size: Samples, and the input's side: latents for a denoiser, pixels for an autoencoder.
+        size: The number of samples, and the input's side: in latents for a denoiser, or in pixels for an autoencoder.
         task: The model's task.
 
     Raises:
@@ -97,7 +102,7 @@ def _mean_squared_error(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _configuration(name: ModelName) -> dict[str, Any]:
-    """Return the settings in a configuration, including its class."""
+    """Return the settings in a model's configuration, including the model's class name."""
     path = name.path
     if path.is_dir():
         path = path / "config.json"
@@ -111,7 +116,9 @@ def _configuration(name: ModelName) -> dict[str, Any]:
         path = _fetched(name)
     settings: dict[str, Any] = without_links(read_configuration(name, path))
     if not isinstance(settings.get("_class_name"), str):
-        raise ModelError(f'{name}: it names no class; add one, like "_class_name": "UNet2DConditionModel"')
+        raise ModelError(
+            f'{name}: the configuration names no class; add one, like "_class_name": "UNet2DConditionModel"'
+        )
     return settings
 
 
@@ -123,7 +130,7 @@ def _fetched(name: ModelName) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(f"{owner}/{repository}", path))
     except Exception as error:  # noqa: BLE001, from the network, the hub, or the name
-        remedy = "" if folder else "; a pipeline's models are in folders of it: write diffusers:ORG/NAME/unet"
+        remedy = "" if folder else "; a pipeline's models are in subfolders: write diffusers:ORG/NAME/unet"
         raise ModelError(
             f"{name}: {' '.join(str(error).split()) or type(error).__name__}".rstrip(".") + remedy
         ) from None
@@ -138,7 +145,7 @@ def _class_of(diffusers: Any, name: ModelName, settings: Mapping[str, Any]) -> A
     if isinstance(attribute, type) and issubclass(attribute, torch.nn.Module):
         return attribute
     if attribute is not None:
-        raise ModelError(f"{name}: {word} is no model of diffusers; it has {', '.join(_INPUTS)}")
+        raise ModelError(f"{name}: {word} is not a diffusers model; known models are {', '.join(_INPUTS)}")
     suggestion = nearest_of_many(word, dir(diffusers), "dir(diffusers)")
     raise ModelError(f"{name}: diffusers {diffusers.__version__} has no class {word}; {suggestion}")
 
@@ -149,15 +156,15 @@ def _defaults(model_class: Any) -> dict[str, Any]:
 
 
 class _UnknownInput(Exception):
-    """A configuration needs an input that this module cannot describe. The message names the input."""
+    """Error if a configuration needs an input that this module cannot describe. The message names the input."""
 
 
 _Batch = tuple[dict[str, Any], RandomTensor]
-"""Arguments for forward, with the sample first, and the target."""
+"""The arguments for the model's forward, with the sample first, and the target for the loss."""
 
 
 def _output(sizes: _BatchShape) -> RandomTensor:
-    """Return the target for a network with an output as large as its sample."""
+    """Return the target for a model whose output has the same height and width as the sample."""
     channels, height, width = sizes.image
     return sizes.tensor(getattr(sizes.config, "out_channels", None) or channels, height, width)
 
@@ -187,7 +194,7 @@ def _conditioned_unet(sizes: _BatchShape) -> _Batch:
         raise _UnknownInput(
             f"encoder_hid_dim_type={config.encoder_hid_dim_type!r}, cross_attention_dim={sorted(widths)}"
         )
-    # CLIP's text encoder has 77 positions.
+    # Texts have 77 tokens, because CLIP's text encoder has 77 positions.
     arguments["encoder_hidden_states"] = sizes.tensor(77, config.encoder_hid_dim or widths.pop())
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - _NUMBERS_OF_SIZE * config.addition_time_embed_dim
@@ -201,7 +208,7 @@ def _conditioned_unet(sizes: _BatchShape) -> _Batch:
 
 
 def _sd3(sizes: _BatchShape) -> _Batch:
-    # The tokens from CLIP's encoders (77) and T5's encoder (256) are concatenated.
+    # The model concatenates 77 tokens from CLIP's encoders and 256 tokens from T5's encoder.
     arguments = {
         "hidden_states": sizes.tensor(*sizes.image),
         "encoder_hidden_states": sizes.tensor(77 + 256, sizes.config.joint_attention_dim),
@@ -213,7 +220,7 @@ def _sd3(sizes: _BatchShape) -> _Batch:
 
 def _flux(sizes: _BatchShape) -> _Batch:
     config, texts = sizes.config, 512
-    # A token is a square with 2 x 2 latents.
+    # A token covers a square with 2 x 2 latents.
     tokens = (sizes.side // 2) ** 2
     arguments = {
         "hidden_states": sizes.tensor(tokens, config.in_channels),
@@ -246,6 +253,7 @@ _INPUTS: dict[str, Callable[[_BatchShape], _Batch]] = {
     "FluxTransformer2DModel": _flux,
     "DiTTransformer2DModel": _dit,
 }
-"""Functions that describe a model's inputs, by class."""
+"""Functions that describe a batch for a model, by the model's class name."""
 _SIDES = {"FluxTransformer2DModel": 128}
-"""Side in latents for classes without a side in the configuration. Flux has 128 latents for 1,024 pixels."""
+"""The default side in latents for model classes whose configuration contains no side. In Flux, 128 latents stand for 1,024
+pixels."""

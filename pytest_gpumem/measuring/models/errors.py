@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 WRITE = (
-    f"write a function that returns (model, batch, loss): `{command_name()} advise` takes it as MODULE:FUNCTION, and a test "
-    "gives them to gpumem.train_step"
+    f"write a function that returns (model, batch, loss); pass MODULE:FUNCTION to `{command_name()} advise`, or in a test pass "
+    "the three values to gpumem.train_step"
 )
-"""The remedy if a model cannot be built by its name."""
+"""The remedy in messages if a model cannot be built from its name."""
 
 
 class ModelError(ValueError):
-    """A model or its batch cannot be built from a name. The message is a sentence with a remedy."""
+    """Error if a model or its batch cannot be built from a name. The message is a sentence with a remedy."""
 
 
 def nearest_of_many(word: str, valid: Iterable[str], listing: str) -> str:
@@ -28,7 +28,8 @@ def nearest_of_many(word: str, valid: Iterable[str], listing: str) -> str:
     Args:
         word: The unknown word.
         valid: All valid words.
-        listing: A call that lists the valid words, for the clause if no word is close: ``"timm.list_models()"``.
+        listing: A call that lists the valid words. The clause names this call if no valid word is close to ``word``:
+            ``"timm.list_models()"``.
     """
     close = difflib.get_close_matches(word, list(valid), n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else f"{listing} lists them"

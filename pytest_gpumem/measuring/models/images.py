@@ -1,4 +1,4 @@
-"""Losses and image sizes for image models."""
+"""Compute losses and check image sizes for image models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the cross-entropy of logits and target, or the sum over all classifiers if the model has auxiliary classifiers."""
+    """Return the cross-entropy of the logits. If the model has auxiliary classifiers, return the sum over all classifiers."""
     import torch
 
     losses = [torch.nn.functional.cross_entropy(logits, batch[TARGET]) for logits in _tensors(output)]
@@ -25,7 +25,7 @@ def cross_entropy(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def main_argument(model: torch.nn.Module) -> str:
-    """Return the name with which a model takes its images."""
+    """Return the argument name for images in a model's forward."""
     return next(iter(inspect.signature(model.forward).parameters))
 
 
@@ -34,15 +34,15 @@ def check_side(name: ModelName, side: int, least: int) -> None:
 
     Args:
         name: The model's name, for the message.
-        side: The side of images in the batch, in pixels.
+        side: The images' side in pixels.
         least: The smallest side that the model accepts.
     """
     if side < least:
-        raise ModelError(f"{name} takes images of {least} pixels a side or more, and the batch has {side}")
+        raise ModelError(f"{name} needs images with {least} or more pixels a side, but the batch has {side}")
 
 
 def _tensors(output: Any) -> Iterator[Any]:
     if isinstance(output, dict):
         output = tuple(output.values())
-    # A missing auxiliary classifier leaves None in the output.
+    # If an auxiliary classifier is switched off, the output contains None in its place.
     yield from (logits for logits in output if logits is not None) if isinstance(output, (tuple, list)) else (output,)

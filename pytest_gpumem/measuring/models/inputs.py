@@ -1,4 +1,4 @@
-"""Describe batches by their shapes, and make them with random values."""
+"""Describe the tensors in a batch by their shapes, and make batches with random values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.models.name import BatchSize
 
 TARGET = "target"
-"""The batch's key for the target, if the model does not compute the loss itself. It is not an argument for forward."""
+"""The key for the target in a batch, if the model does not compute the loss itself. The target is not passed to forward."""
 
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """A tensor with random integers below a limit, or with floats if there is no limit.
+    """Describes a tensor with random integers below a limit, or with random floats if there is no limit.
 
     Example: ``RandomTensor((4, 4096), 50257)`` describes token ids, ``int64[4, 4096]`` with values from 0 to 50256.
     """
@@ -27,7 +27,7 @@ class RandomTensor:
     below: int | None = None
 
     def make(self) -> torch.Tensor:
-        """Return a new tensor."""
+        """Return a new tensor with random values."""
         import torch
 
         return torch.randn(self.shape) if self.below is None else torch.randint(self.below, self.shape)
@@ -35,13 +35,13 @@ class RandomTensor:
 
 @dataclass(frozen=True)
 class RandomBoxes:
-    """Boxes in a square image, given by two corners in pixels: ``float32[number, 4]``."""
+    """Describes random boxes in a square image. A box is given by two corners in pixels: ``float32[number, 4]``."""
 
     number: int
     side: int
 
     def make(self) -> torch.Tensor:
-        """Return new boxes. Their sides have at least one pixel."""
+        """Return new random boxes. A box is at least one pixel wide and high."""
         import torch
 
         first = torch.rand(self.number, 2) * (self.side // 2)
@@ -50,12 +50,13 @@ class RandomBoxes:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments for a model's forward by name, and the batch size.
+    """The arguments for a model's forward by name, and the batch size.
 
     Attributes:
-        size: Samples, and their length or side.
-        arguments: Descriptions for tensors, also within dicts and lists. Other values are passed unchanged.
-        shape: A sample's shape, if the size does not describe it: ``"3x224x224"``.
+        size: The number of samples, and their length or side.
+        arguments: The value for each argument. Descriptions of random tensors, also within dicts and lists, are replaced by new
+            tensors. Other values are passed unchanged.
+        shape: A sample's shape, such as ``"3x224x224"``. ``None`` if ``size`` describes a sample completely.
     """
 
     size: BatchSize
@@ -71,7 +72,7 @@ class Inputs:
 
 
 def by_sides(sides: tuple[int, ...]) -> str:
-    """Return a shape as text: ``"3x224x224"``."""
+    """Return a shape as a text, such as ``"3x224x224"``."""
     return "x".join(map(str, sides))
 
 

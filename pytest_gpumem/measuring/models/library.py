@@ -16,10 +16,10 @@ def library_of(name: ModelName, word: str) -> Any:
 
     Args:
         name: The model that needs the library, for messages.
-        word: The library's name for import and pip.
+        word: The library's name, with which it is imported and installed.
 
     Raises:
-        ModelError: The library or a dependency is not installed, or the library is built for another torch.
+        ModelError: The library or a dependency is not installed, or the library was built for another torch release.
     """
     try:
         return import_quietly(word)
@@ -28,5 +28,5 @@ def library_of(name: ModelName, word: str) -> Any:
         raise ModelError(f"{name} needs {word}: pip install {word}{why}") from None
     except RuntimeError as error:  # for example, torchvision's operators do not fit torch
         raise ModelError(
-            f"{name} needs {word} of a build that fits this torch: {' '.join(str(error).split())}"
+            f"{name} needs a build of {word} for the installed torch: {' '.join(str(error).split())}"
         ) from None

@@ -11,7 +11,7 @@ from pytest_gpumem.measuring.models.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """A model's source, and its name in the source."""
+    """A model's source, such as ``hf`` or ``timm``, and the model's name in this source."""
 
     source: str
     name: str
@@ -20,17 +20,17 @@ class ModelName:
 
     @property
     def path(self) -> Path:
-        """The name as a path. If nothing exists at this path, the name belongs to the hub."""
+        """The name as a path. If no file or folder exists at this path, the name refers to the hub."""
         return self.base / Path(self.name).expanduser()
 
     @property
     def is_written_as_path(self) -> bool:
-        """True if the name must be a path: ``/folder``, ``./folder``, ``~/folder``, ``sizes.json``."""
+        """True if the name can only be a path: ``/folder``, ``./folder``, ``~/folder``, ``sizes.json``."""
         return Path(self.name).is_absolute() or self.name.startswith((".", "~")) or self.name.endswith(".json")
 
     @property
     def is_tiny(self) -> bool:
-        """True if the model keeps only two layers, and the first layer of each further kind."""
+        """True if the model keeps only its first two layers, and the first layer of each further kind."""
         return self.source == "hf-tiny"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """Number of samples, and their length: tokens in a sequence, or the side for images and latents."""
+    """The number of samples, and their length: the tokens in a sequence, or the side of images and latents."""
 
     samples: int
     length: int | None = None
@@ -49,7 +49,7 @@ class BatchSize:
 
 
 def batch_size(text: str) -> BatchSize:
-    """Return the batch size for a text such as ``"4x4096"`` or ``"32"``.
+    """Parse a batch size in a text such as ``"4x4096"`` or ``"32"``.
 
     Raises:
         ModelError: The text is not a batch size. The message is a sentence.
@@ -58,7 +58,7 @@ def batch_size(text: str) -> BatchSize:
     samples, length = (None if group is None else int(group) for group in match.groups()) if match else (0, None)
     if not samples or length == 0:
         raise ModelError(
-            f"{text!r} is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and "
+            f"{text!r} is not a batch size: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and "
             "latents SAMPLESxSIDE like 8x512"
         )
     return BatchSize(samples, length)

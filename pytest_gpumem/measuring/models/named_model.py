@@ -1,4 +1,4 @@
-"""A model by name with its batch and loss. The model can be built repeatedly with random weights."""
+"""Describe a model that a user has named, with its batch and loss."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class NamedModel:
     name: ModelName
     class_name: str
     make: Callable[[], torch.nn.Module]
-    """Builds the model on torch's default device and in torch's default dtype."""
+    """Builds a new model on torch's default device and in torch's default dtype."""
     inputs: Inputs
     loss: Loss | None = None
-    """Computes the loss from the output and the batch. ``None`` if the model computes its loss or needs none."""
+    """Computes the loss from the output and the batch. ``None`` if the model itself computes the loss, or if no loss is
+    needed."""
     task: Task = TRAINING
 
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Return a new model with weights in a dtype, as if they had been loaded in this dtype."""
+        """Return a new model. Its weights have the given dtype, as if they had been loaded in this dtype."""
         import torch
 
         outer_dtype = torch.get_default_dtype()
@@ -51,12 +52,12 @@ class NamedModel:
         return model
 
     def batch(self) -> dict[str, Any]:
-        """Return a new batch."""
+        """Return a new batch with random values."""
         return self.inputs.batch()
 
     @property
     def title(self) -> str:
-        """The model's name, class and task, and the batch size."""
+        """A text with the model's name, class and task, and with the batch size."""
         return f"{self.name}: {self.class_name}, random weights; {self.task}, batch {self.inputs}"
 
 

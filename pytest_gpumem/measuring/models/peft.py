@@ -1,4 +1,4 @@
-"""Add PEFT adapters to a model by name and freeze its own weights."""
+"""Add PEFT adapters to a named model. The model's other weights are frozen."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def with_adapters(model: NamedModel, lora: Lora) -> NamedModel:
-    """Return the model with adapters, whose weights are the only trained weights.
+    """Return the model with LoRA adapters. Only the adapters' weights are trained.
 
-    Without targets in ``lora``, PEFT's own targets for this kind of model are used, or all linear layers in a transformers
-    model. Example: for ``hf:meta-llama/Llama-3.2-1B`` PEFT's targets are ``q_proj`` and ``v_proj``.
+    If ``lora`` names no targets, PEFT chooses targets by the kind of model. For ``hf:meta-llama/Llama-3.2-1B``, for example, it
+    adds adapters to ``q_proj`` and ``v_proj``. If PEFT does not know a kind of transformers model, all linear layers are
+    targets.
 
     Args:
         model: The model without adapters.

@@ -1,4 +1,5 @@
-"""Sources for models by name: the word before the colon, and the module that builds the model.
+"""List the sources of models that a user can name. The word before the colon chooses the source and the module that builds the
+model.
 
 Example: ``timm:resnet50`` is built by ``pytest_gpumem.measuring.models.timm``.
 """
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A library with models."""
+    """A library whose models users can name."""
 
     file: str
-    """The module in this package. Its ``model_of`` has the same arguments as `named_model`. It is imported when needed."""
+    """The name of a module in this package, which is imported when needed. Its function ``model_of`` has the same arguments as
+    `named_model`."""
     written: str
-    """The form for a model's name, as a clause with ``{source}``."""
+    """A clause that explains how to write a model's name. ``{source}`` stands for the word before the colon."""
     generates: bool = False
-    """True if some models in the library generate tokens."""
+    """True if the library contains models that generate tokens."""
 
 
 _OF_TRANSFORMERS = Source(
@@ -44,12 +46,13 @@ SOURCES = {
 }
 """Sources by the word before the colon.
 
-The words do not conflict with ``module:function``, because these libraries have no functions that return a model and a batch.
+A user can also write ``module:function``. The words do not conflict with this form, because these libraries have no functions
+that return a model and a batch.
 """
 
 
 def model_name(text: str) -> ModelName | None:
-    """Return the model name in a text; ``None`` if the text has the form ``module:function``.
+    """Parse a model name such as ``timm:resnet50``. Return ``None`` if the text has the form ``module:function``.
 
     Raises:
         ModelError: The text after the colon is empty.
@@ -66,19 +69,20 @@ def check_task(name: ModelName, task: Task) -> None:
     """Raise `ModelError` if no model in the source can do the task."""
     if task.new_tokens is not None and not SOURCES[name.source].generates:
         able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
-        raise ModelError(f"{name} generates no tokens; models of {able} do")
+        raise ModelError(f"{name} generates no tokens; only models from {able} do")
 
 
 def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a model by name.
+    """Describe a model named by the user: how to build it, its inputs, and its loss.
 
     Args:
-        name: The model's name with its source.
-        size: The batch size. ``None`` means a sample with the usual length.
+        name: The source and the model's name.
+        size: The batch size. ``None`` means a single sample with the model's default length.
         task: The model's task. For training, the model needs a loss.
 
     Raises:
-        ModelError: The model does not exist, its library is not installed, no batch can be made, or the task is impossible.
+        ModelError: The model does not exist, its library is not installed, no batch can be made, or the model cannot do the
+            task.
     """
     check_task(name, task)
     if name.is_written_as_path and not name.path.exists():

@@ -1,4 +1,4 @@
-"""A model's task in the measured step: training, inference or token generation."""
+"""Define what a measured step does with a model: training, inference or token generation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ Kind = Literal["training", "inference", "generation"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model's task in a step."""
+    """The work that a model does in a measured step."""
 
     trains: bool = True
     """True for a training step, which needs a loss. False for an inference step."""
     new_tokens: int | None = None
-    """In inference, the number of tokens that the model's ``generate`` adds to a prompt. ``None`` means a forward pass."""
+    """For inference, the number of tokens that the model's ``generate`` adds to a prompt. ``None`` means a forward pass
+    instead."""
     lora: Lora | None = None
-    """In training, the trained adapters. ``None`` means that all weights are trained."""
+    """For training, the LoRA adapters to train. ``None`` means that all weights are trained."""
 
     @property
     def kind(self) -> Kind:
-        """The step's name."""
+        """The task's name."""
         if self.trains:
             return "training"
         return "inference" if self.new_tokens is None else "generation"
@@ -39,7 +40,9 @@ class Task:
 
     @property
     def id(self) -> str:
-        """The task in a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``. Empty if all weights are trained."""
+        """The task in the form for a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``. Empty if all weights are
+        trained.
+        """
         if self.lora is not None:
             return f"lora-{self.lora.id}"
         if self.trains:
@@ -49,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskWords:
-    """The words with which a user asks for a task: a command's options, or a table's keys."""
+    """The words with which a user chooses a task: a command's options, or a settings table's keys."""
 
     trains: str
     infers: str
@@ -62,13 +65,13 @@ INFERENCE = Task(trains=False)
 
 
 def task_of(trains: bool | None, new_tokens: object, adapters: Lora | None, words: TaskWords) -> Task:
-    """Return the requested task.
+    """Return the task that a user has chosen.
 
     Args:
-        trains: True for training, False for inference. ``None`` means that the user said neither, so the task is training.
+        trains: True for training, False for inference. ``None`` means that the user chose neither. The task is then training.
         new_tokens: The number of tokens to generate.
         adapters: The adapters to train.
-        words: The user's words for messages.
+        words: The option names or keys that messages quote.
 
     Raises:
         ModelError: Two arguments exclude each other. The message is a sentence.

@@ -1,4 +1,6 @@
-"""Build timm models by name with random weights. timm's configuration determines the image size and the classes."""
+"""Build timm models with random weights from their names. timm's configuration determines the image size and how many classes
+there are.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ if TYPE_CHECKING:
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a timm model by name.
+    """Describe a timm model: how to build it, its inputs, and its loss.
 
     Args:
         name: The model's name, for example ``timm:vit_base_patch16_224``.
-        size: Samples, and the images' side. ``None`` means a sample with the usual side.
+        size: The number of images, and their side. ``None`` means a single image with the model's default side.
         task: The model's task.
 
     Raises:
-        ModelError: timm has no such model, the images are too small, or the model has no classes to train.
+        ModelError: timm has no model with this name, the images are too small, or the model has no classes and so no loss for
+            training.
     """
     timm = library_of(name, "timm")
     config = _configuration(timm, name)
@@ -44,7 +47,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     arguments = {main_argument(model): RandomTensor((samples, *shape))}
     classes = int(getattr(model, "num_classes", 0))
     if task.trains and classes == 0:
-        raise ModelError(f"{name} has no loss, as it has no classes; {WRITE}; or measure inference")
+        raise ModelError(f"{name} has no loss, because it has no classes; {WRITE}; or measure inference")
     if task.trains:
         arguments[TARGET] = RandomTensor((samples,), classes)
     inputs = Inputs(BatchSize(samples, sides[0]), arguments, by_sides(shape))
@@ -52,7 +55,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _configuration(timm: Any, name: ModelName) -> Any:
-    """Return timm's configuration for a name's published weights, without loading the weights."""
+    """Return timm's configuration for the published weights that ``name`` chooses. The weights are not loaded."""
     architecture, _, tag = name.name.partition(".")
     if not timm.is_model(architecture):
         near = nearest_of_many(architecture, timm.list_models(), "timm.list_models()")

@@ -1,4 +1,6 @@
-"""Build torchvision models by name with random weights. Images have the size that the best published weights use."""
+"""Build torchvision models with random weights from their names. By default, images have the same size as for the best
+published weights.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,29 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.models.task import Task
 
 _FRAMES = 16
-"""The number of frames in a clip, for models that accept any number from a minimum on."""
+"""The default length for video clips, in frames."""
 _OBJECTS = 7
-"""The number of objects in an image, which is the mean in COCO."""
+"""The number of objects in an image for detection models, as on average in the COCO data set."""
 _SIZED: dict[str, Callable[[int], object]] = {
     "image_size": int,
     "input_size": lambda side: (side, side),
     "spatial_size": lambda side: (side, side),
 }
-"""Arguments for classes with a fixed image size, and their value for a side."""
+"""Constructor arguments for the image size in model classes with a fixed image size. Each function converts a side in pixels to
+the argument's value."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a torchvision model by name.
+    """Describe a torchvision model: how to build it, its inputs, and its loss.
 
     Args:
         name: The model's name, for example ``torchvision:resnet50``.
-        size: Samples, and the images' side. ``None`` means a sample with the usual side.
+        size: The number of images or clips, and their side. ``None`` means a single sample with the model's default side.
         task: The model's task.
 
     Raises:
-        ModelError: torchvision has no such model, the images are too small, or the model's inputs are unknown here.
+        ModelError: torchvision has no model with this name, the images are too small, or this module does not know the model's
+            inputs.
     """
     models = library_of(name, "torchvision").models
     if name.name not in models.list_models():
@@ -50,7 +54,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         raise ModelError(f"{name}: torchvision has no such model; {near}")
     builder = models.get_model_builder(name.name)
     parameters = inspect.signature(builder).parameters
-    # Otherwise torchvision would download weights for the backbone.
+    # Without this argument, torchvision would download weights for the backbone.
     backbone = {"weights_backbone": None} if "weights_backbone" in parameters else {}
     make = partial(builder, weights=None, **backbone)
     model = on_meta(name, make)
@@ -79,7 +83,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _side(weights: Any) -> int:
-    """Return the image side for published weights, in pixels."""
+    """Return the side in pixels to which the published weights' transforms resize or crop images."""
     settings: Mapping[str, Any] = weights.transforms.keywords
     side = settings.get("crop_size", settings.get("resize_size"))
     return int(side[0] if isinstance(side, (tuple, list)) else side)
@@ -93,9 +97,9 @@ def _least(meta: Mapping[str, Any]) -> int:
 def _detection(
     name: ModelName, size: BatchSize | None, trains: bool, make: Any, model: torch.nn.Module, classes: int
 ) -> NamedModel:
-    """Return a detection model.
+    """Describe a detection model: how to build it, its inputs, and its loss.
 
-    In training, its batch also has the objects in the images, and the model returns its losses.
+    For training, the batch also contains the boxes and labels of objects, and the model itself returns its losses.
     """
     if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
         raise ModelError(f"{name} needs more than boxes for the objects in its images; {WRITE}; or measure inference")

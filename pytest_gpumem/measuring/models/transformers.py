@@ -1,4 +1,6 @@
-"""Build transformers models from a configuration on the hub, in a folder or in a file, without weights and without hub code."""
+"""Build transformers models from a configuration on the hub, in a folder or in a file. Weights are random, and no code from the
+hub runs.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,30 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _OF_TIMM = "pretrained_cfg"
-"""The key by which transformers recognises a configuration in timm's form, which has no ``model_type``."""
+"""The key by which transformers recognises a configuration for a timm model. Such a configuration has no ``model_type``."""
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
-"""Model kinds in transformers.
+"""Model kinds in transformers, in the order in which they are tried.
 
-If a configuration names no class, the first kind that has a class for this configuration is used.
+If a configuration names no model class, the class comes from the first kind that supports this configuration.
 """
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _FEWEST = 2
 _DENSE_FIRST = "first_k_dense_replace"
-"""Key for how many layers precede the first layer with experts."""
+"""The key for the number of layers before the first layer with experts."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Return a transformers model. A model for training has no key-value cache, as in most programs.
+    """Describe a transformers model: how to build it, and its inputs. For training, the key-value cache is switched off, as in
+    most programs.
 
     Args:
-        name: ``hf:ORG/NAME``, ``hf-tiny:ORG/NAME``, or either word with a path.
-        size: Samples and their length. ``None`` means a sample with the usual length.
+        name: ``hf:ORG/NAME`` or ``hf-tiny:ORG/NAME``. A path may replace ``ORG/NAME``.
+        size: The number of samples, and their length. ``None`` means a single sample with the model's default length.
         task: The model's task.
 
     Raises:
-        ModelError: The configuration does not exist or needs its own code, no batch can be made, or the model cannot generate.
+        ModelError: The configuration does not exist or needs code from its repository, no batch can be made, or the model
+            cannot generate tokens.
     """
     transformers = library_of(name, "transformers")
     config = _configuration(transformers, name)
@@ -60,8 +64,8 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         _resize(config, size.length)
     if task.new_tokens is not None and not model_class.can_generate():
         raise ModelError(
-            f"{name}: {model_class.__name__} generates no tokens, as classes like LlamaForCausalLM and "
-            "T5ForConditionalGeneration do; leave the generation out to measure a forward pass"
+            f"{name}: {model_class.__name__} generates no tokens, unlike LlamaForCausalLM and "
+            "T5ForConditionalGeneration; leave the generation out to measure a forward pass"
         )
     try:
         if task.new_tokens is None:
@@ -81,13 +85,13 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _resize(config: Any, side: int) -> None:
-    """Set the image side in a configuration, so the model gets a position for each patch."""
+    """Set the image side in a configuration, so the model has a position embedding for each image patch."""
     vision = vision_part(config)
     vision.image_size = [side, side] if isinstance(getattr(vision, "image_size", None), (list, tuple)) else side
 
 
 def _search_greedily(transformers: Any, model: Any) -> None:
-    """Replace the model's generation settings: it searches greedily and no token ends a text."""
+    """Replace the model's generation settings, so the model decodes greedily, and no token ends a text early."""
     original = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=original.bos_token_id, decoder_start_token_id=original.decoder_start_token_id
@@ -109,7 +113,8 @@ def _configuration(transformers: Any, name: ModelName) -> Any:
         )
     if "model_type" not in values and _OF_TIMM not in values:
         raise ModelError(f'{name}: the configuration names no model; add one to {CONFIG}, like "model_type": "llama"')
-    # transformers reads the checked values from a folder. The hub could answer a second request in another way.
+    # Let transformers read the checked values from a temporary folder, because the hub could return other values for a second
+    # request.
     with TemporaryDirectory(prefix="gpumem-config-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(without_links(values)), encoding="utf-8")
         try:
@@ -120,7 +125,7 @@ def _configuration(transformers: Any, name: ModelName) -> Any:
 
 
 def _fetched(transformers: Any, name: ModelName) -> Path:
-    """Return the file in the hub's cache. It is downloaded if necessary."""
+    """Return the path to a configuration file in the hub's local cache. Download the file if it is not in the cache."""
     try:
         return Path(transformers.utils.cached_file(name.name, CONFIG))
     except Exception as error:  # noqa: BLE001, from the network, the hub or the cache
@@ -131,7 +136,9 @@ def _fetched(transformers: Any, name: ModelName) -> Path:
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
-    """Return the model class. A configuration can only name transformers' model classes, and not, for example, a pipeline."""
+    """Return the model class for a configuration. Only model classes in transformers are accepted, and not, for example,
+    pipelines.
+    """
     names = [each for each in config.architectures or () if isinstance(each, str)]
     for each in names:
         model_class = getattr(transformers, each, None)
@@ -158,9 +165,11 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Keep two layers and the first layer of each further kind. Lists with a value for each layer are shortened accordingly.
+    """Keep only the first two layers, and the first layer of each further kind. Lists with a value for each layer keep only the
+    values for these layers.
 
-    Example: four layers of the kinds full, full, full, sliding become three: the first two, and the first sliding layer.
+    Example: a model has three layers with full attention, and then a layer with sliding attention. Three layers remain: the
+        first two layers, and the sliding layer.
     """
     if getattr(config, _DENSE_FIRST, 0) > 1:
         setattr(config, _DENSE_FIRST, 1)

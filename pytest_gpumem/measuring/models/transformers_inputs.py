@@ -1,4 +1,5 @@
-"""Describe a batch for a transformers model from its class and configuration: random inputs, and labels in training.
+"""Describe a batch for a transformers model by the model's class and configuration: random inputs, and for training also
+labels.
 
 Example: GPT2LMHeadModel with the batch ``4x1024`` gets ``input_ids`` and ``labels`` with 4 x 1,024 token ids each.
 """
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 TOKENS, FEATURES = "input_ids", "input_features"
 PIXELS, _SAMPLES = "pixel_values", "input_values"
 MOST_TOKENS = 2048
-"""Default sequence length in tokens, if the model has at least as many positions."""
+"""Default sequence length in tokens. If the model has fewer positions, the default is the number of positions."""
 _AUDIO = 160_000
 """Default recording length in audio samples: ten seconds at 16 kHz."""
 _LABELS_OF_AUDIO = 32
-"""Labels for a recording, about three for each spoken second."""
+"""The number of labels for an audio recording: about three labels for each second."""
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 _AS_LONG = ("CausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _BEHIND_PADDING = {
@@ -38,20 +39,20 @@ _BEHIND_PADDING = {
     ),
     *("ibert", "luke", "xmod", "esm"),
 }
-"""Model kinds that number positions from the padding token's id + 1, so fewer positions are usable than configured."""
+"""Model kinds that number positions from the padding token's id + 1 on, so fewer positions are usable than configured."""
 
 
 def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: bool) -> Inputs:
-    """Return the inputs for a model class.
+    """Describe the inputs for a model class, and the labels for training.
 
     Args:
         model_class: A transformers model class.
         config: The model's configuration, which also determines the image side.
-        size: Samples and their length. ``None`` means a sample with the usual length.
+        size: The number of samples, and their length. ``None`` means a single sample with the model's default length.
         trains: Whether the model must return a loss.
 
     Raises:
-        ModelError: No batch can be made for this class, or not in this size.
+        ModelError: No batch can be made for this class, or no batch with this size.
     """
     parameters = inspect.signature(model_class.forward).parameters
     samples = size.samples if size is not None else 1
@@ -71,7 +72,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_SAMPLES] = RandomTensor((samples, length))
     elif main == PIXELS:
         tensors[PIXELS] = _images(config, samples, f"write {samples}x224 for the batch")
-        # For images, the configuration determines the side.
+        # For image models, the configuration determines the side, so there is no length.
         length, shape = None, by_sides(tensors[PIXELS].shape[1:])
     else:
         raise ModelError(f"{model_class.__name__} takes {main}, an input that is not known here; {WRITE}")
@@ -82,7 +83,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
             f"known here; {WRITE}"
         )
     if "return_loss" in parameters and PIXELS in parameters:
-        # The model compares texts with images, as CLIP does.
+        # A model such as CLIP compares texts with images, and needs both.
         tensors[PIXELS] = _images(config, samples, WRITE)
         constants["return_loss"] = trains
     elif trains:
@@ -94,16 +95,16 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
 
 
 def _text(config: Any) -> Any:
-    """Return a configuration's part for texts."""
+    """Return the configuration for the text model within a configuration."""
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config() if get_text_config is not None else config
 
 
 def positions_of(config: Any) -> int | None:
-    """Return how many positions a model has; ``None`` if a model accepts any number."""
+    """Return the number of positions in a model. Return ``None`` if sequences may have any length."""
     text = _text(config)
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:  # some configurations use -1 for any number
+    if not isinstance(positions, int) or positions <= 0:  # some configurations have -1 for any length
         return None
     if getattr(text, "model_type", None) in _BEHIND_PADDING:
         positions -= (text.pad_token_id or 0) + 1
@@ -115,13 +116,13 @@ def _within(model_class: Any, length: int | None, positions: int | None) -> int:
         return min(MOST_TOKENS, positions or MOST_TOKENS)
     if positions is not None and length > positions:
         raise ModelError(
-            f"{model_class.__name__} has {positions} positions, and the batch has {length} tokens a sample"
+            f"{model_class.__name__} has {positions} positions, but the batch has {length} tokens a sample"
         )
     return length
 
 
 def vision_part(config: Any) -> Any:
-    """Return a configuration's part for images."""
+    """Return the configuration for the image model within a configuration."""
     return getattr(config, "vision_config", config)
 
 
@@ -141,7 +142,7 @@ def _labels(
     if name.endswith("ForQuestionAnswering") and length is not None:
         return dict.fromkeys(("start_positions", "end_positions"), RandomTensor((samples,), length))
     if "labels" not in parameters:
-        raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure inference")
+        raise ModelError(f"{name} has no loss, because its forward takes no labels; {WRITE}; or measure inference")
     if name.endswith(_CLASSES):
         return {"labels": RandomTensor((samples,), config.num_labels)}
     if name.endswith("ForTokenClassification") and length is not None:

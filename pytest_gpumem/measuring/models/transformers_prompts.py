@@ -1,6 +1,6 @@
-"""Describe a prompt for a transformers model that generates tokens: random token ids without padding.
+"""Describe a prompt for a transformers model that generates tokens. A prompt consists of random token ids without padding.
 
-Example: GPT2LMHeadModel has 1,024 positions. For 64 new tokens, the default prompt has 960 tokens.
+Example: GPT2LMHeadModel has 1,024 positions. If it generates 64 tokens, the default prompt has the other 960 tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pytest_gpumem.measuring.models.transformers_inputs import FEATURES, MOST_TO
 
 
 def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens: int) -> Inputs:
-    """Return the arguments for the model's ``generate``.
+    """Describe the arguments for a model's ``generate``.
 
     Args:
         model_class: A transformers model class that generates tokens.
         config: The model's configuration.
-        size: Samples and their tokens. ``None`` means a sample that fills the positions left by the new tokens, but at most
-            `MOST_TOKENS`.
+        size: The number of prompts, and the tokens in each prompt. ``None`` means a single prompt that fills all positions
+            except those for the new tokens, but has at most `MOST_TOKENS` tokens.
         new_tokens: The number of tokens to generate.
 
     Raises:
-        ModelError: No prompt can be made for this class or in this size, or the model has too few positions.
+        ModelError: No prompt can be made for this class or with this size, or the model has too few positions.
     """
     name, main, size = model_class.__name__, model_class.main_input_name, size or BatchSize(1)
     if main not in (TOKENS, FEATURES):
         raise ModelError(f"{name} takes {main}, which is not a prompt of tokens; {WRITE}")
     if main == FEATURES:
         if size.length is not None:
-            raise ModelError(f"sounds of {name} have its own length: write {size.samples} for the batch")
+            raise ModelError(f"recordings for {name} have a fixed length: write only {size.samples} for the batch")
         positions = config.max_target_positions
     else:
         positions = positions_of(config)
@@ -42,14 +42,14 @@ def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens:
     if follows and size.length is None:
         size = replace(size, length=max(1, min(MOST_TOKENS, most)))
     if new_tokens > (positions or new_tokens):
-        raise ModelError(f"{name} has {positions} positions, and is to generate {new_tokens} tokens")
+        raise ModelError(f"{name} has {positions} positions, which are too few to generate {new_tokens} tokens")
     length = size.length or 0
     if follows and positions is not None and length > most:
         raise ModelError(
-            f"{name} has {positions} positions, and a prompt of {counted(length, 'token')} with {new_tokens} new ones takes "
+            f"{name} has {positions} positions, but a prompt of {counted(length, 'token')} with {new_tokens} new tokens needs "
             f"{length + new_tokens}"
         )
-    # `generate` makes the decoder's inputs itself.
+    # Pass only the main input, because `generate` itself makes the inputs for a decoder.
     inputs = inputs_of(model_class, config, size, trains=False)
     arguments = {main: inputs.arguments[main]}
     if main == FEATURES:

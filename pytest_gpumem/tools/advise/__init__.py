@@ -1,1 +1,3 @@
-"""Find a step config with which a model fits into memory. Cheap settings are tried first."""
+"""Find a step config with which a model's step fits into memory. Settings with a low cost in speed or accuracy come
+first.
+"""

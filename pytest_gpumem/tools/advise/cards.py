@@ -1,10 +1,12 @@
-"""Try step configs on emulated GPUs. Each trial is a fork, so torch and the model's library are loaded only once.
+"""Try step configs on emulated GPUs. Each trial runs in a forked process, so torch and other libraries are imported only once.
 
-A step first runs on a GPU with 8.8 TB, more than any GPU has. There, PyTorch's allocator reserves as much as on any GPU with
-enough memory. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with
-the card's own memory. The allocator then frees its cache, so the step may fit. So a config runs out of memory at most once.
+A step first runs on an emulated GPU with 8.8 TB of memory, more than any real GPU has. With so much memory, PyTorch's allocator
+reserves the same bytes as on every real GPU with enough memory. If a card has less memory than these reserved bytes, but enough
+for the step's tensors, the step runs again with the card's own memory size. In this second run, the allocator frees cached
+blocks when the card is full, so the step may fit.
 
-For example, a step with 38 GB of tensors and 45 GB reserved runs twice on a card with 40 GB, and once on a card with 24 GB.
+For example, let a step's tensors need 38 GB, and let the allocator reserve 45 GB. For a card with 40 GB, the step runs twice.
+For a card with 24 GB, it runs once, because the tensors alone do not fit.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.advise.snippet import BlockContainer
 
 _ANY_MEMORY = 2**43
-"""More bytes than any GPU has."""
+"""The memory size in bytes for a step's first run: 8.8 TB, more than any real GPU has."""
 
 
 def begin(gpu: Gpu) -> None:
-    """Load torch for an emulated GPU into this process. This process must not use CUDA itself, because it is forked.
+    """Import torch for an emulated GPU into this process. This process must not use CUDA, because each trial runs in a fork of
+    this process.
 
     Raises:
         EmulationError: This machine cannot emulate a GPU.
@@ -54,37 +57,38 @@ def begin(gpu: Gpu) -> None:
     install(gpu.device)
     import torch
 
-    # A fork has no threads from this process, so the fork must not wait for such threads.
+    # Use a single thread. Forked processes do not inherit torch's worker threads, and would wait for them forever.
     torch.set_num_threads(1)
 
 
 def capacity_of(gpu: Gpu) -> int:
-    """Return the bytes that an allocator can reserve on a GPU beside a CUDA context."""
+    """Return the bytes that PyTorch's allocator can reserve on a GPU: the total memory without a CUDA context."""
     return gpu.total_bytes - CONTEXT_BYTES
 
 
 def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
-    """Return the GPU with its memory reduced to ``nbytes`` beside a CUDA context."""
+    """Return the GPU with less memory: ``nbytes`` for PyTorch's allocator, and a CUDA context."""
     return replace(gpu, total_bytes=min(gpu.total_bytes, nbytes + CONTEXT_BYTES))
 
 
 def subject_in_forks(
     name: str, gpus: Sequence[Gpu], make: Callable[[torch.device, bool], AdviceSubject], task: Task
 ) -> AdviceSubject:
-    """Return a subject for a project's function. Each measuring process calls ``make`` anew, because a function may do
-    anything.
+    """Return the subject for a project's function. Each trial calls ``make`` again in its own process, because the function
+    may, for example, use CUDA, and a fork cannot inherit CUDA's state.
 
-    A separate process inspects the subject first, on the first card for which torch has kernels.
+    Before the trials, a forked process makes the subject once to find its blocks, samples and attention implementation. This
+    process emulates the first card for which torch has kernels.
 
     Args:
         name: The subject's name in messages.
-        gpus: The cards.
-        make: The function for `AdviceSubject.make`. It may raise `SubjectError`.
-        task: The model's task in the measured step.
+        gpus: The GPUs to emulate.
+        make: Makes the subject on a device, as described in `AdviceSubject.make`. It may raise `SubjectError`.
+        task: The measured task, for example training.
 
     Raises:
         SubjectError: ``make`` raised this error.
-        TrialFailed: ``make`` raised another error, whose traceback has been printed, or its process ended.
+        TrialFailed: ``make`` raised another error, and its traceback has been printed. Or the process ended without a result.
     """
     containers: tuple[BlockContainer, ...] = ()
     samples, attention = None, ""
@@ -100,13 +104,15 @@ def subject_in_forks(
 
 
 def _never(_dtype: torch.dtype) -> torch.nn.Module:
-    raise AssertionError("the measuring process makes the model")
+    raise AssertionError("the model is made in the trial's process")
 
 
 def _inspect(
     name: str, gpu: Gpu, make: Callable[[torch.device, bool], AdviceSubject]
 ) -> tuple[tuple[BlockContainer, ...], int | None, str] | None:
-    """Return the subject's blocks, samples and attention, or ``None`` if torch has no kernels for the card."""
+    """Return the paths to the subject's blocks, the samples in its batch, and its attention implementation. Return ``None`` if
+    torch has no kernels for the GPU.
+    """
     if why_no_kernels(gpu) is not None:
         return None
     try:
@@ -120,20 +126,20 @@ def _inspect(
 
 
 def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
-    """Try a config on an emulated GPU.
+    """Measure a step with a config on an emulated GPU.
 
     Args:
-        gpu: The card. The step runs without a memory limit first, and again with this card's limit if its tensors fit but its
-            reserved bytes do not.
+        gpu: The GPU. The step first runs with unlimited memory. If the step's tensors fit into this GPU but the allocator's
+            reserved bytes do not, the step runs again with this GPU's memory size.
         subject: The model and its batch.
         config: The step config.
 
     Returns:
-        The trial, and a clause that says why peaks may be too low, or ``None``.
+        The trial, and a clause with the reason why its peak may be too low. The clause is ``None`` if the peak is complete.
 
     Raises:
         NotAStep: The subject cannot run this step.
-        TrialFailed: The model's own code raised an error in the first config.
+        TrialFailed: The model's own code raised an error with the first config.
     """
 
     def try_card(card: Gpu) -> tuple[Trial, str | None]:
@@ -155,7 +161,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trial,
 
 
 def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Return the composition of a config's peak on a GPU, or a clause that says why there is none."""
+    """Return the composition of a config's peak on a GPU, or the reason why the peak cannot be explained, as a clause."""
     try:
         explanation: Explanation | str = _in_fork(
             _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
@@ -170,11 +176,11 @@ def _with_any_memory(gpu: Gpu) -> Gpu:
 
 
 class _NoResultError(Exception):
-    """Error if a process ended without a result. The message is a clause."""
+    """Error if a forked process ended without a result. The message is a clause."""
 
 
 def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a forked process with the GPU, and return its result.
+    """Run ``work`` in a forked process with the emulated GPU, and return the result from ``work``.
 
     Raises:
         _NoResultError: The process ended without a result.
@@ -203,7 +209,7 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
 
 
 _SECONDS = 10.0
-"""Seconds to wait for a process's end after its result."""
+"""Seconds to wait until a forked process exits after it has sent its result."""
 
 
 def _ending(code: int | None) -> str:
@@ -215,14 +221,14 @@ def _ending(code: int | None) -> str:
 
 
 def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
-    """Run ``work`` with the GPU, and send its result, or its error's class and message."""
-    # Only the parent handles Ctrl-C. This process ends with the parent, even if the parent is killed.
+    """Run ``work`` on the emulated GPU, and send the result, or the error's class and message, to the parent process."""
+    # Only the parent process handles Ctrl-C. This process ends when the parent ends, even if the parent is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    # Standard output is reserved for the parent's results.
+    # Redirect the model's prints to standard error, because the parent writes its results to standard output.
     os.dup2(2, 1)
     become(gpu)
-    # Child processes, for example compilers, get the same card.
+    # Child processes, for example compilers, emulate the same GPU.
     os.environ.update(environment_for(gpu, os.environ))
     message: tuple[type[Exception] | None, Any]
     try:

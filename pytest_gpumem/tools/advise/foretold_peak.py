@@ -1,11 +1,13 @@
-"""Compute a long generation's peak on an emulated GPU from a few tokens and torch's own allocator.
+"""Predict the memory peak of a long token generation on an emulated GPU. Only a few tokens are generated.
 
-An emulated GPU needs about a second for each token in a model with 32 layers. The allocations for all tokens follow from a few
-tokens (`token_pattern`), and torch's caching allocator replays a token's allocations in 10 ms. The replay includes
-fragmentation: longer blocks rarely fit into the gaps between shorter blocks, and no formula predicts this loss.
+An emulated GPU needs about a second for each token in a model with 32 layers. So this module records the allocations for a few
+tokens, derives the allocations for all tokens (see `token_pattern`), and replays them in torch's caching allocator, which takes
+10 ms for each token. A replay includes fragmentation, which no formula predicts: a growing tensor needs a larger block for each
+token, and such a block rarely fits into the gaps between earlier, smaller blocks.
 
-For example, `foretold_peak` runs 41 instead of 1,000 tokens after a prompt with 100 tokens: the first 28 tokens, and 13 tokens
-after a prompt with 1,087 tokens. Then it replays the allocations for all 1,000 tokens, in about 10 s for each replay.
+For example, let a model generate 1,000 tokens after a prompt with 100 tokens. `foretold_peak` generates only 41 tokens: the
+first 28 tokens, and then 13 tokens after a longer prompt with 1,087 tokens, in place of the last 13 tokens. Then it replays the
+allocations for all 1,000 tokens. Each replay takes about 10 s.
 """
 
 from __future__ import annotations
@@ -48,40 +50,43 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.advise.token_pattern import Step
 
 Place = tuple[int, int]
-"""A step's number, and an allocation's index in this step."""
+"""An allocation's identity: the number of its step, and its index among the allocations in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
-"""The number of tokens in the second recording. They are enough for the last steps to include a complete period."""
+"""The number of tokens in the second recording: 13. Its steps after the first three include the longest period, which is 8
+steps."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
-"""The fewest tokens for which a replay is faster than a complete run: 82."""
+"""The minimum length of a generation whose peak is predicted: 82 tokens. A shorter generation runs completely, because
+recording and replaying it would take longer."""
 _MOST_RUNS = 8
 
 
 def is_long(new_tokens: int | None) -> bool:
-    """Return whether a step generates enough tokens for `foretold_peak`."""
+    """Return whether a step generates at least `LEAST_TOKENS` tokens, so `foretold_peak` can predict its peak."""
     return new_tokens is not None and new_tokens >= LEAST_TOKENS
 
 
 class _NotForetold(Exception):
-    """Error if the allocations for all tokens do not follow from the recorded tokens."""
+    """Error if the peak cannot be predicted from the recorded tokens, so all tokens have to run."""
 
 
 def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Peak | None:
-    """Return a repeated generation's peak, or ``None`` if all tokens have to run.
+    """Return the peak of a repeated generation, or ``None`` if the peak cannot be predicted, so all tokens have to run.
 
     Args:
         device: An emulated GPU.
-        model: A model whose ``generate`` takes ``max_new_tokens``.
-        prompt: The arguments for ``generate``: tensors with an equal shape ``(samples, tokens)``.
+        model: A model whose ``generate`` accepts ``max_new_tokens``.
+        prompt: The arguments for ``generate``. The peak is predicted only if all arguments are tensors with the same shape
+            ``(samples, tokens)``.
         tokens: The number of tokens to generate.
         config: The step config.
     """
     if not is_long(tokens) or not _has_one_size(prompt):
         return None
-    # The dry run, a check of autocast, leaves cuBLAS's workspace. Free this workspace, because a recording has to allocate it.
+    # An earlier dry run has allocated cuBLAS's workspace. Free the workspace, so the recording includes its allocation.
     clear_cublas_workspaces()
     try:
         with device.peak_from_now_on() as peak:
-            assert peak is not None, "an emulated GPU reserves"
+            assert peak is not None, "an emulated GPU reports its peak"
             first = _recorded(device, model, prompt, FIRST_TOKENS, config)
             first_peak = peak()
         last = _recorded(device, model, _lengthened(prompt, tokens - LAST_TOKENS), LAST_TOKENS, config)
@@ -98,7 +103,7 @@ def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: i
 
 
 def _has_one_size(prompt: Any) -> bool:
-    """Return whether a prompt consists of tensors with an equal shape ``(samples, tokens)``."""
+    """Return whether all arguments in a prompt are tensors with the same shape ``(samples, tokens)``."""
     import torch
 
     if not isinstance(prompt, dict) or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
@@ -108,18 +113,18 @@ def _has_one_size(prompt: Any) -> bool:
 
 
 def _lengthened(prompt: Mapping[str, torch.Tensor], extra: int) -> dict[str, torch.Tensor]:
-    """Return a prompt with ``extra`` more tokens."""
+    """Return a prompt with ``extra`` more tokens, which repeat its last token."""
     import torch
 
     return {name: torch.cat([value, value[:, -1:].expand(len(value), extra)], dim=1) for name, value in prompt.items()}
 
 
 def _recorded(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Recording:
-    """Generate a few tokens, and return the allocations and frees.
+    """Generate ``tokens`` tokens, and return all allocations and frees in these steps.
 
     Raises:
-        _NotForetold: The number of forward passes differs from the number of tokens, an older block was freed, or memory ran
-            out with the longer prompt.
+        _NotForetold: The number of forward passes differs from the number of tokens, a block from before the recording was
+            freed, or memory ran out in the second recording with its longer prompt.
     """
     index = device.torch_device.index or 0
     borders: list[int] = []
@@ -151,7 +156,11 @@ def _history() -> Iterator[None]:
 
 
 def _steps(entries: Sequence[HistoryEntry], borders: Sequence[int]) -> Iterator[Step]:
-    """Yield the events between successive borders. Raises `_NotForetold` if a block from before the recording is freed."""
+    """Split the recorded entries into steps at the indices ``borders``, and yield each step's allocations and frees.
+
+    Raises:
+        _NotForetold: A block from before the recording was freed.
+    """
     made_at: dict[int, tuple[int, int]] = {}
     for number, (begin, end) in enumerate(zip([0, *borders], [*borders, len(entries)], strict=True)):
         step: list[Allocation | Free] = []
@@ -170,16 +179,17 @@ def _steps(entries: Sequence[HistoryEntry], borders: Sequence[int]) -> Iterator[
 
 
 def _replayed(device: Device, steps: Sequence[Step], *, runs: int) -> tuple[Peak, frozenset[Place]]:
-    """Replay steps in the allocator until it reserves no more.
+    """Replay steps in torch's allocator until a further replay no longer changes the peak.
 
     Returns:
-        The peak, and the places of blocks that stay allocated. These are cuBLAS workspaces, which serve the next run.
+        The peak, and the places of blocks that stay allocated after the last step. These blocks are cuBLAS workspaces, which
+        the next replay uses again.
 
     Raises:
-        _NotForetold: A token's blocks are never freed, or each of ``runs`` replays reserves more.
+        _NotForetold: Some block for a generated token is never freed, or the peak still changes after ``runs`` replays.
     """
     with _replay(device) as replay, device.peak_from_now_on() as peak:
-        assert peak is not None, "an emulated GPU reserves"
+        assert peak is not None, "an emulated GPU reports its peak"
         previous_peak = None
         for _ in range(runs):
             replay.run(steps)
@@ -192,7 +202,7 @@ def _replayed(device: Device, steps: Sequence[Step], *, runs: int) -> tuple[Peak
 
 @contextmanager
 def _replay(device: Device) -> Iterator[_Replay]:
-    """Yield a replay without cuBLAS workspaces, and free its blocks at the end."""
+    """Yield a replay that starts without cuBLAS workspaces. Free the replay's blocks when the context ends."""
     clear_cublas_workspaces()
     replay = _Replay(device.torch_device)
     try:
@@ -203,24 +213,24 @@ def _replay(device: Device) -> Iterator[_Replay]:
 
 
 class _Replay:
-    """A replay of allocations in torch's caching allocator."""
+    """Replays allocations and frees in torch's caching allocator, without running a model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: dict[Place, int] = {}
-        """Addresses of live blocks."""
+        """The address of each block, by the place of its allocation. A freed block is removed."""
 
     @property
     def kept(self) -> frozenset[Place]:
-        """The live blocks."""
+        """The places of all blocks still allocated."""
         return frozenset(self._blocks)
 
     def run(self, steps: Sequence[Step]) -> None:
         """Replay the allocations and frees of all steps.
 
         Raises:
-            _NotForetold: A token's blocks are never freed, or the block to free does not exist, because the two recordings
-                have different allocations.
+            _NotForetold: Some block for a generated token is never freed. Or a block to free does not exist, because the two
+                recordings have different allocations.
         """
         for number, step in enumerate(steps):
             count = 0
@@ -237,7 +247,7 @@ class _Replay:
             raise _NotForetold
 
     def free_all(self) -> None:
-        """Free all live blocks."""
+        """Free all blocks still allocated."""
         for key in list(self._blocks):
             self._free(*key)
 

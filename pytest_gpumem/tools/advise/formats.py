@@ -1,4 +1,4 @@
-"""Format advice as JSON, Markdown or an HTML page. Pure functions."""
+"""Format the results of `gpumem advise` as JSON, Markdown or an HTML page. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.advise.search_order import Trial
 
 FORMAT = 1
-"""The JSON format's version."""
+"""The version number of the JSON format, which is the first field in the output."""
 _MOST_ROWS = 30
-"""The most rows in a composition table on the page."""
+"""The HTML page shows at most this many rows from a peak's composition."""
 
 
 def to_json(advice: Advice, status: int) -> str:
-    """Return the advice as JSON, in bytes and seconds. ``status`` is the command's exit status."""
+    """Return the results as JSON. Sizes are in bytes, and times in seconds. ``status`` is the command's exit status."""
     plain_values = {
         "format": FORMAT,
         "exit_status": status,
@@ -86,7 +86,7 @@ def _plain_recommended(recommended: Recommendation) -> dict[str, Any]:
         "config": str(recommended.config),
         "device": recommended.device,
         "code": list(recommended.code),
-        # This sum comes from a separate recorded run, so it can differ from `peak_allocated`.
+        # The composition comes from a separate, recorded run, so its total can differ from `peak_allocated`.
         "made_of_bytes": None if peak is None else peak.total,
         "phase": None if peak is None else peak.phase or None,
         "made_of": None
@@ -100,7 +100,7 @@ def _plain_recommended(recommended: Recommendation) -> dict[str, Any]:
 
 
 def markdown(advice: Advice) -> str:
-    """Return the advice in GitHub's Markdown, for a comment."""
+    """Return the results in GitHub's Markdown, for example for a comment on a pull request."""
     parts = [f"### {plain(_title(advice))}"]
     if any(device.tried for device in advice.devices):
         header, rows = table_cells(advice)
@@ -119,7 +119,7 @@ def markdown(advice: Advice) -> str:
 
 
 def html(advice: Advice) -> str:
-    """Return the advice as a page, with a memory chart for each recommended config.
+    """Return the results as an HTML page, with a chart of memory over time for each recommended config.
 
     Raises:
         ImportError: plotly or jinja2 is not installed (extra ``report``).
@@ -156,7 +156,7 @@ def _panel(recommended: Recommendation) -> dict[str, Any]:
 
 
 def _title(advice: Advice) -> str:
-    kind = "A training step" if advice.task.trains else "A step of inference"
+    kind = "A training step" if advice.task.trains else "An inference step"
     return advice.title if advice.subject else "; ".join(filter(None, (f"{kind} of a function's model", advice.title)))
 
 

@@ -1,4 +1,4 @@
-"""Results of `gpumem advise`: the trials on each device, and the recommended configs. Frozen values."""
+"""Results of `gpumem advise`: the trials on each device, and the recommended configs. All classes are frozen."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTrials:
-    """The trials on a device, with the device's name, the limit in bytes, and the recommended trial."""
+    """The trials on a device, with the device's name and its recommended trial."""
 
     name: str
     limit: int | None
-    """``None`` if there is no limit."""
+    """The memory limit for a step in bytes. ``None`` if there is no limit."""
     tried: tuple[Trial, ...]
     chosen: Trial | None
     lacking: str | None = None
-    """A clause with the reason why peaks may be too low; ``None`` if there is no such reason."""
+    """The reason why peaks on this device may be too low, as a clause. ``None`` if peaks are complete."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
-    """The largest batch, or the longest sequence, for each searched config."""
+    """The largest batch, or the longest sequence, for each config for which the user requested this search."""
     finished: bool = True
     """False after Ctrl-C."""
     warnings: tuple[str, ...] = ()
-    """The distinct warnings from all runs."""
+    """The distinct warnings from all trials on this device."""
 
     @property
     def smallest(self) -> Trial | None:
-        """The measured config with the smallest peak; ``None`` if no config was measured."""
+        """The trial with the smallest peak. ``None`` if no config could be measured."""
         measured = [trial for trial in self.tried if trial.peak is not None]
         return min(measured, key=lambda trial: trial.peak or 0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A recommended config, with its code and its peak's composition on the first device with this recommendation."""
+    """A recommended config, and a code snippet for it. ``device`` is the first device for which the config is recommended.
+    ``explanation`` contains the composition of the peak on this device.
+    """
 
     config: StepConfig
     device: str
     code: tuple[str, ...]
     explanation: Explanation | None = None
     why_not: str = ""
-    """A clause that says why there is no explanation. Empty if no explanation was asked for."""
+    """The reason why the peak could not be explained, as a clause. Otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +61,23 @@ class Advice:
     """The trials and recommendations for a model's step."""
 
     subject: str
-    """The model and its batch, for people. Empty if a function made the model and the batch."""
+    """A text with the model's name and its batch. Empty if the model comes from a project's function."""
     task: Task
-    """The model's task in a step."""
+    """The measured task: training, inference or token generation."""
     emulated: bool
-    """True if the devices are emulated. If so, reserved bytes are compared with each card's memory."""
+    """True if the devices are emulated GPUs. If so, a config fits if the allocator's reserved bytes fit into the GPU's
+    memory."""
     devices: tuple[DeviceTrials, ...]
     recommended: tuple[Recommendation, ...] = ()
     finished: bool = True
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()
     size_axis: SizeAxis | None = None
-    """The searched batch dimension, if any."""
+    """The batch dimension to maximize, or ``None`` if the user did not request this."""
     sharding: StepConfig | None = None
-    """A config with nothing but the sharding that an option adds to each config."""
+    """A config with only the sharding from ``--shard``. This sharding is added to each tried config."""
     attention: str = ""
-    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
+    """The attention implementation that transformers chose, such as ``"sdpa"``. Empty for models from other libraries."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -83,14 +86,16 @@ class Advice:
 
     @property
     def title(self) -> str:
-        """The model, its batch, and a sharded model's measured rank. May be empty."""
+        """The model's name, its batch, and the measured rank of a sharded model. Empty for an unsharded model from a
+        function.
+        """
         rank = "" if self.sharding is None else rank_title(self.sharding)
         return "; ".join(filter(None, (self.subject, rank)))
 
     def fits(self, *, every: bool) -> bool:
-        """Return whether a config fits into any device, or into each device if ``every``.
+        """Return whether any device has a config that fits. If ``every`` is true, every device must have such a config.
 
-        A smaller batch from a search for the largest batch counts as well.
+        A device also counts if only a smaller batch fits, which a search for the largest batch has found.
         """
         has_fit = [
             device.chosen is not None or any(largest.size for largest in device.largest.values())
@@ -101,16 +106,17 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class CategoryShare:
-    """A category's bytes, and their modules, the largest first."""
+    """The bytes in a category of a peak's composition, such as activations, divided by module."""
 
     category: str
     nbytes: int
     modules: tuple[tuple[str, int], ...]
-    """Module paths with layers folded, and bytes: ``("h.*.mlp", 9437184)``. Blocks without a module have an empty path."""
+    """Pairs of a module path and its bytes, the largest first: ``("h.*.mlp", 9437184)``. The star stands for the numbers of
+    repeated layers. Tensors without a module have an empty path."""
 
 
 def shares_of(composition: Composition) -> tuple[CategoryShare, ...]:
-    """Return a composition's categories with their modules, the largest first."""
+    """Return the categories in a composition, the largest first, each with its modules."""
     categories: dict[str, dict[str, int]] = {}
     for row in composition.rows:
         modules = categories.setdefault(row.category, {})
@@ -126,6 +132,6 @@ def _largest_first(modules: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def configs_in_order(devices: Sequence[DeviceTrials]) -> list[StepConfig]:
-    """Return the configs from all devices, the recommended configs first."""
+    """Return the distinct configs in the trials on all devices, the recommended configs first."""
     chosen = [device.chosen.config for device in devices if device.chosen is not None]
     return list(dict.fromkeys([*chosen, *(trial.config for device in devices for trial in device.tried)]))

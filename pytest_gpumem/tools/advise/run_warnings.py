@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOISE = ("torch", "torchao")
-"""Packages whose log records do not concern the measured code.
+"""Packages whose log records are ignored, because they do not concern the measured code.
 
 For example, torchao logs each kernel that this machine lacks.
 """
@@ -19,10 +19,10 @@ For example, torchao logs each kernel that this machine lacks.
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Yield a list to which each warning within the context is added once, as a line.
+    """Collect the distinct warnings within the context in the yielded list, each as a line of text.
 
-    For example ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``, or
-    ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed.
+    Examples are ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``
+    and ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed.
     Warnings hidden by a filter or by `quietly` are not collected.
     """
     lines: list[str] = []
@@ -38,12 +38,13 @@ def collected_warnings() -> Iterator[list[str]]:
         collect(category.__name__, str(message))
         show(message, category, *location, **more)
 
-    # Libraries such as transformers and diffusers do not propagate their records, so the root logger's handlers lack them.
+    # Libraries such as transformers and diffusers do not propagate their log records, so a handler on the root logger would
+    # miss these records. A record factory sees every record.
     def make_and_collect(name: Any, level: Any, *parts: Any, **more: Any) -> logging.LogRecord:
         record = make_record(name, level, *parts, **more)
         package = str(name).partition(".")[0]
         if isinstance(level, int) and level >= logging.WARNING and package not in _NOISE:
-            with suppress(Exception):  # `logging` reports wrong arguments when it prints the record
+            with suppress(Exception):  # a record with wrong arguments: `logging` reports them when it prints the record
                 collect(package, record.getMessage())
         return record
 

@@ -1,7 +1,8 @@
-"""Decide the order in which configs are tried until a model fits: the cheapest changes come first. Pure functions.
+"""Decide the order in which step configs are tried until a step fits into memory. Changes with little effect on speed and
+accuracy come first. Pure functions.
 
 A config that saves memory becomes the base of all later configs. For example, a training step with Llama 3 8B and a batch of
-1x4096 tokens reserves this much on an H100, whose limit is 84.48 GB::
+1x4096 tokens reserves the following bytes on an H100, where at most 84.48 GB can be reserved::
 
     fp32                          232.29 GB
     amp-bf16                      189.17 GB   saves memory, so later configs keep amp-bf16
@@ -31,27 +32,33 @@ if TYPE_CHECKING:
 
 START = StepConfig(precision="fp32")
 FASTER = ("amp-bf16", "bf16")
-"""Precisions that GPUs with tensor cores compute faster than fp32. The search tries them if fp32 does not fit."""
+"""Precisions in which GPUs with tensor cores compute faster than in fp32. The search tries these precisions only if fp32 does
+not fit."""
 OUT_OF_MEMORY = "out of memory"
 _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=lambda kind: kind.search_order)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A config's trial: ``peak`` in bytes and ``time`` in seconds, or a clause ``why_not``."""
+    """The result of running a step with a config: ``peak`` in bytes and ``time`` in seconds. If the step failed, ``why_not`` is
+    a clause with the reason instead.
+    """
 
     config: StepConfig
     peak: int | None = None
     time: float | None = None
     why_not: str = ""
     allocated: int | None = None
-    """Bytes in tensors at the peak. ``peak`` is larger if it counts bytes reserved by the allocator."""
+    """Bytes in tensors at the peak. If the device reports reserved bytes, ``peak`` is the allocator's reserved bytes, which are
+    more."""
     slow: str = ""
-    """A clause if the device emulates the precision. Such a config is recommended only if no other config fits."""
+    """A clause if the device computes the precision in another, slower precision; otherwise empty. Such a config is recommended
+    only if no other config fits."""
     doubt: str = ""
-    """A clause if an uncomputed value decided a branch, because the peak may be higher with another value."""
+    """A clause if an uncomputed value decided a branch in the step; otherwise empty. With another value, the peak may be
+    higher."""
     warnings: tuple[str, ...] = ()
-    """Warnings while the config ran: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
+    """Warnings from the measured code: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
 
     def fits(self, limit: int) -> bool:
         """Return whether the peak is at most ``limit`` bytes."""
@@ -63,11 +70,12 @@ def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str |
 
     Args:
         config: The config.
-        sharding: A config with nothing but a sharding, or ``None`` to add nothing.
-        blocks: The pattern for the model's blocks, if the sharding treats blocks separately.
+        sharding: A config with only a sharding, or ``None`` to return ``config`` unchanged.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``. It is added only if the sharding treats each
+            block separately, as ``fsdp`` does.
 
     Raises:
-        ConfigError: The config and the sharding exclude each other.
+        ConfigError: The sharding cannot be combined with the config.
     """
     if sharding is None:
         return config
@@ -76,7 +84,9 @@ def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str |
 
 
 def is_start(config: StepConfig) -> bool:
-    """Return whether a config is the first trial, with or without sharding. An error in this trial is the model's own error."""
+    """Return whether a config is the first config of a search: fp32, with or without sharding. If a step with this config
+    raises an error, the model's own code is the cause.
+    """
     return config.precision == START.precision and config.given().keys() <= {
         "precision",
         "shard",
@@ -87,14 +97,15 @@ def is_start(config: StepConfig) -> bool:
 
 
 def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return the axes to change in order, each with the values to try.
+    """Return the config fields to change, in search order, each with the values to try.
 
     The order is mixed precision, recomputation, micro-batches, bfloat16 weights, 8-bit optimizer, offloading.
 
     Args:
-        samples: The samples in the batch, which limit the micro-batches, or ``None`` if unknown.
-        fully: Whether ``fully_shard`` is used. If so, ``mp-bf16`` comes first, because ``fully_shard`` casts the parameters
-            that it gathers.
+        samples: The number of samples in the batch, which must be divisible by the number of micro-batches. ``None`` if
+            unknown.
+        fully: Whether ``fully_shard`` shards the model. If so, ``mp-bf16`` is tried first, because ``fully_shard`` then gathers
+            the parameters in bfloat16.
     """
     return (
         ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
@@ -107,12 +118,12 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
 
 
 def shares(samples: int | None) -> tuple[int, ...]:
-    """Return the possible micro-batch counts: ``(2, 4)`` for 12 samples."""
+    """Return the numbers of micro-batches to try, which must divide the number of samples: ``(2, 4)`` for 12 samples."""
     return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
 
 
 INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
-"""The configs for inference steps and generation, in order."""
+"""The configs to try for inference and token generation, in order."""
 
 
 def next_config(
@@ -120,14 +131,14 @@ def next_config(
 ) -> StepConfig | None:
     """Return the next config to try, or ``None`` when all candidates have been tried.
 
-    Each candidate keeps the values that saved memory before. If both a value and its base ran out of memory, the value is kept,
-    because a config with this value may nearly fit.
+    Each candidate changes a single value in a base config. A candidate that saves memory becomes the base for later candidates.
+    If both the candidate and its base ran out of memory, the candidate becomes the base as well, because it may nearly fit.
 
     Args:
         trials: The trials so far.
-        samples: The samples in the batch, or ``None`` if unknown.
-        blocks: The pattern for the model's blocks.
-        start: The first config. All candidates keep its sharding. Candidates are skipped if they exclude it.
+        samples: The number of samples in the batch, or ``None`` if unknown.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
+        start: The first config to try. All candidates keep the sharding in this config, or are skipped if they cannot.
     """
     trials_by_config = {trial.config: trial for trial in trials}
     if start not in trials_by_config:
@@ -143,13 +154,16 @@ def next_config(
             if _saves_memory(trials_by_config[config], base) and not trials_by_config[config].slow:
                 base = trials_by_config[config]
                 if axis == "precision":
-                    # For precisions, the first value that works is kept. For other axes, the best value is kept.
+                    # For precisions, use the first value that saves memory. For other fields, use the value that saves the most
+                    # memory.
                     break
     return None
 
 
 def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig | None:
-    """Return the config with changed ``values``, and ``blocks`` if it needs a pattern; ``None`` if the result is invalid."""
+    """Return the config with changed ``values``, and with the pattern ``blocks`` if the new config needs a pattern. Return
+    ``None`` if the new config is invalid.
+    """
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
     try:
         return replace(config, **values, blocks=blocks if kind.on_blocks or _shards_blocks(config) else None)
@@ -158,7 +172,7 @@ def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfi
 
 
 def with_blocks(config: StepConfig, blocks: str | None) -> StepConfig:
-    """Return a named config with the pattern for the model's blocks, if the config needs and lacks a pattern."""
+    """Return the config with the pattern ``blocks`` added, if the config needs a pattern and has none."""
     acts = config.checkpointing.kind.on_blocks or _shards_blocks(config)
     return replace(config, blocks=blocks) if acts and config.blocks is None else config
 
@@ -176,12 +190,13 @@ def _saves_memory(trial: Trial, base: Trial) -> bool:
 def every_config(
     samples: int | None, blocks: str | None = None, sharding: StepConfig | None = None
 ) -> list[StepConfig]:
-    """Return every combination of candidate values, fp32 first.
+    """Return all combinations of the values in a search, starting with plain fp32.
 
     Args:
         samples: The samples in the batch, or ``None`` if unknown.
-        blocks: The pattern for the model's blocks.
-        sharding: A config with the sharding for every combination. Combinations are skipped if they exclude it.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
+        sharding: A config whose sharding is added to every combination. Combinations that cannot have this sharding are
+            skipped.
     """
     configs = combinations(
         {
@@ -196,10 +211,11 @@ def every_config(
 
 
 def recommended(trials: Sequence[Trial], limit: int | None) -> Trial | None:
-    """Return the trial to recommend, or ``None`` if no config fits or none was measured.
+    """Return the trial to recommend, or ``None`` if no measured config fits.
 
-    The fastest config that fits wins. Without times, the first config that fits wins. Without a limit, the best saving per
-    time wins. Configs that are slow on the device are recommended only if no other config fits.
+    With a memory limit, the fastest config that fits is recommended. If times are unknown, the first config that fits is
+    recommended instead. Without a memory limit, the config that saves the most memory for its extra time is recommended.
+    Configs with a slow precision are recommended only if no other config fits.
     """
     measured = [trial for trial in trials if trial.peak is not None]
     return _best([trial for trial in measured if not trial.slow], limit) or _best(measured, limit)
@@ -215,7 +231,9 @@ def _best(measured: Sequence[Trial], limit: int | None) -> Trial | None:
 
 
 def _saving_rank(trial: Trial, first: Trial) -> tuple[float, float]:
-    """Return the sort key: saving per cost, then saving."""
+    """Return the trial's memory saving relative to its extra time, and the saving itself. Both are compared with the first
+    trial.
+    """
     if not first.peak or not trial.peak:
         return 0.0, 0.0
     saving = (first.peak - trial.peak) / first.peak
@@ -225,27 +243,29 @@ def _saving_rank(trial: Trial, first: Trial) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search over named configs, or over the configs in `candidates` until a config fits."""
+    """A search over the configs named by the user. If the user named none, the search tries the configs from `next_config`
+    until a config fits.
+    """
 
     fits: int | None
-    """The bytes that a step may take; ``None`` without a limit."""
+    """The memory limit for a step in bytes; ``None`` without a limit."""
     configs: tuple[StepConfig, ...]
-    """The named configs. If there are any, no other configs are measured."""
+    """The configs named by the user. If the user named any config, no other configs are measured."""
     everything: bool
     """True if every combination is measured, even after a config fits."""
     blocks: str | None
-    """The pattern for the model's blocks."""
+    """The path pattern for the model's repeated blocks, such as ``h.*``."""
     task: Task
     """The model's task in a step."""
     size_axis: SizeAxis | None = None
     """The batch dimension to maximize, if any."""
     sharding: StepConfig | None = None
-    """A config with nothing but the sharding for every config. ``configs`` contain this sharding already."""
+    """A config with only the sharding for all tried configs. The configs in ``configs`` already have this sharding."""
     refused: tuple[Trial, ...] = ()
-    """Failed trials for named configs that exclude the sharding. They are never run."""
+    """Failed trials for configs named by the user to which the sharding cannot be added. These configs are never run."""
 
     def over(self, trials: Sequence[Trial], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
-        """Yield the configs to try. The caller appends each result to ``trials`` before it asks for the next config."""
+        """Yield the configs to try. The caller appends each trial to ``trials`` before it requests the next config."""
         if self.configs or self.refused:
             yield from self.configs
         elif not self.task.trains:
@@ -257,7 +277,7 @@ class Search:
             yield from _until_one_fits(_greedy_configs(trials, samples, self.blocks, start), trials, limit)
 
     def note_on_faster(self, trials: Sequence[Trial], limit: int | None) -> str | None:
-        """Return a note if the search ended with fp32 before it tried a faster precision, and times are unknown; otherwise
+        """Return a note if the search ended with fp32, measured no times, and did not try a faster precision. Otherwise, return
         ``None``.
         """
         if self.configs or self.refused or self.everything or not trials:
@@ -271,16 +291,17 @@ class Search:
             return None
         were = word_form(len(left_out), "was", "were")
         return (
-            f"the search ended with {last.config}, the first config that fits, and times are not known: "
-            f"{' and '.join(left_out)}, which GPUs with tensor cores compute faster, {were} not tried; --all tries every "
-            "config, --config one of them"
+            f"the search ended with {last.config}, the first config that fits, and measured no times: "
+            f"{' and '.join(left_out)}, which GPUs with tensor cores compute faster, {were} not tried. Use --all to try every "
+            "config, or --config to try one of them"
         )
 
     def configs_for_largest(self, trials: Sequence[Trial], limit: int) -> list[StepConfig]:
-        """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
+        """Return the configs for which to search the largest batch: all configs named by the user, or else the recommended
+        config.
 
-        If no config fits, the config with the smallest peak is used. Configs that fail for another reason than memory are left
-        out.
+        If no config fits, the config with the smallest peak is used. Configs that fail for another reason than lack of memory
+        are left out.
         """
         able = [trial for trial in trials if trial.peak is not None or trial.why_not == OUT_OF_MEMORY]
         if self.configs or self.refused:

@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.step_config.shard_kinds import Sharding
 
     BlockContainer = str | tuple[str, ...]
-    """The path to a list of blocks, or the paths to single blocks."""
+    """Module path of a list with the model's repeated blocks, such as ``"transformer.h"``, or the paths of single blocks."""
 
 
 def code_snippet(
     config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None = None
 ) -> list[str]:
-    """Return Python lines: the set-up and the training step.
+    """Return Python lines for the set-up and the training step with a config.
 
-    The lines use ``model``, ``batches`` (the micro-batches, or a list with the only batch) and ``loss_of(model, batch)``.
+    The lines use names from the user's code: ``model``, ``batches`` (a list with the micro-batches, or with the whole batch)
+    and ``loss_of(model, batch)``.
 
     Args:
         config: A config for which `is_shown` is true.
         device_type: ``"cuda"`` or ``"cpu"``.
-        containers: The paths to the model's blocks.
+        containers: The module paths of the model's repeated blocks.
         lora: The adapters to add to the model, if any.
 
     Example:
-        The step with ``amp-bf16`` is ::
+        For ``amp-bf16``, the lines for the step are ::
 
             for batch in batches:
                 with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -51,7 +52,9 @@ _SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weigh
 
 
 def is_shown(config: StepConfig) -> bool:
-    """Return whether a snippet exists for a config. All searched configs have a snippet, but some named configs have none."""
+    """Return whether a snippet exists for a config. All configs in a search have a snippet, but some configs named by users
+    have none.
+    """
     other_fields = [field.name for field in fields(config) if field.name not in _SHOWN]
     default = type(config)()
     precision, sharding = precision_named(config.precision), config.sharding
@@ -64,9 +67,10 @@ def is_shown(config: StepConfig) -> bool:
 
 
 def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
-    """Return whether a few lines of code shard the model.
+    """Return whether a snippet exists for a sharding.
 
-    A split model needs a plan, and DDP micro-batches need ``no_sync``.
+    Tensor parallelism needs a plan for each model, and micro-batches with DDP need ``no_sync``, so no snippet exists for
+    either.
     """
     kind = sharding.data
     if kind is None or sharding.parts:
@@ -78,7 +82,7 @@ def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
 def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
     """Return the code for a config and a task, or a comment with the config's name if there is no snippet."""
     if not is_shown(config) or (config.blocks is not None and not containers):
-        return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
+        return [f'# no snippet exists; a test can pass config="{config}" to a step of the fixture']
     if task.trains:
         return code_snippet(config, device_type, containers, task.lora)
     return inference_snippet(config, device_type, task.new_tokens)
@@ -87,7 +91,7 @@ def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockCont
 def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | None = None) -> list[str]:
     """Return Python lines for an inference step, or for a generation with ``new_tokens`` tokens.
 
-    The lines use ``model`` and ``batch``. The config comes from `search_order.INFERENCE`.
+    The lines use the names ``model`` and ``batch`` from the user's code. Only the config's precision and weights are used.
     """
     imports, lines = ["import torch"], []
     precision = precision_named(config.precision)
@@ -125,7 +129,7 @@ def _set_up(config: StepConfig, device_type: str, containers: Sequence[BlockCont
         lines += sharded
     if config.sharding is not None and config.sharding.data is not None and config.sharding.data.shards_optimizer:
         imports.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
-        # ZeroRedundancyOptimizer distributes all parameters by size, even if they are not trained.
+        # ZeroRedundancyOptimizer distributes all its parameters by size, even frozen ones. So pass only the trained parameters.
         trained = (
             "model.parameters()"
             if lora is None
@@ -146,10 +150,12 @@ def _set_up(config: StepConfig, device_type: str, containers: Sequence[BlockCont
 def _shard_lines(
     config: StepConfig, sharding: Sharding, device_type: str, containers: Sequence[BlockContainer]
 ) -> tuple[list[str], list[str]]:
-    """Return imports and lines to shard the model among ranks."""
+    """Return the imports and the other lines for sharding the model among ranks."""
     layout = sharding.over(config.world, config.rank)
     imports = ["import torch.distributed"]
-    lines = [f"torch.distributed.init_process_group()  # torchrun starts {layout.world} of these, with a device each"]
+    lines = [
+        f"torch.distributed.init_process_group()  # torchrun starts {layout.world} such processes, each with a device"
+    ]
     if not sharding.fully:
         return [*imports, "from torch.nn.parallel import DistributedDataParallel"], [
             *lines,
@@ -184,7 +190,7 @@ def _shard_lines(
 
 
 def _blocks_expression(path: BlockContainer) -> str:
-    """Return an expression for the blocks, such as ``model.transformer.h`` or ``model.get_submodule("0.blocks")``."""
+    """Return a Python expression for the blocks, such as ``model.transformer.h`` or ``model.get_submodule("0.blocks")``."""
     if not isinstance(path, str):
         names = ", ".join(f'"{block}"' for block in path)
         return f"map(model.get_submodule, [{names}])"
@@ -203,7 +209,7 @@ def _step(config: StepConfig, device_type: str) -> list[str]:
         contexts.append(kind.snippet.around_forward)
     loss = "loss = loss_of(model, batch)" + (f" / {config.accumulate}" if config.accumulate > 1 else "")
     scaled = precision is not None and precision.scaled
-    several = f"  # the batch in {config.accumulate} parts" if config.accumulate > 1 else ""
+    several = f"  # the batch as {config.accumulate} micro-batches" if config.accumulate > 1 else ""
     forward = [f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]
     return [
         f"for batch in batches:{several}",

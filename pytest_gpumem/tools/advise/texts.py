@@ -1,4 +1,6 @@
-"""Write the texts for `gpumem advise`: the table of configs, the recommendations, and their peaks. Pure functions."""
+"""Write the texts in the output of `gpumem advise`: the table of configs, the recommendations, and their peaks. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.advise.search_order import Trial
 
 MOST_MODULES = 3
-"""The most modules that are named for a category. A further line sums the other modules up."""
+"""For each category, at most this many modules have a line of their own. A further line adds up the other modules."""
 LEGEND = "reserved by PyTorch's allocator; * is recommended"
 
 
 def lines(advice: Advice) -> list[str]:
-    """Return the advice as lines for a terminal."""
+    """Return all results of `gpumem advise` as lines for a terminal."""
     text = [*([advice.title] if advice.title else []), *attention_lines(advice), *advice.notes]
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]
@@ -53,8 +55,8 @@ def lacking(advice: Advice) -> list[str]:
 
 
 def attention_lines(advice: Advice) -> list[str]:
-    """Return a line with the attention implementation, because memory depends on the implementation."""
-    return [f"attention: {advice.attention}, as the model's configuration has it"] if advice.attention else []
+    """Return a line with the model's attention implementation, on which memory depends."""
+    return [f"attention: {advice.attention}, from the model's configuration"] if advice.attention else []
 
 
 def warning_lines(advice: Advice) -> list[str]:
@@ -72,12 +74,12 @@ def _table(advice: Advice) -> list[str]:
 
 
 def slow(device: DeviceTrials) -> list[str]:
-    """Return a line with the reason for each slow config on a device."""
+    """Return a line for each config whose precision is slow on a device, with the reason."""
     return [f"{trial.config}: {trial.slow}" for trial in device.tried if trial.slow]
 
 
 def matrix_rows(device: DeviceTrials) -> list[MatrixRow]:
-    """Return a row with config, peak and time for each trial."""
+    """Return a table row for each trial, with its config, peak and time."""
     return [MatrixRow(str(trial.config), trial.peak, trial.time, trial.why_not) for trial in device.tried]
 
 
@@ -106,7 +108,7 @@ def table_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def card_cells(cards: Sequence[DeviceTrials]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and rows for `card_table`."""
+    """Return the column titles and the rows for `card_table`."""
     configs = configs_in_order(cards)
     titles = [f"{card.name} ({format_bytes(card.limit or 0)})" for card in cards]
     rows = [[_cell(card, config) for card in cards] for config in configs]
@@ -130,7 +132,7 @@ def _cell(card: DeviceTrials, config: StepConfig) -> str:
 
 
 def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
-    """Return a line for each reason why configs cannot run or are slow, with the cards and configs concerned."""
+    """Return a line for each reason why configs cannot run or are slow. A line begins with the cards and configs concerned."""
     cases_by_reason: dict[str, list[tuple[str, str]]] = {}
     for card in cards:
         for trial in card.tried:
@@ -150,7 +152,9 @@ def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
 
 
 def conclusions(advice: Advice) -> list[str]:
-    """Return a line for each device with the recommended config, or else with the smallest peak."""
+    """Return a line for each device with the recommended config. If no config fits, the line names the config with the smallest
+    peak.
+    """
     if advice.emulated:
         card_lines = [[_card_line(card), *_largest_lines(card, advice.size_axis)] for card in advice.devices]
         return [
@@ -171,7 +175,7 @@ def _device_lines(device: DeviceTrials, *, finished: bool) -> list[str]:
 
 
 def _largest_lines(device: DeviceTrials, size_axis: SizeAxis | None) -> list[str]:
-    """Return a line with the largest batch, or the longest sequence, for each searched config."""
+    """Return a line for each config with the largest batch, or the longest sequence, that fits."""
     return [
         f"{device.name}: {config}: {_largest_text(largest, size_axis or 'samples', config.accumulate)}"
         for config, largest in device.largest.items()
@@ -199,9 +203,9 @@ def _card_line(card: DeviceTrials) -> str:
     if card.chosen is not None:
         return f"{card.name}: {card.chosen.config}, {format_bytes(card.chosen.peak or 0)}{of}"
     if card.smallest is None:
-        return f"{card.name}: nothing could be measured"
+        return f"{card.name}: no config could be measured"
     lacks = format_bytes((card.smallest.peak or 0) - limit)
-    return f"{card.name}: nothing fits; the smallest, {card.smallest.config}, lacks {lacks}{of}"
+    return f"{card.name}: no config fits; the smallest, {card.smallest.config}, lacks {lacks}{of}"
 
 
 def _problem_line(device: DeviceTrials, *, finished: bool) -> str:
@@ -211,8 +215,8 @@ def _problem_line(device: DeviceTrials, *, finished: bool) -> str:
         none_fits = ", none of them fits" if measured and device.chosen is None else ""
         return f"not finished: {counted(len(measured), 'config')} measured{none_fits}"
     if device.limit is None:
-        return "nothing could be measured"
-    return f"nothing fits into {format_bytes(device.limit)}{_smallest_text(device.smallest)}"
+        return "no config could be measured"
+    return f"no config fits into {format_bytes(device.limit)}{_smallest_text(device.smallest)}"
 
 
 def _smallest_text(smallest: Trial | None) -> str:
@@ -230,16 +234,18 @@ def composition_lines(recommended: Recommendation) -> list[str]:
 
 
 def composition_title(recommended: Recommendation) -> str:
-    """Return the title above a composition."""
-    assert recommended.explanation is not None, "the caller checks for an explanation"
+    """Return the title of the table with a peak's composition."""
+    assert recommended.explanation is not None, "the caller has checked for an explanation"
     peak = recommended.explanation.peak
     during = f" in {peak.phase}" if peak.phase else ""
     return f"{recommended.config} on {recommended.device}: {format_bytes(peak.total)} allocated at the peak{during}"
 
 
 def parts_of(recommended: Recommendation, indent: str = "  ") -> list[tuple[str, str, str]]:
-    """Return rows for each category, followed by its largest modules: name, bytes, and share."""
-    assert recommended.explanation is not None, "the caller checks for an explanation"
+    """Return table rows with a name, bytes, and a share of the peak. The row for a category is followed by rows for its largest
+    modules.
+    """
+    assert recommended.explanation is not None, "the caller has checked for an explanation"
     peak = recommended.explanation.peak
     return [
         (name, format_bytes(nbytes), format_ratio(nbytes / peak.total).lstrip("+"))

@@ -1,21 +1,24 @@
-"""Derive the allocations in a long generation from recordings of a few tokens. Pure functions.
+"""Derive the allocations in a long token generation from two recordings of a few tokens. Pure functions.
 
-Each further token runs the same operators on longer tensors. So the steps repeat: the same allocations and frees in the same
-order, and each allocation grows by a fixed number of bytes.
+A step generates a token. Each further step runs the same operators on longer tensors. So it repeats the allocations and frees
+of an earlier step in the same order, and each allocation is larger by a fixed number of bytes.
 
-For example, let a Llama with 4 heads of 64 numbers continue 128 prompts of 100 tokens in float32. Each layer allocates new
-keys of ``128 * 4 * 64 * 4 = 131,072`` bytes for each token in the text, and frees the keys from the previous step::
+For example, let a Llama model with 4 attention heads of size 64 continue 128 prompts with 100 tokens each in float32. In each
+step, each layer allocates a tensor with the keys for all tokens so far, and frees the previous step's tensor. The keys need
+``128 * 4 * 64 * 4 = 131,072`` bytes for each token::
 
      101 tokens   13,238,272 bytes
      102 tokens   13,369,344 bytes
      103 tokens   13,500,416 bytes
     1000 tokens  131,072,000 bytes, after 897 more steps of 131,072 bytes
 
-A mask with padding to a multiple of 8 tokens grows every 8 steps, so its steps repeat after 8 steps.
+The period is the number of steps after which allocations repeat. If, for example, a mask is padded to a multiple of 8 tokens,
+it grows only in every eighth step, so the period is 8 steps.
 
-Two short generations are recorded. One starts from the prompt and gives the first tokens. The other starts from the prompt
-lengthened by the tokens in between, and gives the last tokens. The first recording's pattern must predict the second
-recording. A model that changes its behaviour in between, for example by a sliding window, has no pattern.
+Two short generations are recorded. The first recording starts from the user's prompt, and contains the first tokens. The second
+recording starts from a prompt that is nearly as long as the final text, and contains the last tokens. The pattern in the first
+recording must predict the allocations in the second recording. Otherwise the generation has no pattern, for example because the
+model has a sliding window, so its tensors stop growing.
 """
 
 from __future__ import annotations
@@ -27,28 +30,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PERIODS = (1, 2, 4, 8)
-"""Periods in steps after which allocations may repeat, in search order."""
+"""The possible periods, in the order in which they are tried. A period is the number of steps after which allocations
+repeat."""
 FIRST = 3
-"""The first step that may repeat. Step 0 comes before the forward passes, step 1 runs the prompt, and step 2 frees the
-prompt's results."""
+"""The first step in a pattern. Step 0 precedes all forward passes, step 1 processes the prompt, and step 2 frees tensors from
+step 1."""
 FIRST_TOKENS = FIRST + 3 * PERIODS[-1] + 1
-"""Tokens in the first recording: `FIRST`, three times the longest period, and the last token, whose step differs."""
+"""The number of tokens in the first recording: 28. These are `FIRST` tokens, three times the longest period, and a last token,
+whose step differs from the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An allocation of ``nbytes``."""
+    """An allocation of ``nbytes`` bytes."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A free of an allocation.
+    """The free of an allocation from the same or an earlier step.
 
     ``step`` and ``index`` name the allocation: ``Free(-1, 5)`` frees the sixth allocation in the previous step, ``Free(2, 0)``
-    the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. The last 8 steps are counted
-    back from the current step, earlier steps from the beginning (see `place_of`).
+    the first allocation in step 2, and ``Free(None, 3)`` the fourth allocation in its own step. A negative number counts steps
+    back from the current step, at most 8. Older steps are numbered from the beginning (see `place_of`).
     """
 
     step: int | None
@@ -56,18 +61,20 @@ class Free:
 
 
 def place_of(made_in: int, number: int) -> int | None:
-    """Return `Free.step` for a free in step ``number`` of an allocation from step ``made_in``; ``None`` in the same step."""
+    """Return the value of `Free.step` if step ``number`` frees an allocation from step ``made_in``. Return ``None`` if both are
+    the same step.
+    """
     age = number - made_in
     return (-age or None) if age <= PERIODS[-1] else made_in
 
 
 Step = tuple["Allocation | Free", ...]
-"""The events from the beginning of a forward pass to the next."""
+"""The allocations and frees from the beginning of a forward pass to the beginning of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A generation's steps: a step before the first forward pass, and then a step for each token."""
+    """The recorded steps of a token generation: a step before the first forward pass, and then a step for each token."""
 
     steps: tuple[Step, ...]
 
@@ -79,11 +86,11 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class TokenPattern:
-    """The steps of a generation of ``tokens`` tokens.
+    """A pattern from which `step` predicts any step of a generation.
 
     Args:
         first: The recording with the first tokens.
-        last: The last step.
+        last: The last step from the second recording, which does not follow the pattern.
         period: The number of steps after which allocations repeat.
         tokens: The number of generated tokens.
     """
@@ -94,13 +101,13 @@ class TokenPattern:
     tokens: int
 
     def steps(self) -> Iterator[Step]:
-        """Yield all steps."""
+        """Yield all steps of the generation, first recorded and then predicted steps."""
         for number in range(self.tokens):
             yield self.step(number)
         yield self.last
 
     def step(self, number: int) -> Step:
-        """Return step ``number``, which must not be the last step."""
+        """Return the recorded or predicted step with this number, which must not be the last step."""
         steps = self.first.steps
         repeating = len(steps) - 1
         if number < repeating:
@@ -117,11 +124,11 @@ class TokenPattern:
 
 
 def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern | None:
-    """Return a generation's pattern, or ``None`` if no period fits both recordings.
+    """Return the pattern of a generation, or ``None`` if no period predicts both recordings.
 
     Args:
         first: The recording with the first tokens after the prompt.
-        last: The recording with the last tokens, from a prompt lengthened by the tokens in between.
+        last: The recording with the last tokens, from a prompt as long as the text up to these tokens.
         tokens: The number of generated tokens.
     """
     for period in PERIODS:
@@ -136,9 +143,9 @@ def pattern_of(first: Recording, last: Recording, tokens: int) -> TokenPattern |
 
 
 def _repeats(steps: Sequence[Step], period: int) -> bool:
-    """Return whether each step repeats after a period, with allocations that grow evenly.
+    """Return whether steps repeat after ``period`` steps, and each allocation grows by the same bytes in each period.
 
-    ``False`` for fewer than three periods.
+    Return False if the steps cover fewer than three periods.
     """
     if len(steps) < 3 * period:
         return False

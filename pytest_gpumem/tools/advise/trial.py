@@ -1,4 +1,4 @@
-"""Try a config: measure the model's step with the config. A failed step is a result and not an error."""
+"""Measure a model's step with a config. If the step fails, the failure is a trial's result, and in most cases not raised."""
 
 from __future__ import annotations
 
@@ -60,47 +60,51 @@ _NO_BLOCKS = (
 
 
 class TrialFailed(Exception):
-    """Error if the model's own code raised in the first trial or before this trial. The message is a sentence."""
+    """Error if the model's own code raised an error in or before the first trial. The message is a sentence."""
 
 
 class SubjectError(ValueError):
-    """Error if a function does not return a model and a batch, or if a model lacks the named blocks."""
+    """Error if a project's function returns no model and batch, or if no blocks in the model match the pattern."""
 
 
 @dataclass(frozen=True)
 class AdviceSubject:
-    """The subject of the trials: a function to build the model, the batch, and a loss unless the model has its own."""
+    """The subject of the trials: a function that builds a model, a batch, and a loss function if the model does not compute its
+    loss.
+    """
 
     build: Callable[[torch.dtype], torch.nn.Module]
-    """Returns a model. The argument is the wanted dtype for the weights, which the function may ignore."""
+    """Builds a new model. The argument is the requested dtype for the weights, which a project's function ignores."""
     batch: Any
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
-    """The paths to the repeated blocks. May be empty."""
+    """The module paths of the model's repeated blocks. Empty if the model has no repeated blocks."""
     task: Task = TRAINING
-    """The model's task in the step."""
+    """The measured task: training, inference or token generation."""
     title: str = ""
-    """The model's name and its batch, for people. Empty if a function made the model and the batch."""
+    """A text with the model's name and its batch. Empty if the model comes from a project's function."""
     size: BatchSize | None = None
-    """The batch size, if it can be changed."""
+    """The batch size, or ``None`` if it cannot be changed."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
     """Returns the subject with another batch size. Raises `ModelError` if the model does not accept this size."""
     has_length: bool = True
-    """True if the size's length counts tokens or audio samples. False if it is the side of images."""
+    """True if ``size.length`` counts tokens or audio samples. False if ``size.length`` is the side of images."""
     seen_samples: int | None = None
-    """The samples in the batch, if another process has counted them."""
+    """The number of samples in the batch, as counted in another process. Used only if ``make`` is set."""
     attention: str = ""
-    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
+    """The attention implementation that transformers chose, such as ``"sdpa"``. Empty for models from other libraries."""
     warnings: tuple[str, ...] = ()
-    """Warnings from the model before a config ran."""
+    """Warnings from the model's code before the first trial."""
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
-    """Builds the subject in the measuring process, if the subject cannot be inherited by a fork.
+    """Makes the subject anew in each trial's process. Set for a project's function, whose model a forked process may not
+    inherit.
 
-    The arguments are the device, and whether the first ``build`` returns the model that was made with the batch.
+    The arguments are the device and a flag. If the flag is true, the first call of ``build`` returns the model that the
+    function returned together with the batch.
     """
 
     def number(self, axis: SizeAxis) -> int | None:
-        """Return the samples in the batch, or the tokens in each sample. Return ``None`` if unknown."""
+        """Return the number of samples in the batch, or the number of tokens in each sample. Return ``None`` if unknown."""
         if self.size is None:
             return None
         if axis == "samples":
@@ -109,17 +113,17 @@ class AdviceSubject:
 
     def with_number(self, axis: SizeAxis, number: int) -> AdviceSubject:
         """Return the subject with another number of samples or tokens. Raises `ModelError` if the model does not accept it."""
-        assert self.size is not None, "the caller has asked for the number"
-        assert self.sized is not None, "a subject with a size can change it"
+        assert self.size is not None, "the caller has checked that the size is known"
+        assert self.sized is not None, "a subject with a size also has `sized`"
         return self.sized(replace(self.size, **{"samples" if axis == "samples" else "length": number}))
 
     def here(self, device: torch.device, *, keeps_model: bool) -> AdviceSubject:
-        """Return the subject for this process, built on a device if ``make`` is set."""
+        """Return the subject for measuring in this process. If ``make`` is set, make the subject on the device."""
         return self if self.make is None else self.make(device, keeps_model)
 
     @property
     def samples(self) -> int | None:
-        """The samples in the batch, or ``None`` if they cannot be counted."""
+        """The number of samples in the batch, or ``None`` if samples cannot be counted."""
         if self.make is not None:
             return self.seen_samples
         return samples_in(self.batch() if callable(self.batch) else self.batch)
@@ -133,16 +137,16 @@ def subject_of(
     *,
     keeps_model: bool = False,
 ) -> AdviceSubject:
-    """Return the subject from a project's function. The function is called once for the batch, and again for each model.
+    """Return the subject for a project's function. The function is called once for the batch, and again for each new model.
 
     Args:
         factory: A function without arguments that returns ``(model, batch)`` or ``(model, batch, loss)``. The batch may be a
-            function itself.
+            function that returns a batch.
         device: The device for the batch.
-        blocks: The pattern for the model's blocks.
+        blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
         task: The model's task in the measured step.
-        keeps_model: Whether the model that was made with the batch is measured first. A program, which calls the function
-            once, works this way.
+        keeps_model: Whether to measure the model that the function returned together with the batch, as in a program that calls
+            the function only once.
 
     Raises:
         SubjectError: The function returns something else, or the pattern matches no blocks.
@@ -158,7 +162,9 @@ def subject_of(
             if isinstance(result, tuple)
             else type(result).__name__
         )
-        raise SubjectError(f"expected (model, batch) or (model, batch, loss) of {_name(factory)}(), got {result_type}")
+        raise SubjectError(
+            f"expected (model, batch) or (model, batch, loss) from {_name(factory)}(), got {result_type}"
+        )
     model, batch, *loss = result
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
@@ -175,10 +181,10 @@ def subject_of(
 
 
 def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubject:
-    """Return the subject for a model by name. Nothing is allocated on a device yet.
+    """Return the subject for a model by name, such as ``timm:resnet50``. No device memory is allocated yet.
 
     Raises:
-        SubjectError: ``blocks`` matches no blocks, or the configuration does not build a model.
+        SubjectError: ``blocks`` matches no blocks, or the library cannot build a model from the configuration.
     """
     import torch
 
@@ -222,21 +228,21 @@ def _facts(model: torch.nn.Module, blocks: str | None) -> str:
 
 
 def _titled(title: str, facts: str) -> str:
-    """Insert facts about the model before the first semicolon, after which the title describes the step."""
+    """Insert facts about the model before the title's first semicolon. The text after the semicolon describes the step."""
     model, separator, step = title.partition("; ")
     return f"{model}, {facts}{separator}{step}"
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
-    """Measure the step with ``config``, and return the figures or the reason for a failure, with the run's warnings.
+    """Measure the step with ``config``. Return its peak and time, or the reason why the step failed, together with warnings.
 
-    A failure is a result unless the config is the first (`is_start`), because a traceback would discard the earlier
+    An error is raised only for the first config (see `is_start`). For a later config, an exception would discard the earlier
     measurements.
 
     Raises:
         NotAStep: The subject cannot run this step.
-        TrialFailed: The first config failed, so the error is the model's own. For a project's function the traceback has been
-            printed.
+        TrialFailed: The first config failed, so the model's own code is the cause. For a project's function, the traceback has
+            been printed.
     """
     with collected_warnings() as warnings:
         trial = _try(device, subject, config)
@@ -262,7 +268,7 @@ def _try(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
     lost = device.lost()
     if lost is not None:
         return Trial(config, why_not=lost)
-    # The reserved bytes have to fit into the GPU.
+    # The allocator's reserved bytes, and not only the tensors, have to fit into the GPU's memory.
     allocated = int(metrics["peak_allocated"])
     reserved = int(metrics.get("peak_reserved", allocated))
     slow = None if config.precision is None else device.emulates(config.precision)
@@ -272,7 +278,7 @@ def _try(device: Device, subject: AdviceSubject, config: StepConfig) -> Trial:
 
 
 def _why_not(device: Device, error: Exception) -> str | None:
-    """Return why a correct step fails on the device, or ``None`` if the model itself may have failed."""
+    """Return the reason if the device is too small or lacks a feature, or ``None`` if the model's own code may be the cause."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lacking = device.why_cannot_run(error)
@@ -291,26 +297,29 @@ def _first_line(error: BaseException) -> str:
 
 
 _SECONDS = 0.5
-"""The time budget for a config. Times are shown for comparison and not judged, so half a second is enough."""
+"""The seconds to spend on timing a config. Times are only printed for comparison, so half a second is enough."""
 
 
 def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Run a measured config once more with a recording, and explain its peak.
+    """Run a measured config once more, record its allocations, and explain its peak.
 
     Args:
         device: The trial's device.
         subject: The model and its batch.
         config: The config.
-        over_time: Whether the explanation includes the memory over the step.
+        over_time: Whether the explanation includes a curve of the memory during the step.
 
     Returns:
-        The explanation, or a clause that says why there is none.
+        The explanation, or the reason why the peak cannot be explained, as a clause.
     """
     if is_long(subject.task.new_tokens) and not device.tells_time:
-        return f"{NOT_EXPLAINED}: {LEAST_TOKENS} or more tokens are not recorded; --generate {LEAST_TOKENS - 1} is explained"
+        return (
+            f"{NOT_EXPLAINED}: a generation of {LEAST_TOKENS} or more tokens is not recorded; "
+            f"use --generate {LEAST_TOKENS - 1} or less"
+        )
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
-        # A model that existed before the recording would not be part of the step.
+        # Build the model during the recording. The recording would not show the module and line of a model from before.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
             return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:
@@ -319,7 +328,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
-    # A model sharded in place is built without memory, so an existing model cannot be used.
+    # For in-place sharding, the model is built without memory, so the function's first model cannot be used.
     keeps_model = config.sharding is None or not config.sharding.in_place
     with _prepared(context, subject, config, keeps_model=keeps_model) as (prepared, peak):
         program_peaks = _program_peaks(prepared, peak, subject.task.new_tokens, config)
@@ -332,7 +341,9 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
 def _prepared(
     context: MeasuringContext, subject: AdviceSubject, config: StepConfig, *, keeps_model: bool
 ) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
-    """Yield the step with a config, and a function for the peak since the model was built, if the device reports peaks."""
+    """Yield the prepared step, and a function that returns the peak since the model was built. The function is ``None`` if the
+    device does not report peaks.
+    """
     device, dtype = context.device, dtype_of_weights(config.precision)
 
     def build() -> torch.nn.Module:
@@ -345,7 +356,7 @@ def _prepared(
         peak = stack.enter_context(device.peak_from_now_on())
         subject = subject.here(device.torch_device, keeps_model=True)
         device.open()
-        # `quiesce` runs first. `close` follows even if a failed device cannot settle any more.
+        # At the end, `quiesce` runs first. `close` runs next, even if `quiesce` raises because the device has failed.
         stack.callback(device.close)
         stack.callback(device.quiesce)
         step: AbstractContextManager[PreparedStep] = (
@@ -356,11 +367,11 @@ def _prepared(
         try:
             with step as prepared:
                 if not subject.task.trains:
-                    # Casting and quantising the weights is not part of an inference step.
+                    # Count the peak from here, because an inference step does not cast or quantise the weights.
                     peak = stack.enter_context(device.peak_from_now_on())
                 yield prepared, peak
         except Exception as error:
-            # The failed step must free its memory for the next trial.
+            # The traceback refers to tensors from the failed step. Free these tensors for the next trial.
             traceback.clear_frames(error.__traceback__)
             raise
 
@@ -368,10 +379,11 @@ def _prepared(
 def _program_peaks(
     prepared: PreparedStep, peak: Callable[[], Peak] | None, new_tokens: int | None, config: StepConfig
 ) -> dict[str, float]:
-    """Return the peaks of a program that repeats the step until the allocator reserves no more. Empty without ``peak``.
+    """Repeat the step as a program does until the allocator reserves no more memory, and return the peaks. Return an empty dict
+    if ``peak`` is ``None``.
 
-    A measurement differs from a program, because it runs the step in several ways and empties the allocator's cache. On an
-    emulated GPU, `foretold_peak` computes a long generation's peak.
+    Peaks in a program differ from the measured peaks, because a measurement runs the step in several ways and empties the
+    allocator's cache. On an emulated GPU, `foretold_peak` computes a long generation's peak.
     """
     if peak is None:
         return {}
@@ -394,7 +406,7 @@ def _peak_of_steps(prepared: PreparedStep, peak: Callable[[], Peak]) -> Peak:
         if current_peak == previous_peak:
             return current_peak
         previous_peak = current_peak
-    raise MeasuringError(f"the step still reserves more memory after {_MOST_STEPS} runs")
+    raise MeasuringError(f"the peak is not known: the step reserves more memory in each of {_MOST_STEPS} runs")
 
 
 def _figures(peak: Peak) -> dict[str, float]:
@@ -402,7 +414,7 @@ def _figures(peak: Peak) -> dict[str, float]:
 
 
 _MOST_STEPS = 8
-"""The most steps to wait until the allocator reserves no more."""
+"""The step is repeated at most this many times until the allocator reserves no more memory."""
 
 
 def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
@@ -413,7 +425,7 @@ def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:
     try:
         signature.bind()
     except TypeError as error:
-        raise SubjectError(f"{name} is called without arguments: {error}") from None
+        raise SubjectError(f"{name} must work without arguments: {error}") from None
 
 
 def _containers(model: torch.nn.Module, named: str | None) -> tuple[BlockContainer, ...]:

@@ -1,4 +1,6 @@
-"""Run trials on a device: configs until one fits, and then batch sizes. Ctrl-C keeps the results so far."""
+"""Run the trials on a device: first configs until one fits, and then batch sizes. After Ctrl-C, earlier results are still
+reported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.advise.trial import AdviceSubject
 
     TryOne = Callable[[AdviceSubject, StepConfig], tuple[Trial, str | None]]
-    """Tries a config, and returns the trial and a clause that says why its peak may be too low, or ``None``."""
+    """Measures a step with a config. Returns the trial, and a clause with the reason why its peak may be too low. The clause is
+    ``None`` if the peak is complete."""
 
 
 @dataclass
@@ -30,32 +33,34 @@ class Trials:
     """The trials on a device so far."""
 
     limit: int | None
-    """The bytes that a step may take, or ``None`` without a limit."""
+    """The memory limit for a step in bytes, or ``None`` without a limit."""
     subject: AdviceSubject
     search: Search
     try_one: TryOne
     say: Callable[[str], object]
-    """Prints a piece of a progress line."""
+    """Prints a part of a progress line, such as ``"[1] fp32 ... "``."""
     where: str = ""
-    """The prefix for progress lines if there are several devices."""
+    """The device's name as a prefix for progress lines. Empty if there is only one device."""
     goes_on: bool = False
-    """True if the model's own error does not end the trials, because other devices have results."""
+    """True if an error in the first trial does not end the session, because trials on other devices have results."""
     elsewhere: dict[StepConfig, list[SizeTrial]] = field(default_factory=dict)
-    """Size trials on other devices, on which a step takes nearly the same memory. This device adds its own trials."""
+    """Trials of batch sizes on other devices, by config. They help to predict sizes, because a step needs nearly the same
+    memory on each device. Trials on this device are added."""
     _tried: list[Trial] = field(default_factory=list)
     _largest: dict[StepConfig, Largest] = field(default_factory=dict)
     _lacking: list[str] = field(default_factory=list)
     _warnings: list[str] = field(default_factory=list)
 
     def run(self, name: str) -> DeviceTrials:
-        """Try configs, and then batch sizes if the search asks for them. After Ctrl-C, return the results so far.
+        """Try configs, and then batch sizes if the user requested the largest batch. After Ctrl-C, return the results so far.
 
         Args:
             name: The device's name.
 
         Raises:
-            SubjectError: The subject cannot run this step, or its samples have no length.
-            TrialFailed: The model's own code raised in the first trial.
+            SubjectError: The subject cannot run this step, or the search is for the longest sequence and samples have no
+                length.
+            TrialFailed: The model's own code raised an error in the first trial.
         """
         finished = True
         self._tried += self.search.refused
@@ -82,9 +87,9 @@ class Trials:
             try:
                 trial = self._try(self.subject, config)
             except NotAStep as error:
-                # The original message is for tests, which pass the loss as an argument.
+                # The original message tells the author of a test to pass loss=. Here, a function returns the loss.
                 problem, no_loss, _ = str(error).partition("; pass loss=")
-                mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
+                mend = "; return (model, batch, loss) from the factory, where loss(output, batch) returns one number"
                 raise SubjectError(problem + mend if no_loss else problem) from None
             except TrialFailed as error:
                 if not self.goes_on and not self._tried:
@@ -106,7 +111,7 @@ class Trials:
             trials = [SizeTrial(start, first.fits(limit), first.peak)]
             unit = config.accumulate if axis == "samples" else 1
             hints = self.elsewhere.get(config, [])
-            # After Ctrl-C, this is the result so far.
+            # If Ctrl-C interrupts the search, this result is reported.
             self._largest[config] = largest_of(trials, finished=False)
             while (number := next_size(trials, limit, start, unit, hints)) is not None:
                 self.say(f"{self.where}{config}, {number:,} {axis} ... ")

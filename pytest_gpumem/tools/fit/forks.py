@@ -1,10 +1,12 @@
-"""Run a program on several emulated GPUs: first in its own process, and then in forks if forks behave the same.
+"""Run a program on several emulated GPUs: first in a new process, and then in forked processes if their results are the same.
 
-Imports, above all torch, take most of a run's time. The first run reports the program's imports. A server process then
-imports the same modules, and each further run is a fork of the server, in which the program starts anew on another GPU.
+Imports, especially of torch, take most of the time in a short run. The first run reports which modules the program imports. A
+server process then imports the same modules. Each further run is a fork of the server process, in which the program starts from
+its beginning on another GPU.
 
-For example, let a program import for 8 s and run for 2 s. Five GPUs take 50 s with a process each. With forks they take 10 s
-for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork, and 2 s for each other GPU: 28 s.
+For example, let a program's imports take 8 s, and the other code 2 s. Runs on five GPUs take 50 s without forks. With forks
+they take 28 s: 10 s for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork for comparison, and
+2 s for each of the four other GPUs.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ if TYPE_CHECKING:
 
 
 def can_be_forked(command: Sequence[str], python: str) -> bool:
-    """Return whether a command runs a file or a module with this Python, without options for Python itself.
+    """Return whether a fork of this Python interpreter can run a command: a file or a module, without interpreter options.
 
     Args:
         command: The command, such as ``["python", "train.py", "--steps=3"]`` or ``["python", "-m", "train"]``.
-        python: The path of this Python. A link in another folder belongs to another environment, so it does not count.
+        python: The path of this Python interpreter. A link to the interpreter from another folder belongs to another virtual
+            environment, so the command cannot be forked.
     """
     executable = shutil.which(command[0])
     if executable is None or len(command) < 2:
@@ -63,29 +66,31 @@ def _folder_of(file: str) -> str:
 
 
 def forks_pay(before_cuda: float, total: float, other_gpus: int, jobs: int = 1) -> bool:
-    """Return whether forks are faster, although they need the imports once more and repeat the first run.
+    """Return whether forks save time. Before the first useful fork, the server repeats the imports, and a fork repeats the
+    first run.
 
     Args:
-        before_cuda: The seconds before the first run used CUDA, mostly for imports.
-        total: The seconds for the whole first run.
+        before_cuda: The seconds until the first run used CUDA, mostly for imports. Each fork saves this time.
+        total: The seconds for the complete first run.
         other_gpus: The number of GPUs after the first.
-        jobs: The number of GPUs that run at a time.
+        jobs: The number of runs at the same time.
 
     Example:
-        With 8 s before CUDA, 10 s in all and 4 other GPUs, forks cost 18 s and save 32 s. With 2 GPUs they save only 16 s.
+        With 8 s before CUDA, 10 s in total and 4 other GPUs, forks cost 18 s and save 32 s. With only 2 other GPUs, forks save
+        16 s, which is less than their cost.
     """
     return before_cuda + total < math.ceil(other_gpus / jobs) * before_cuda
 
 
 class ProgramRuns:
-    """A program's runs on GPUs: a first run, and then several at a time from different threads.
+    """Runs a program on several GPUs. After the first run, several threads may call `on` at the same time.
 
     Args:
         command: The program and its arguments.
         environment: The program's environment, without variables for the emulated GPU.
         steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
-        jobs: The most runs at a time.
-        stop: The signal that ends all runs.
+        jobs: The maximum number of runs at the same time.
+        stop: Ends all runs when this process receives a signal such as SIGTERM.
     """
 
     def __init__(
@@ -100,19 +105,19 @@ class ProgramRuns:
         self._close = ExitStack()
 
     def close(self) -> None:
-        """End the process from which runs are forked."""
+        """End the server process, if `prepare` has started a server."""
         self._close.close()
 
     def on(self, gpu: Gpu, more: Mapping[str, str]) -> ProgramRun:
-        """Run the program to its end.
+        """Run the program on a GPU to its end. Use a fork if `prepare` has started a server.
 
         Args:
             gpu: The GPU, or several equal GPUs.
-            more: Further variables, which make the allocator's segments expandable.
+            more: Further environment variables. They make the allocator's segments expandable, or are empty.
 
         Raises:
             OSError: The program cannot be started.
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         if self._first is None:
             self._began = time.monotonic_ns()
@@ -120,11 +125,11 @@ class ProgramRuns:
             self._seconds = (time.monotonic_ns() - self._began) / 1e9
             self._first = gpu, run
             return run
-        # torch counts GPUs only once, so forks have the first run's count.
+        # torch counts the GPUs only once, so a fork sees as many GPUs as the first run.
         server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
-        # torch reads these settings when CUDA is first used. If a torch release read these settings at import, the fork would
-        # ignore them.
+        # torch reads the allocator's settings when CUDA is first used. If a torch release reads them already at import, the
+        # fork ignores `more`, so repeat the run in a new process.
         if forked is None or (more and any(process.devices and not process.expandable for process in forked.processes)):
             return self._in_process(gpu, more)
         return forked
@@ -133,16 +138,16 @@ class ProgramRuns:
         return run_on(gpu, self._command, {**self._environment, **more}, self._stop, self._steps)
 
     def prepare(self, other_gpus: Sequence[Gpu]) -> None:
-        """After the first run, prepare forks for the other GPUs if forks are faster and give the same outcome.
+        """After the first run, start a server for forks if forks are faster and a fork has the same result as the first run.
 
-        The forked process ends with the calling thread.
+        The server process ends when the calling thread ends.
 
         Args:
             other_gpus: The other GPUs.
 
         Raises:
             OSError: The program cannot be started.
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         assert self._first is not None
         first, run = self._first
@@ -168,17 +173,17 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """A process with the program's imports, which lives until `close`. Its forks run the program.
+    """A process with the program's modules imported. Its forks run the program. The process ends after `close`.
 
     Args:
-        gpu: The GPU that packages see during their imports.
-        program: The program.
+        gpu: The GPU that the server emulates while it imports the modules.
+        program: The program's command, and the modules to import.
         environment: The program's environment, without variables for the emulated GPU.
-        jobs: The most runs at a time.
-        stop: The signal that ends all runs.
+        jobs: The maximum number of runs at the same time.
+        stop: Ends all runs when this process receives a signal such as SIGTERM.
 
     Raises:
-        StopSignal: The signal ended the run.
+        StopSignal: A signal ended the run.
     """
 
     def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str], jobs: int, stop: Stop) -> None:
@@ -187,7 +192,7 @@ class ForkServer:
         self._import_output = self._close.enter_context(run_folder())
         pipes = [Pipe() for _ in range(jobs)]
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Connections to idle server processes."""
+        """Connections to the server, one for each run at the same time. A connection is removed while a run uses it."""
         for own_end, _ in pipes:
             self._idle.put(own_end)
         descriptors = [server_end.fileno() for _, server_end in pipes]
@@ -199,13 +204,13 @@ class ForkServer:
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=descriptors,
-                # Ctrl-C in the terminal reaches only this process, which then ends the runs.
+                # Start a new session, so Ctrl-C in the terminal reaches only this process, which then ends the runs.
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509 - a single system call without locks
             )
         for _, server_end in pipes:
             server_end.close()
-        # The server ends when the connections are closed.
+        # Close the connections first: the server then ends by itself.
         self._close.callback(self._end)
         for own_end, _ in pipes:
             self._close.callback(own_end.close)
@@ -219,7 +224,7 @@ class ForkServer:
             raise
 
     def close(self) -> None:
-        """End the server and its runs."""
+        """End the server, and all runs in its forks."""
         self._close.close()
 
     def run(self, gpu: Gpu, more: Mapping[str, str], steps: int | None) -> ProgramRun | None:
@@ -227,17 +232,17 @@ class ForkServer:
 
         Args:
             gpu: The GPU, or several equal GPUs.
-            more: Further environment variables.
+            more: Further environment variables for the run.
             steps: The number of optimizer steps after which the program ends, or ``None``.
 
         Raises:
-            StopSignal: The signal ended the run.
+            StopSignal: A signal ended the run.
         """
         self._stop.check()
         if not self._alive:
             return None
         with run_folder() as folder:
-            # A run's output begins with the imports' output.
+            # Begin the run's output with the text printed by the modules during their import.
             for source, target in (
                 (self._import_output.output, folder.output),
                 (self._import_output.errors, folder.errors),
@@ -248,14 +253,15 @@ class ForkServer:
             try:
                 status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
             except BaseException:
-                self._alive = False  # the server's next answer would belong to this run
+                self._alive = False  # the next answer on this connection would belong to this run
                 raise
             self._idle.put(connection)
             return None if status is None else folder.run(status)
 
     def _status_of(self, connection: Connection, fork: Fork) -> int | None:
         self._send(connection, fork)
-        # The server answers at once. This wait cannot be stopped, because a process with an unknown id could not be ended.
+        # Wait for the forked process's id, which the server sends at once. This wait cannot be interrupted, because without the
+        # id the forked process could not be ended.
         process = self._received(connection, stoppable=False)
         if process is None:
             return None
@@ -284,7 +290,7 @@ class ForkServer:
     def _end(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
-        # Imports may have started processes, so the whole group is killed.
+        # Imported modules may have started processes, so kill the server's whole process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,8 +1,9 @@
-"""Decide a program's outcome on an emulated GPU: whether the program fits, and its memory usage. Pure functions.
+"""Derive a program's outcome on an emulated GPU: whether the program fits into memory, and its memory usage. Pure functions.
 
 For example, let two processes use an A100 40GB (42.30 GB) at the same time, reserve 25.00 GB and 16.50 GB, and exit with
-status 0. Each emulated process has a GPU to itself, so neither runs out of memory. But their 41.50 GB and two CUDA contexts of
-0.55 GB are 42.59 GB in all, so the outcome is ``TOO_MUCH_TOGETHER``. With 25.00 GB and 16.00 GB the outcome is ``FITS``.
+status 0. Each process emulates a GPU for itself, so neither process runs out of memory. On a real A100, both processes would
+share the memory, and would need 42.59 GB: 41.50 GB and two CUDA contexts of 0.55 GB. So the outcome is ``TOO_MUCH_TOGETHER``.
+With 25.00 GB and 16.00 GB, the outcome is ``FITS``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 _RAISED = re.compile(r"torch\.(?:cuda\.)?OutOfMemoryError: (?P<message>.+)")
 _ADVICE = re.compile(r" If reserved but unallocated memory is large.*| See documentation for.*", re.DOTALL)
 _NO_KERNEL_IMAGE = "no kernel image is available"
-"""The words in CUDA's error if neither the program nor torch has kernels for the GPU."""
+"""Words in CUDA's error if neither the program nor torch has kernels for the GPU."""
 _MOST_LINES = 20
 
 
 class FitOutcome(Enum):
-    """A run's outcome. The value is a phrase for people and for programs."""
+    """The outcome of a run. The values appear in tables and in JSON."""
 
     FITS = "fits"
     WENT_ON = "ran out of memory and went on"
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
-    """Each process has room on its own, but not with the other processes on the device."""
+    """Each process fits alone, but not together with the other processes on the device."""
     CANNOT_RUN = "cannot run on it"
     """The GPU lacks a capability that the program needs, or the installed torch has no kernels for this GPU."""
     FAILED = "failed by itself"
@@ -43,34 +44,34 @@ class FitOutcome(Enum):
 
 
 NOT_ENOUGH = (FitOutcome.WENT_ON, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)
-"""Outcomes that more memory would change."""
+"""The outcomes in which the GPU's memory was too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """A program's end, and its processes' memory usage."""
+    """A finished run: the program's exit status, its output, and the memory usage of its processes."""
 
     status: int
     """The exit status, or a negative signal number if a signal killed the program: -9 for SIGKILL."""
     output: str
-    """The last 64 KiB from the standard error, or from the output if the standard error is empty."""
+    """The last 64 KiB of the standard error, or of the standard output if the standard error is empty."""
     processes: tuple[ProcessUsage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A run's outcome on a GPU. Bytes belong to the device with the highest peak."""
+    """The outcome of a run on a GPU. ``allocated`` and ``reserved`` are the bytes on the device with the highest peak."""
 
     outcome: FitOutcome
     status: int
     allocated: int = 0
     reserved: int = 0
     devices: int = 0
-    """The number of used devices."""
+    """The number of devices used by the program."""
     together: int = 1
-    """The most processes on a device at the same time. Their peaks are added up."""
+    """The maximum number of processes on a device at the same time. Peaks of such processes are added up."""
     retries: int = 0
-    """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
+    """The number of allocations for which the allocator first had to free its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
     ran_out: OutOfMemory | None = None
     message: str = ""
@@ -80,20 +81,20 @@ class RunResult:
     expandable: bool = False
     """True if the allocator's segments were expandable."""
     unknown: str | None = None
-    """The uncomputed value on which the program depended, as a clause."""
+    """A clause about the uncomputed value on which the program depended; ``None`` without such a value."""
     without_statistics: bool = False
     """True if the program has its own allocator, which keeps no statistics, so the memory is unknown."""
     lacking: str | None = None
-    """A clause that says why peaks may be too low, if cuDNN's memory is not included."""
+    """The reason why peaks may be too low, as a clause. For example, cuDNN's memory may not be included. ``None`` otherwise."""
     cannot_run: str | None = None
-    """A clause that says why the program cannot run on the GPU, if the outcome is ``CANNOT_RUN``."""
+    """The reason for the outcome ``CANNOT_RUN``, as a clause. ``None`` for other outcomes."""
     killed: int = 0
-    """Processes that used CUDA and were killed before they wrote their usage."""
+    """The number of processes that used CUDA and were killed before they reported their memory usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A GPU with the program's outcome, and the outcome with expandable segments if they were tried."""
+    """The results of a program on a GPU: ``plain``, and ``expanded`` if a run with expandable segments was tried."""
 
     gpu: Gpu
     plain: RunResult
@@ -109,14 +110,13 @@ class Fit:
 
 
 def result_of(run: ProgramRun, gpu: Gpu, context_bytes: int) -> RunResult:
-    """Return a run's outcome.
+    """Return the outcome and the memory usage of a run.
 
     Args:
-        run: The program's end and its processes' usage.
+        run: The finished run.
         gpu: The GPU, or several equal GPUs.
-        context_bytes: The bytes for each process's CUDA context. The emulated GPU has subtracted a single process's
-            context. Contexts count here only if several processes share a device, because each emulated process has a GPU to
-            itself.
+        context_bytes: The bytes in a CUDA context. Each process emulates a GPU for itself, from which one context is already
+            subtracted. So contexts are counted here only if several processes share a device.
     """
     numbers = sorted({device.device for process in run.processes for device in process.devices})
     devices = [_on_device(run.processes, number) for number in numbers]
@@ -168,15 +168,17 @@ def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
     """Return the reason why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
     no_kernels = next((process.no_kernels for process in run.processes if process.no_kernels), None)
     if no_kernels and _NO_KERNEL_IMAGE in run.output:
-        return f"{no_kernels}, as on a real GPU; a build for another CUDA may have them"
+        return f"{no_kernels}, as on a real GPU; a torch build for another CUDA release may have them"
     return lacking_in(run.output, gpu.capability)
 
 
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:
-    """Return the largest sum of concurrent processes' peaks on a device, and the number of processes."""
+    """Add up the peaks of all processes on a device at the same time. Return the largest sum, and the number of processes in
+    it.
+    """
     users = [(process, device) for process in processes for device in process.devices if device.device == number]
     sums = []
-    # The sum grows only when a process starts, so only starts are examined.
+    # The sum is largest just after a process has started, so compute it only at the starts.
     for start, _ in users:
         concurrent = [
             device
@@ -193,11 +195,12 @@ def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUs
 
 
 def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
-    """Return the exit status: 0 if the program fits, 1 if memory ran out, 2 if neither is known.
+    """Return the exit status: 0 if the program fits, 1 if memory ran out, 2 otherwise, for example if the program failed by
+    itself.
 
     Args:
-        fits: The outcomes by GPU.
-        every: Whether the program has to fit into each GPU. Otherwise a single GPU is enough.
+        fits: The results on all GPUs.
+        every: Whether the program has to fit into all GPUs. Otherwise, it has to fit into at least one GPU.
     """
     enough = all if every else any
     if fits and enough(fit.fits for fit in fits):
@@ -206,9 +209,9 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
 
 
 def ends_it(first: RunResult, *, every: bool) -> bool:
-    """Return whether no further GPU needs to be tried after the first.
+    """Return whether the result on the first GPU makes runs on further GPUs unnecessary.
 
-    No further GPU is needed if the program used no GPU memory or failed by itself. But with ``every``, a failed program is
-    still tried on the other GPUs, because the user named them.
+    Further runs are unnecessary if the program used no GPU memory or failed by itself. With ``every``, a program with its own
+    error still runs on the other GPUs, because the user named these GPUs.
     """
     return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)

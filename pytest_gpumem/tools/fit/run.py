@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulation.gpus import Gpu
 
 SETTINGS = (CUDA_ALLOC_CONF, ALLOC_CONF)
-"""Variables with settings for PyTorch's allocator. Newer releases read the second variable as well."""
+"""Environment variables with settings for PyTorch's allocator. Newer torch releases read the second variable as well."""
 _EXPANDABLE = "expandable_segments"
 _TAIL = 64 * 1024
 
 
 def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables for expandable segments in PyTorch, or ``None`` if the environment has a setting for them."""
+    """Return environment variables to enable expandable segments in PyTorch's allocator. Return ``None`` if the environment
+    already contains a setting for expandable segments.
+    """
     configured = {name: environment[name] for name in SETTINGS if environment.get(name)}
     if any(_EXPANDABLE in value for value in configured.values()):
         return None
@@ -48,12 +50,12 @@ def run_on(
         gpu: The GPU, or several equal GPUs.
         command: The program and its arguments.
         environment: The program's environment, without variables for the emulated GPU.
-        stop: The signal that ends the program.
+        stop: Ends the program when this process receives a signal such as SIGTERM.
         steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
 
     Raises:
         OSError: The program cannot be started.
-        StopSignal: The signal ended the program.
+        StopSignal: A signal ended the program.
     """
     with run_folder() as folder:
         status = run(
@@ -68,14 +70,16 @@ def run_on(
 
 
 def emulating(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for a program on an emulated GPU. The program does not print its peaks."""
+    """Return the environment variables for a program on an emulated GPU. Remove variables that would make the program print its
+    peaks or end early.
+    """
     variables = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
     return {**variables, **environment_for(gpu, variables)}
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder for a run, with the program's output and a usage file from each process."""
+    """A temporary folder for a run. It contains the program's output, and a file from each process with its memory usage."""
 
     path: Path
 
@@ -88,11 +92,13 @@ class RunFolder:
         return self.path / "errors"
 
     def variables(self, steps: int | None) -> dict[str, str]:
-        """Return the variables that make processes write their usage into the folder and end after ``steps`` steps."""
+        """Return environment variables that make processes write their memory usage into the folder, and end after ``steps``
+        optimizer steps.
+        """
         return {USAGE: str(self.path), **({} if steps is None else {STEPS: str(steps)})}
 
     def run(self, status: int) -> ProgramRun:
-        """Read a program's result after it has ended with exit status ``status``."""
+        """Read a program's output and memory usage after it has ended with the exit status ``status``."""
         return ProgramRun(status, _tail(self.errors) or _tail(self.output), read_usages(self.path))
 
 

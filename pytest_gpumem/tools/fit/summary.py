@@ -1,4 +1,4 @@
-"""Write the texts for `gpumem fit`: a line for each run, a table, and a conclusion. Pure functions."""
+"""Write the output of `gpumem fit`: a line for each run, a table, and a conclusion. Pure functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def progress(result: RunResult, cwd: str) -> str:
 
 
 def table(fits: Sequence[Fit], context_bytes: int) -> Table:
-    """Return a row for each GPU, the smallest first: memory, peaks if the program ended, and outcome."""
+    """Return a table with a row for each GPU, the smallest GPU first. A row contains the GPU's memory, the program's peaks if
+    the program ended, and the outcome.
+    """
     columns = [
         Column("GPU", left=True),
         *map(Column, ("memory", "reserved", "allocated", "left")),
@@ -74,10 +76,10 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
 
 
 def details(fits: Sequence[Fit], cwd: str) -> list[str]:
-    """Return lines with out-of-memory errors and their places, other failures, and notes.
+    """Return lines about out-of-memory errors with their source lines, about other failures, and with notes.
 
     Args:
-        fits: The outcomes by GPU.
+        fits: The results on all GPUs.
         cwd: The current folder. Paths below this folder are shown relative to the folder.
     """
     lines: list[str] = []
@@ -100,9 +102,9 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
 
 
 def conclusion(fits: Sequence[Fit]) -> str:
-    """Return a line with the memory needed, the GPUs that the program fits into, and the other GPUs.
+    """Return a line with the memory needed by the program, the GPUs with enough memory, and the other GPUs.
 
-    For example, ``"needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090; not T4"``.
+    Example: ``"needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090; not T4"``.
     """
     fitting, expanded = _with_outcome(fits, FitOutcome.FITS), [fit for fit in fits if fit.fits_expanded]
     needs = f"needs {_span([fit.plain for fit in fitting])} reserved (emulated): " if fitting else ""
@@ -119,7 +121,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Return the outcomes as JSON, in the order of ``fits``. Memory is in bytes."""
+    """Return the results as JSON, in the order of ``fits``. Memory sizes are in bytes."""
     plain = {
         "format": 1,
         "emulated": True,
@@ -154,18 +156,18 @@ def _by_memory(fits: Sequence[Fit]) -> list[Fit]:
 
 
 _MOST_NAMED = 6
-"""The most GPU names in a sentence. The table names all GPUs."""
+"""A sentence names at most this many GPUs. The table names all GPUs."""
 
 
 def _names(fits: Sequence[Fit], gpu_count: int) -> str:
-    """Return up to 6 names, or else their number, such as ``"22 of 24 GPUs"``."""
+    """Return the GPUs' names. For more than 6 GPUs, return only a number, such as ``"22 of 24 GPUs"``."""
     if len(fits) <= _MOST_NAMED:
         return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
     return f"all {gpu_count} GPUs" if len(fits) == gpu_count else f"{len(fits)} of {gpu_count} GPUs"
 
 
 def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return up to 6 names, or else the missing names, such as ``"all but T4, V100"``."""
+    """Return the GPUs' names. For more than 6 GPUs, name the other GPUs if they are few, such as ``"all but T4, V100"``."""
     missing = [name for name in every if name not in names]
     if len(names) <= _MOST_NAMED or len(missing) > _MOST_NAMED:
         return ", ".join(names)
@@ -173,7 +175,7 @@ def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _span(results: Sequence[RunResult]) -> str:
-    """Return the reserved memory as a figure, or as a range if GPUs differ."""
+    """Return the reserved memory as a number, or as a range if the GPUs have different results."""
     least, most = (format_bytes(bound(result.reserved for result in results)) for bound in (min, max))
     return least if least == most else f"{least} to {most}"
 
@@ -215,18 +217,18 @@ _GRAPHS = (
 
 
 def _graphs_fill_it(result: RunResult) -> bool:
-    """Return whether autograd graphs may hold at least a quarter of the memory in a program that does not train."""
+    """Return whether autograd graphs may fill at least a quarter of the memory in a program that does not train."""
     ran_out = result.ran_out
     return bool(ran_out and ran_out.without_tensor and 4 * ran_out.without_tensor >= ran_out.allocated)
 
 
 def _notes(fit: Fit) -> tuple[str, ...]:
-    """Return the notes about a GPU in a fixed order. Notes that do not apply are empty."""
+    """Return the notes about the result on a GPU, in a fixed order. A note is an empty text if it does not apply."""
     result = fit.plain
     killed = word_form(result.killed, "a process that used CUDA was", f"{result.killed} processes that used CUDA were")
     expandable = ""
     if result.outcome in NOT_ENOUGH and result.expandable:
-        expandable = "segments were expandable already"
+        expandable = "the allocator's segments were expandable already"
     elif (
         result.outcome in NOT_ENOUGH
         and fit.expanded is not None
@@ -235,16 +237,16 @@ def _notes(fit: Fit) -> tuple[str, ...]:
     ):
         expandable = "expandable segments were not tried: the program has settings of its own for PyTorch's allocator"
     return (
-        f"only just: cached memory was given back to the GPU before an allocation succeeded ({result.retries} x), which is slow"
+        f"fits only just: the allocator freed its cache before an allocation succeeded ({result.retries} x), which is slow"
         if fit.fits and result.retries
         else "",
         f"{result.unknown}: later memory may differ on a real GPU" if result.unknown else "",
         _GRAPHS if _graphs_fill_it(result) else "",
-        f"it may take more: {result.lacking}" if result.lacking else "",
+        f"the program may take more: {result.lacking}" if result.lacking else "",
         f"{result.together} processes used one device at the same time; their peaks are added up"
         if result.together > 1
         else "",
-        f"{result.devices} devices were used; figures are those of the device with the highest peak"
+        f"{result.devices} devices were used; the figures belong to the device with the highest peak"
         if result.devices > 1
         else "",
         f"{killed} killed before reporting its memory, which is not counted" if result.killed else "",

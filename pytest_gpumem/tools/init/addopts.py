@@ -1,6 +1,6 @@
-"""Read ``addopts`` from pytest's settings, and find the files excluded from collection.
+"""Read ``addopts`` from pytest's settings, and find the files excluded by these options from collection.
 
-The functions are pure. They load no plugin named in ``addopts``.
+The functions are pure: they do not load plugins named in ``addopts``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECTIONS = ("pytest", "tool:pytest")
 
 
 def addopts_of(name: str, text: str) -> Sequence[str]:
-    """Return the words in ``addopts`` from a settings file, or an empty list if the file has none.
+    """Return the words in ``addopts`` from a settings file, or an empty list if the file has no ``addopts``.
 
     Args:
         name: The file's name, which decides the format: TOML or INI.
@@ -37,7 +37,7 @@ def addopts_of(name: str, text: str) -> Sequence[str]:
         return [str(word) for word in value]
     try:
         return shlex.split(str(value or ""))
-    except ValueError:  # an unclosed quote also stops pytest itself
+    except ValueError:  # an unclosed quote, with which pytest itself stops
         return []
 
 
@@ -63,7 +63,7 @@ def _addopts_in_ini(text: str) -> object:
 
 
 def ignored_by(words: Sequence[str], folder: str) -> list[str]:
-    """Return the patterns of ``--ignore`` and ``--ignore-glob`` as paths from the root directory.
+    """Return the patterns in ``--ignore`` and ``--ignore-glob`` options, relative to the root directory.
 
     Args:
         words: Pytest options.
@@ -77,7 +77,7 @@ def ignored_by(words: Sequence[str], folder: str) -> list[str]:
     parser.add_argument("--ignore-glob", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(list(words))
-    except argparse.ArgumentError:  # an option without its path also stops pytest itself
+    except argparse.ArgumentError:  # an option without its path, with which pytest itself stops
         return []
     return [
         PurePath(os.path.normpath(f"{folder}/{pattern}")).as_posix()

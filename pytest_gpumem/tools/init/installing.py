@@ -1,4 +1,4 @@
-"""Select the project's requirements for the gate: files, extras and lines for pip. Pure functions."""
+"""Select the requirement lines with which the gate's workflow installs a project. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REQUIREMENTS_FILES = (
     *(f"requirements/{extra}.txt" for extra in ("base", *_EXTRAS)),
     "tests/requirements.txt",
 )
-"""Common names of requirements files."""
+"""Common paths of requirements files."""
 _BOUND_TO_TORCH = ("torch", "torchvision", "torchaudio")
-"""Packages whose releases each require an exact torch version."""
+"""Packages whose releases require exactly one torch release each."""
 # fmt: off
 _NO_PACKAGES = frozenset((
     "ci", "bin", "debian", "doc", "docs", "documentation", "manpages", "news", "newsfragments", "changelog", "test",
@@ -31,7 +31,7 @@ _NO_PACKAGES = frozenset((
     "build", "benchmark", "benchmarks", "exercise", "exercises", "htmlcov",
 ))
 # fmt: on
-"""Folders in which setuptools does not look for packages (`FlatLayoutPackageFinder.DEFAULT_EXCLUDE`)."""
+"""Names of folders that setuptools does not take for packages (`FlatLayoutPackageFinder.DEFAULT_EXCLUDE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Sources:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The table ``[project]``."""
+        """The table ``[project]`` in pyproject.toml. Empty if the table is missing."""
         table = self.settings.get("project")
         return table if isinstance(table, dict) else {}
 
@@ -68,7 +68,7 @@ class Sources:
 
     @property
     def _is_refused_by_setuptools(self) -> bool:
-        """True if setuptools would find several packages in a flat layout, which is an error in setuptools."""
+        """True if setuptools refuses to install the project, because several folders look like packages."""
         build = _table(self.settings, "build-system")
         if not str(build.get("build-backend", "setuptools")).startswith("setuptools"):
             return False
@@ -80,10 +80,10 @@ class Sources:
 
 
 def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
-    """Yield requirement lines to install a project and its test dependencies beside a torch release.
+    """Yield the requirement lines for installing a project and its test dependencies together with a torch release.
 
-    pip cannot install an extra that requires another torch release. The extra's own lines then replace the extra, without
-    torch, torchvision and torchaudio.
+    pip cannot install an extra that requires another torch release. Instead of such an extra, the lines in the extra are
+    yielded, except those for torch, torchvision and torchaudio.
 
     Args:
         sources: The project's files.
@@ -91,7 +91,7 @@ def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
 
     Example:
         With the extra ``test = ["torch==2.11.0", "numpy"]`` and the release ``"2.13.0"``, a package gets the lines
-        ``-e .`` and ``numpy``. Without the torch pin, the line is ``-e .[test]``.
+        ``-e .`` and ``numpy``. If the extra did not pin torch, the line would be ``-e .[test]``.
     """
     for path in REQUIREMENTS_FILES:
         if path in sources.files:
@@ -114,7 +114,7 @@ def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
 
 
 def unfit_of(sources: Sources, release: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the requirements that exclude this torch release, each after its file's path."""
+    """Yield the requirements for another torch release, as pairs of a file's path and a line in this file."""
     dependencies = sources.metadata.get("dependencies")
     if sources.is_package and isinstance(dependencies, list):
         yield from (("pyproject.toml", str(line)) for line in dependencies if not _fits(str(line), release))
@@ -123,7 +123,9 @@ def unfit_of(sources: Sources, release: str | None) -> Iterator[tuple[str, str]]
 
 
 def _without_torch(lines: Sequence[object], release: str | None) -> Iterator[str]:
-    """Yield the lines except torch. If a line requires another torch release, also leave out torchvision and torchaudio."""
+    """Yield the requirement lines except torch. If a line requires another torch release, also omit torchvision and
+    torchaudio.
+    """
     fits = all(_fits(str(line), release) for line in lines)
     for text in map(str, lines):
         read = requirement(text)
@@ -133,7 +135,7 @@ def _without_torch(lines: Sequence[object], release: str | None) -> Iterator[str
 
 
 def _fits(line: str, release: str | None) -> bool:
-    """Return False if a requirement names torch and excludes the release, and True otherwise."""
+    """Return False if a requirement line is for torch and excludes the release, and True otherwise."""
     read = requirement(line)
     if read is None or release is None or canonicalize_name(read.name) != "torch":
         return True
@@ -152,7 +154,7 @@ def _dynamic(metadata: Mapping[str, Any]) -> Sequence[object]:
 
 
 def _has_name(setup_cfg: str | None) -> bool:
-    """Return whether a setup.cfg describes a package, not only settings for other tools."""
+    """Return whether a setup.cfg describes a package. Many files contain only settings for other tools."""
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(setup_cfg or "")

@@ -1,4 +1,4 @@
-"""Find the names and expressions in a project's source that are modules (`torch.nn.Module`). Nothing is run.
+"""Find the names and expressions in a project's source whose values are modules (`torch.nn.Module`). No code is run.
 
 For example, in a file with ``from torch import nn``::
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STEPS = {"backward", "generate", "forward"}
 _TRAINER_METHODS = {"fit", "train", "validate", "test", "predict", "evaluate"}
-"""Methods of Lightning's and transformers' ``Trainer`` that run a model."""
+"""Methods of ``Trainer`` in Lightning and transformers. They run a model."""
 _METHODS_THAT_RETURN_SELF = {
     "to",
     "cuda",
@@ -37,9 +37,9 @@ _METHODS_THAT_RETURN_SELF = {
     "requires_grad_",
     "compile",
 }
-"""Methods of a module whose result is a module."""
+"""Methods of a module. Their result is a module, as in ``net.eval()``."""
 _NO_MODULES = {"Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer", "ParameterList", "ParameterDict"}
-"""Classes in `torch.nn` that do not run."""
+"""Classes in `torch.nn` without a forward computation."""
 _NO_MODELS = (
     "Tokenizer",
     "TokenizerFast",
@@ -50,21 +50,23 @@ _NO_MODELS = (
     "logging",
     "set_seed",
 )
-"""Endings of names in a library of models for objects that are not models."""
+"""Name endings in model libraries, such as transformers, for objects other than models."""
 _BASES = {"LightningModule", "PreTrainedModel", "ModelMixin"}
 _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
 _AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}
 _YIELDING = {"Iterator", "Generator"}
-"""Return annotations of fixtures and context managers: ``Iterator[Net]`` yields a ``Net``."""
+"""Types in return annotations of generator functions: ``Iterator[Net]`` yields a ``Net``."""
 Assignment = ast.Assign | ast.AnnAssign
 MAKES = "()"
-"""Suffix for a name that makes modules when called. Example: ``Net()`` after ``for Net in (Small, Large)``."""
+"""Suffix for the name of a callable that returns a module. Example: after ``for Net in (Small, Large)``, the variable is called
+``Net()``."""
 
 
 class Models:
-    """The names by which a project makes models: classes of modules, and functions that return a module.
+    """The names in a project that make modules when called: module classes, and functions that return a module.
 
-    A name counts wherever it is defined. If a project has a module and another class with the same name, both count as modules.
+    Names are collected without their file. If a project has a module class and another class with the same name, both count as
+    module classes.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -93,11 +95,11 @@ class Models:
         self._makers.update(name.removesuffix(MAKES) for name in global_names if name.endswith(MAKES))
 
     def methods(self, name: str) -> Sequence[tuple[Function, SourceFile]]:
-        """Return the methods with this name in all classes of the project."""
+        """Return all methods with this name in the project's classes, each with its file."""
         return self._methods.get(name, ())
 
     def makes(self, dotted: str) -> bool:
-        """Return whether a call of this full name makes a module: True for ``torch.nn.Linear``."""
+        """Return whether calling the object with this full name makes a module: True for ``torch.nn.Linear``."""
         name = dotted.rpartition(".")[2]
         if dotted.startswith("torch.nn."):
             return name[:1].isupper() and name not in _NO_MODULES
@@ -107,13 +109,13 @@ class Models:
 
 
 def is_from_a_zoo(dotted: str) -> bool:
-    """Return whether a library of models defines this name, unless it is a tokenizer, a config or the like."""
+    """Return whether a full name is from a model library, such as timm, and not a tokenizer, a config or the like."""
     return dotted.startswith(_ZOOS) and not any(part.endswith(_NO_MODELS) for part in dotted.split("."))
 
 
 @dataclass(frozen=True)
 class View:
-    """A file, together with the variables that are known to be modules.
+    """A file, together with the names of its variables known to be modules.
 
     Example: with ``modules = {"net"}``, the expression ``net.eval()`` is a module.
     """
@@ -121,10 +123,10 @@ class View:
     file: SourceFile
     models: Models
     modules: frozenset[str] = frozenset()
-    """Names of modules, such as ``self.net``, and with the suffix `MAKES` names that make modules."""
+    """Names of modules, such as ``self.net``, and names with the suffix `MAKES`, which make modules when called."""
 
     def inside(self, tree: ast.AST) -> View:
-        """Return the view with the variables that a function, a class or a statement adds."""
+        """Return a view with further modules: the variables and parameters in a function, a class or a statement."""
         assigned = [pair for node in nodes_in(tree) for pair in _assigned(node)]
         view = self.with_modules(
             parameter for node in nodes_in(tree) if isinstance(node, Function) for parameter in self._annotated(node)
@@ -134,20 +136,23 @@ class View:
         return view
 
     def with_modules(self, names: Iterable[str]) -> View:
-        """Return the view with further names that are modules."""
+        """Return a view with further names of modules."""
         return replace(self, modules=self.modules.union(names))
 
     def names(self, targets: Iterable[str], value: ast.expr) -> Iterator[str]:
-        """Yield the targets if the value is a module, or the targets with `MAKES` if the value makes modules."""
+        """Yield the targets if the value is a module, or the targets with the suffix `MAKES` if the value makes modules when
+        called.
+        """
         if self.is_module(value):
             yield from targets
         elif self._makes_modules(value):
             yield from (f"{target}{MAKES}" for target in targets)
 
     def returned(self, name: str, function: Function) -> frozenset[str]:
-        """Return ``name`` if a function returns or yields a module, or a tuple with a module.
+        """Return a set with ``name`` if a function returns or yields a module, or a tuple with a module.
 
-        If the result makes modules, the name has the suffix `MAKES`. In any other case nothing is returned.
+        If the function's result makes modules when called, the name gets the suffix `MAKES`. In any other case the set is
+        empty.
         """
         if self._is_annotation(function.returns):
             return frozenset([name])
@@ -163,7 +168,7 @@ class View:
         return frozenset(found_name for part in parts for found_name in inside.names([name], part))
 
     def passed(self, call: ast.Call, function: Function) -> frozenset[str]:
-        """Return the parameters of a function that are modules, or make modules, in this call of the function."""
+        """Return the function's parameters to which a call passes modules or module classes."""
         parameters = [*function.args.posonlyargs, *function.args.args]
         names = [parameter.arg for parameter in parameters if parameter.arg not in ("self", "cls")]
         arguments = [*zip(names, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
@@ -183,7 +188,9 @@ class View:
         return by_method or self._makes_modules(node.func)
 
     def runs_model(self, node: ast.AST) -> bool:
-        """Return whether a node runs a model: ``net(x)``, ``loss.backward()``, ``trainer.fit(net)`` or ``import timm``."""
+        """Return whether a syntax node suggests that a model runs: ``net(x)``, ``loss.backward()``, ``trainer.fit(net)``,
+        ``import timm``.
+        """
         if isinstance(node, ast.Name | ast.Attribute) and is_from_a_zoo(self.file.dotted(node) or ""):
             return True
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -199,20 +206,22 @@ class View:
         return _is_step(node.func) or is_autograd or self._is_fit(node.func)
 
     def _is_fit(self, callee: ast.expr) -> bool:
-        """Return whether this is a trainer's method on an object made from a class of models: ``Classifier(Net).fit``."""
+        """Return whether ``callee`` is a trainer's method, such as ``fit``, on an object made with a module class:
+        ``Classifier(Net).fit``.
+        """
         return (
             isinstance(callee, ast.Attribute) and callee.attr in _TRAINER_METHODS and self._makes_modules(callee.value)
         )
 
     def _annotated(self, function: Function) -> Iterator[str]:
-        """Yield the parameters of a function whose annotation is a class of modules."""
+        """Yield the parameters of a function whose annotation is a module class."""
         arguments = function.args
         for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             if self._is_annotation(parameter.annotation):
                 yield parameter.arg
 
     def _is_annotation(self, annotation: ast.expr | None) -> bool:
-        """Return whether an annotation is a class of modules: ``Net``, ``"Net"``, ``Net | None``, ``Iterator[Net]``."""
+        """Return whether an annotation contains a module class: ``Net``, ``"Net"``, ``Net | None``, ``Iterator[Net]``."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             try:
                 annotation = ast.parse(annotation.value, mode="eval").body
@@ -228,7 +237,7 @@ class View:
         return self.models.makes(self.file.dotted(annotation) or "")
 
     def _method_returns_module(self, call: ast.Call, method: ast.Attribute) -> bool:
-        """Return whether a method call is a module: ``net.eval()``, ``torch.compile(net)``, ``Net.from_pretrained(x)``."""
+        """Return whether a method call returns a module: ``net.eval()``, ``torch.compile(net)``, ``Net.from_pretrained(x)``."""
         if method.attr == "from_pretrained":
             return self._is_pretrained(method.value)
         if method.attr == "compile" and call.args and self.is_module(call.args[0]):
@@ -240,7 +249,9 @@ class View:
         return (is_annotated or method.attr in _METHODS_THAT_RETURN_SELF) and self.is_module(method.value)
 
     def _is_pretrained(self, owner: ast.expr) -> bool:
-        """Return whether a class with ``from_pretrained`` has weights. A tokenizer, for example, has none."""
+        """Return whether ``from_pretrained`` is called on a model class. It may also be called on, for example, a tokenizer
+        class.
+        """
         name = (self.file.dotted(owner) or "").rpartition(".")[2]
         return name[:1].isupper() and not name.endswith(_NO_MODELS)
 
@@ -256,7 +267,7 @@ class View:
 
 
 def _is_step(callee: ast.expr) -> bool:
-    """Return whether a method runs a model by its name.
+    """Return whether a called method runs a model, judging by its name.
 
     Examples: ``loss.backward``, ``optimizer.step``, ``trainer.fit`` and ``Trainer(max_steps=4).train``.
     """
@@ -269,12 +280,12 @@ def _is_step(callee: ast.expr) -> bool:
 
 
 def assignments(body: Iterable[ast.stmt]) -> ast.Module:
-    """Return a module with only the assignments among some statements."""
+    """Return a syntax tree with only the assignments among some statements."""
     return ast.Module([statement for statement in body if isinstance(statement, Assignment)], [])
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[list[str], ast.expr]]:
-    """Yield targets with their value: two pairs for ``a, b = f(), 3``, and one pair for ``a, b = f()``."""
+    """Yield pairs of assigned names and their value: two pairs for ``a, b = f(), 3``, and a single pair for ``a, b = f()``."""
     if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple | ast.List):
         for value in node.iter.elts:
             yield from _pairs(node.target, value)
@@ -302,7 +313,7 @@ def _target_names(target: ast.expr) -> Iterator[str]:
 
 
 def mentions_gpu(trees: Iterable[ast.AST]) -> bool:
-    """Return whether any of these sources uses a GPU: a text that begins with ``cuda``, or a call of ``.cuda()``."""
+    """Return whether any syntax tree contains a string with the prefix ``cuda``, or a call of ``.cuda()``."""
     return any(
         (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda"))
         or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")

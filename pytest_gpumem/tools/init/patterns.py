@@ -1,6 +1,6 @@
-"""Find a few node id patterns for the tests that run models. No other test matches. Pure functions.
+"""Find a few node id patterns for all tests that run models. The patterns match no other test. Pure functions.
 
-For example, let these four of six tests run models::
+For example, let the first four of these six tests run models::
 
     tests/models/test_gpt.py::test_forward
     tests/models/test_vit.py::test_forward
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def patterns_of(tests: Sequence[ProjectTest]) -> tuple[str, ...]:
-    """Return patterns for `matches_test` that match all tests with models, and no other test.
+    """Return node id patterns for `matches_test`. They match all tests that run models, and no other test.
 
-    A folder, file or class becomes a single pattern if all its tests run models or are measured already. Otherwise tests in a
-    file or class share a pattern if their names begin alike, such as ``test_step*``.
+    A folder, file or class becomes a single pattern if each of its tests runs a model or is measured already. Otherwise, tests
+    in a file or class share a pattern if their names have the same beginning: ``test_step*``.
     """
     model_tests = [test for test in tests if test.runs_model and not test.is_measured]
     other_tests = [test for test in tests if not test.runs_model and not test.is_measured]
@@ -51,7 +51,7 @@ def patterns_of(tests: Sequence[ProjectTest]) -> tuple[str, ...]:
 
 
 def _folders(tests: Sequence[ProjectTest]) -> list[str]:
-    """Return the folders above the tests, the outermost first, without the root directory."""
+    """Return all folders above the tests, the outermost first, except the root directory."""
     folders = {folder.as_posix() for test in tests for folder in PurePosixPath(test.file).parents}
     return sorted(folders - {"."}, key=lambda folder: (folder.count("/"), folder))
 
@@ -61,7 +61,9 @@ def _is_below(file: str, folder: str) -> bool:
 
 
 def _patterns_below(prefix: str, tests: Sequence[ProjectTest], other_tests: Sequence[ProjectTest]) -> Iterator[str]:
-    """Yield patterns for some tests in a file or class: first complete classes, then test names."""
+    """Yield patterns for ``tests``, but not for ``other_tests``, in a file or class: first for complete classes, then for test
+    names.
+    """
     names: dict[str, list[ProjectTest]] = defaultdict(list)
     for test in tests:
         names[test.nodeid.removeprefix(f"{prefix}::").partition("::")[0]].append(test)
@@ -93,13 +95,13 @@ def _name_patterns(tests: list[ProjectTest], excluded: Sequence[str]) -> Iterato
         if first.has_parameters is not True:
             yield first.nodeid
         if first.has_parameters is not False:
-            # The bracket is literal in `matches_test`: this matches a parametrized test's items.
+            # `matches_test` does not treat the bracket as a wildcard, so this pattern matches a parametrized test's items.
             yield f"{first.nodeid}[*"
         tests = tests[1:]
 
 
 def _beginnings(nodeid: str) -> list[str]:
-    """Return a node id's beginnings up to each word, the longest first.
+    """Return the beginnings of a node id up to the end of each word, the longest first.
 
     For example, ``f::test_a_b`` has the beginnings ``f::test_a_b`` and ``f::test_a``.
     """
@@ -111,7 +113,9 @@ def _beginnings(nodeid: str) -> list[str]:
 def _with_beginning(
     beginning: str, tests: Sequence[ProjectTest], excluded: Sequence[str]
 ) -> tuple[str, list[ProjectTest]]:
-    """Return the tests whose node ids begin this way, or no tests if an excluded node id also begins this way."""
+    """Return the beginning, and the tests whose node ids start with the beginning. Return no tests if an excluded node id
+    starts with the beginning as well.
+    """
     if any(nodeid.startswith(beginning) for nodeid in excluded):
         return beginning, []
     return beginning, [test for test in tests if test.nodeid.startswith(beginning)]

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names that pytest collects by its settings. Classes and functions match by prefix or pattern."""
+    """The names of tests in pytest's settings. A name of a class or a function is a prefix or a pattern."""
 
     files: Sequence[str] = ("test_*.py", "*_test.py")
     classes: Sequence[str] = ("Test",)
     functions: Sequence[str] = ("test",)
     folders: Sequence[str] = ()
-    """Patterns for the files and folders to search (``testpaths``), from the root directory. Empty means everywhere."""
+    """Patterns for the files and folders in which to search tests (``testpaths``), relative to the root directory. If empty,
+    all folders are searched."""
     not_entered: Sequence[str] = ()
-    """Patterns for folder names to skip (``norecursedirs``)."""
+    """Patterns for the names of folders to skip (``norecursedirs``)."""
     ignored: Sequence[str] = ()
-    """Patterns for files and folders to ignore, from the root directory."""
+    """Patterns for files and folders to ignore, relative to the root directory."""
 
     def has_file(self, path: str) -> bool:
         """Return whether pytest collects tests from the file at ``path``."""
@@ -47,7 +48,7 @@ class Names:
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
-        """Return whether a name matches any pattern, or starts with any."""
+        """Return whether a name matches one of the patterns, or has one of them as a prefix."""
         return any(name.startswith(pattern) or fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -62,9 +63,9 @@ class ProjectTest:
     nodeid: str
     runs_model: bool
     is_measured: bool = False
-    """True if the test has the marker or takes the fixture."""
+    """True if the test already has pytest-gpumem's marker, or requests its fixture."""
     has_parameters: bool | None = False
-    """``None`` if a ``pytest_generate_tests`` hook may add parameters."""
+    """True if the test is parametrized. ``None`` if a ``pytest_generate_tests`` hook may add parameters."""
 
     @property
     def file(self) -> str:
@@ -78,9 +79,10 @@ class ProjectTests:
 
     tests: tuple[ProjectTest, ...]
     on_gpu: bool = False
-    """True if a test has the marker or the fixture, or if a file with model tests or its conftest.py mentions a GPU."""
+    """True if a test already has pytest-gpumem's marker or fixture, or if a file with tests of models, or its conftest.py,
+    mentions a GPU."""
     perhaps_ignored: tuple[str, ...] = ()
-    """Files with model tests, ignored by a conftest.py under a condition."""
+    """Files with tests of models that a conftest.py ignores under a condition."""
 
 
 def find_tests(sources: Sources, names: Names) -> ProjectTests:
@@ -104,7 +106,7 @@ def is_ignored(path: str, sources: Sources, *, under_condition: bool = False) ->
     Args:
         path: The file.
         sources: The project's files.
-        under_condition: Whether statements inside ``if`` and ``try`` count. Conditions are never evaluated.
+        under_condition: Whether to look at statements inside ``if`` and ``try`` as well. Conditions are never evaluated.
 
     Example:
         ``collect_ignore = ["test_slow.py"]`` in ``tests/conftest.py`` ignores ``tests/test_slow.py``.
@@ -125,7 +127,7 @@ def _equal(paths: Sequence[str], path: str) -> list[str]:
 
 
 def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the strings in assignments and additions to the list ``name``."""
+    """Yield the strings in statements that assign or extend the list ``name``."""
     for statement in body:
         targets: Sequence[ast.expr] = ()
         if isinstance(statement, ast.Assign):
@@ -146,7 +148,7 @@ def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """The markers, fixtures and set-up that a module or class adds to its tests."""
+    """The markers, fixtures and set-up functions for a test from its file and its class."""
 
     sources: Sources
     names: Names
@@ -159,11 +161,11 @@ class _Surroundings:
     is_test_case: bool = False
 
     def has_function(self, name: str) -> bool:
-        """Return whether a function with this name is a test. In a `unittest.TestCase`, the prefix ``test`` decides."""
+        """Return whether a function with this name is a test. In a `unittest.TestCase`, the name must start with ``test``."""
         return name.startswith("test") if self.is_test_case else self.names.matches(name, self.names.functions)
 
     def runs_model(self, test: Function, file: SourceFile) -> bool:
-        """Return whether a test runs a model, directly or in its set-up or autouse fixtures."""
+        """Return whether a test runs a model: in its body, in a set-up function, or in a fixture."""
         fixtures = self.scope.fixtures
         set_up = [*(fixtures[name] for name in self.implicit_fixtures if name in fixtures), *self.set_up]
         scope = self.scope
@@ -180,7 +182,9 @@ class _Surroundings:
 
     @property
     def implicit_fixtures(self) -> list[str]:
-        """The names of fixtures that apply without a parameter: autouse fixtures and ``usefixtures``."""
+        """The names of fixtures that apply without a parameter: autouse fixtures, and fixtures named in ``usefixtures``
+        markers.
+        """
         fixtures = self.scope.fixtures.items()
         automatic = [name for name, (fixture, _) in fixtures if any(map(_is_autouse, fixture.decorator_list))]
         return [*automatic, *_fixtures_in_use([mark for mark, _ in self.marks])]
@@ -305,7 +309,7 @@ def _fixtures_in_use(marks: Iterable[ast.expr]) -> Iterator[str]:
 
 
 def _fixtures(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Function]]:
-    """Yield the fixtures among statements, each with its parameter name."""
+    """Yield the fixtures among statements, each with the parameter name by which tests request the fixture."""
     for statement in body:
         decorators = statement.decorator_list if isinstance(statement, Function) else []
         for decorator in decorators:
@@ -338,7 +342,7 @@ def _is_fixture(function: Function) -> bool:
 def _all_fixtures(
     fixture_names: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
 ) -> Iterator[list[ast.expr]]:
-    """Yield the decorators of each named fixture, and of all fixtures that these fixtures request."""
+    """Yield the decorators of each named fixture, and of all fixtures requested by these fixtures."""
     seen: set[str] = set()
     waiting = list(fixture_names)
     while waiting:

@@ -1,6 +1,6 @@
-"""Propose the files for a project's set-up, or the lines to add to these files.
+"""Propose the files with which a project sets up the gate, or the lines to add to existing files.
 
-The functions are pure. They never change an existing section or workflow: a note says what the user can add.
+The functions are pure. They never change an existing settings section or workflow. Instead, a note says what the user can add.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _PINNED = "# The gate's packages. Figures depend on the version of torch: change
 
 
 class ProposalError(Exception):
-    """Error if a file cannot be extended. The message names the file and says what to do."""
+    """Error if lines cannot be added to a file. The message names the file and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This machine's devices and installed releases."""
+    """The devices on this machine, and the installed releases of torch, Python and pytest-gpumem."""
 
     has_gpu: bool = False
     can_emulate: bool = False
     has_cpu: bool = True
     """False if the installed torch works only with an emulated GPU."""
     torch: str | None = None
-    """The torch release without its build, such as ``"2.13.0"`` for ``2.13.0+cu128``."""
+    """The torch release without its build tag, such as ``"2.13.0"`` for ``2.13.0+cu128``."""
     python: str | None = None
-    """The Python version for the baselines, such as ``"3.13"``."""
+    """The Python version with which baselines are recorded, such as ``"3.13"``."""
     account: str = PLACEHOLDER
-    """The GitHub account of pytest-gpumem."""
+    """The GitHub account with pytest-gpumem's repository."""
     commit: str | None = None
     """The commit of the installed pytest-gpumem, if known."""
 
@@ -81,7 +81,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A project's files. A missing file has the text ``None``."""
+    """The files in a project. The text of a missing file is ``None``."""
 
     settings: str | None = None
     attributes: str | None = None
@@ -101,7 +101,7 @@ class Project:
     tests: str = "."
     """The folder with the gated tests, as a path from the project's folder."""
     store: str | None = "gpumem-baselines"
-    """The store's path from the project's folder, or ``None`` if the store is outside."""
+    """The store's path from the project's folder, or ``None`` if the store is outside this folder."""
     in_git: bool = True
     branch: str = USUAL_BRANCH
     """The base branch for pull requests."""
@@ -110,7 +110,7 @@ class Project:
 
     @property
     def to_top(self) -> str:
-        """The path from the project's folder to the repository's top, such as ``"../../"`` for ``"packages/a"``."""
+        """The path from the project's folder to the repository's top folder, such as ``"../../"`` for ``"packages/a"``."""
         return "" if self.folder == "." else "../" * len(self.folder.split("/"))
 
     @property
@@ -132,7 +132,9 @@ class Project:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A file to write, by its path from the project's folder. ``before`` is ``None`` for a new file."""
+    """A change to a file. ``path`` is relative to the project's folder. ``before`` is the old text, or ``None`` for a new
+    file.
+    """
 
     path: str
     before: str | None
@@ -147,28 +149,30 @@ class Edit:
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines as git splits them: only LF ends a line, and a last line without LF gets git's remark."""
+    """Split a text into lines as git does. Only LF ends a line. If the last line has no LF, git's remark about this is
+    added.
+    """
     *lines, last = text.split("\n")
     return [*lines, f"{last}\n{_NO_END}"] if last else lines
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The edits, notes for the user, and pytest's options for each run to record first baselines."""
+    """The proposed edits, notes for the user, and the pytest options for each run to record the first baselines."""
 
     edits: tuple[Edit, ...]
     notes: tuple[str, ...]
     record_with: tuple[tuple[str, ...], ...]
     record_elsewhere: str | None = None
-    """The workflow's device, if this machine lacks it."""
+    """The device in the workflow, if this machine does not have this device. Its baselines are recorded elsewhere."""
     installs_from_nowhere: tuple[str, ...] = ()
-    """Paths of files with the account's placeholder, from which pip cannot install."""
+    """The paths of files with `PLACEHOLDER` as the GitHub account. pip cannot install pytest-gpumem from this account."""
 
 
 def chosen_runner(tests: ProjectTests, machine: Machine) -> tuple[Runner, str]:
-    """Return the runner for which this machine can record baselines, and the reason as a clause."""
+    """Return a kind of runner for whose device this machine can record baselines, and the reason for the choice as a clause."""
     if not tests.on_gpu and machine.has_cpu:
-        return "cpu", "no test that runs a model puts it on a GPU"
+        return "cpu", "no test puts its model on a GPU"
     if machine.has_gpu:
         return "self-hosted", "this machine has a GPU"
     if machine.can_emulate:
@@ -186,7 +190,7 @@ def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Ru
         runner: The kind of machine for the gate, or ``None`` to choose by `chosen_runner`.
 
     Raises:
-        ProposalError: pyproject.toml is not TOML, or cannot be extended.
+        ProposalError: pyproject.toml is not valid TOML, or no section can be added to it.
     """
     device, why_device = _device(tests, machine)
     chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(tests, machine)
@@ -203,7 +207,7 @@ def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Ru
     notes += _workflow(project, chosen, why_runner, machine, edits)
     gated = DEVICES[chosen]
     measured_device = {"auto": "cuda" if machine.has_gpu else "cpu"}.get(device, device)
-    # Times take most of a recording, and a workflow without times does not use them.
+    # Do not record times if the workflow does not compare times, because timing takes most of a run.
     gate_options = (UNTIMED,) if UNTIMED in template(chosen) else ()
     record = [gate_options if gated == measured_device else ()] if machine.can_measure(measured_device) else []
     elsewhere = None
@@ -236,7 +240,7 @@ def _installing_from_nowhere(project: Project, edits: Sequence[Edit]) -> Iterato
 
 
 def _lacking(table: Mapping[str, Any], tests: ProjectTests) -> str:
-    """Return the end of a sentence with the patterns to add to an existing ``[tool.gpumem]``."""
+    """Return the end of a note: the patterns to add to an existing ``[tool.gpumem]``. Empty if no pattern is missing."""
     mark_value = table.get(MARK_KEY)
     patterns = [str(pattern) for pattern in mark_value] if isinstance(mark_value, list) else []
     unnamed = [
@@ -252,7 +256,7 @@ def _lacking(table: Mapping[str, Any], tests: ProjectTests) -> str:
 
 
 def _names(pattern: str, nodeid: str) -> bool:
-    """Return whether a pattern matches a test function or its parametrized items."""
+    """Return whether a pattern matches a test function, or the items of a parametrized test function."""
     return matches_test(pattern, nodeid) or matches_test(pattern, f"{nodeid}[]")
 
 
@@ -260,13 +264,16 @@ def _device(tests: ProjectTests, machine: Machine) -> tuple[str, str]:
     if not machine.has_cpu and machine.can_emulate:
         return "emulated:h100", "The installed torch can only be loaded for an emulated GPU."
     if not tests.on_gpu:
-        return "cpu", "No test that runs a model puts it on a GPU, so another device would measure nothing."
+        return "cpu", "No test puts its model on a GPU, so there is nothing to measure on a GPU."
     if machine.has_gpu:
         return (
             "cuda",
-            "The project was set up on a machine with a GPU. On a machine without one, a session fails and says so.",
+            "The project was set up on a machine with a GPU. Without a GPU, a test session fails with a message.",
         )
-    return "auto", "The GPU if there is one, else the CPU. Each device has its own baselines."
+    return (
+        "auto",
+        "This means the GPU if the machine has a GPU, and the CPU otherwise. Each device has its own baselines.",
+    )
 
 
 def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) -> Edit:
@@ -274,14 +281,14 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
     newline = "\r\n" if "\r\n" in (text or "") else "\n"
     lines = ["[tool.gpumem]", f"# {why}", f"device = {json.dumps(device)}"]
     if patterns:
-        lines += ["# Tests that run models: measured as if they had @pytest.mark.gpumem."]
+        lines += ["# These tests run models. They are measured as if they had @pytest.mark.gpumem."]
         lines += f"{MARK_KEY} = {_array(patterns, chr(10))}".split("\n")
     gap = ("" if text.endswith("\n") else newline) + newline if text else ""
     after = (text or "") + gap + "".join(f"{line}{newline}" for line in lines)
     try:
         read_toml(after)
     except ValueError:
-        # `tool = {...}` cannot be extended by a section.
+        # `tool = {...}` is an inline table, to which TOML allows no further section.
         raise ProposalError(
             f"`tool` in {SETTINGS} is an inline table, to which no section can be added; write [tool.gpumem] by hand: "
             f"{'; '.join(line for line in lines if not line.startswith('#'))}; nothing was written"
@@ -290,7 +297,7 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
 
 
 def with_patterns(edit: Edit, old_patterns: Sequence[str], new_patterns: Sequence[str]) -> Edit:
-    """Return an edit that replaces the patterns from an earlier edit of pyproject.toml."""
+    """Return a further edit of pyproject.toml that replaces the patterns written by an earlier edit."""
     newline = "\r\n" if "\r\n" in edit.after else "\n"
     old, new = (_array(patterns, newline) for patterns in (old_patterns, new_patterns))
     head, _, tail = edit.after.rpartition(old)
@@ -305,9 +312,9 @@ def _array(patterns: Sequence[str], line_break: str) -> str:
 
 
 def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
-    """Propose a rule for git not to convert line ends in the store.
+    """Propose a rule for .gitattributes with which git does not convert line ends in the store's files.
 
-    No rule hides baselines in diffs, because people review them.
+    The rule does not hide baselines in diffs, because changes to baselines are reviewed.
     """
     if project.store is None:
         return
@@ -329,12 +336,14 @@ def _pattern_below(folder: str) -> str:
 
 
 def _literal_pattern(folder: str) -> str:
-    """Escape a folder's name, so brackets and stars are literal in a git pattern."""
+    """Escape a folder's name, so git does not treat brackets and stars in the name as wildcards."""
     return re.sub(r"[*?\[\]\\]", r"\\\g<0>", folder)
 
 
 def _covers_store(line: str, store: str) -> bool:
-    """Return whether a .gitattributes line applies to all files or all baselines in a store, not only to some."""
+    """Return whether a .gitattributes line applies to all files, or to all baselines, in a store. A line for only some
+    baselines does not count.
+    """
     match = re.match(r'\s*(?:("(?:[^"\\]|\\.)*")|([^\s#"]\S*))', line)
     if match is None:
         return False
@@ -349,7 +358,7 @@ def _covers_store(line: str, store: str) -> bool:
 def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edits: list[Edit]) -> Iterator[str]:
     up = project.to_top
     if project.workflow is not None:
-        yield f"{up}{project.workflow} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`"
+        yield f"{up}{project.workflow} exists and is not changed; check that it runs `python -m pytest --gpumem-baseline`"
         return
     requirements = REQUIREMENTS
     if not has_all(project.requirements.get(REQUIREMENTS)):
@@ -385,7 +394,7 @@ def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edit
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for --runner={runner}, because {why}"
     if project.comment_workflow is not None:
-        yield f"{up}{project.comment_workflow} exists and is not changed; it comments if it names the gate's workflow"
+        yield f"{up}{project.comment_workflow} exists and is not changed; check that it names the gate's workflow"
         return
     edits.append(Edit(f"{up}{COMMENT_WORKFLOW}", None, comment_workflow(machine.account, machine.commit)))
     yield (

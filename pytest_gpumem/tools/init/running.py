@@ -1,4 +1,4 @@
-"""Find out from source whether a test runs a model: in its body, its fixtures, or the project's functions that it calls."""
+"""Find out from source whether a test runs a model: in its body, in its fixtures, or in called functions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from pytest_gpumem.tools.init.sources import SourceFile, Sources
 
 _RECEIVERS = ("self.", "cls.", "request.cls.")
-"""Prefixes for an attribute of a test's class."""
+"""Prefixes with which methods and fixtures access an attribute of a test's class."""
 _DEEPEST_FIXTURE = 5
-"""Fixtures that a test's fixtures ask for are followed to this depth."""
+"""If fixtures request other fixtures, such a chain is followed through at most this many fixtures."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The fixtures, methods and models that a test's file and class offer the test."""
+    """The fixtures, methods and models available to a test from its file and its class."""
 
     fixtures: Mapping[str, tuple[Function, SourceFile]]
-    """Fixtures by the names that a parameter may have."""
+    """Fixtures by the parameter name with which a test requests the fixture."""
     methods: Mapping[str, tuple[Function, SourceFile]] = field(default_factory=dict)
-    """Methods of the test's class, with the inherited methods."""
+    """Methods of the test's class, including inherited methods."""
     modules: frozenset[str] = frozenset()
-    """Names of modules, and names that make modules (`module_names.MAKES`)."""
+    """Names of modules. Names of callables that return a module have the suffix `module_names.MAKES`."""
     functions: Mapping[str, Sequence[tuple[Function, SourceFile]]] = field(default_factory=dict)
-    """Functions that ``parametrize`` passes to an argument, by the argument's name."""
+    """Functions passed to an argument by ``parametrize``, by the argument's name."""
 
 
 class Runs:
@@ -52,12 +52,12 @@ class Runs:
         Args:
             function: A test, a fixture or another function of the project.
             file: The file that defines the function.
-            scope: The fixtures, methods and models that the function can use.
+            scope: The fixtures, methods and models available to the function.
         """
         methods = tuple(sorted((name, origin.path, method.lineno) for name, (method, origin) in scope.methods.items()))
         key = file.path, function.lineno, methods, scope.modules, tuple(sorted(scope.functions))
         if key not in self._decided:
-            self._decided[key] = False  # this entry ends the search through functions that call each other
+            self._decided[key] = False  # with this entry, the search ends if functions call each other
             self._decided[key] = self._does(function, file, scope)
         return self._decided[key]
 
@@ -74,7 +74,9 @@ class Runs:
         return replace(scope, modules=frozenset(modules), functions=functions)
 
     def attributes(self, owner: ast.ClassDef, file: SourceFile) -> frozenset[str]:
-        """Return the names of a class's attributes that are modules, as its methods write them: ``self.net``, ``cls.net``."""
+        """Return the names of modules among a class's attributes, written as in the class's methods: ``self.net``,
+        ``cls.net``.
+        """
         if owner not in self._attributes:
             view = View(file, self._models)
             set_in_methods = view.inside(owner).modules
@@ -106,7 +108,7 @@ class Runs:
         )
 
     def _modules_of_fixtures(self, function: Function, scope: Scope, depth: int = _DEEPEST_FIXTURE) -> frozenset[str]:
-        """Return the parameters of a function whose fixture is a module or makes modules."""
+        """Return the parameters of a function whose fixtures return modules or module classes."""
         modules: frozenset[str] = frozenset()
         for name in parameters(function):
             if depth and name in scope.fixtures:
@@ -117,14 +119,16 @@ class Runs:
         return modules
 
     def _outer_modules(self, function: Function, file: SourceFile) -> frozenset[str]:
-        """Return the modules that a function sees outside its body: globals, and attributes of its class."""
+        """Return the names of modules available to a function from outside its body: globals, and attributes of its class."""
         if file.path not in self._globals:
             self._globals[file.path] = self._global_modules(file)
         owner = file.owners.get(function)
         return self._globals[file.path] | (frozenset() if owner is None else self.attributes(owner, file))
 
     def _global_modules(self, file: SourceFile) -> frozenset[str]:
-        """Return the globals of a file that are modules. A function may set some of them after ``global net``."""
+        """Return the names of modules among a file's global variables, including variables set in a function after
+        ``global net``.
+        """
         view = View(file, self._models)
         modules = view.inside(assignments(file.tree.body)).modules
         for function in file.functions.values():
@@ -134,9 +138,10 @@ class Runs:
         return modules
 
     def _callees(self, function: Function, view: View, scope: Scope) -> Iterator[tuple[Function, SourceFile, Scope]]:
-        """Yield the project's functions called by a function, each with the modules that the call passes.
+        """Yield the project's functions called by a function, each with its file and with the modules passed in the call.
 
-        A callee comes from the same file or class, from an import, from ``parametrize``, or is a model's method.
+        A called function may be defined in the same file or class, imported, passed by ``parametrize``, or be a method of a
+        model.
         """
         for node in nodes_in(function):
             if not isinstance(node, ast.Call):
@@ -154,7 +159,7 @@ class Runs:
     def _definitions(
         self, callee: ast.expr, function: Function, view: View, scope: Scope
     ) -> Iterator[tuple[Function, SourceFile]]:
-        """Yield the definitions to which a called expression may refer within a function."""
+        """Yield the function definitions to which a call's ``callee`` may refer."""
         if isinstance(callee, ast.Attribute) and ast.unparse(callee.value) in ("self", "cls"):
             owner = view.file.owners.get(function)
             if callee.attr in scope.methods:
@@ -186,9 +191,9 @@ def parameters(function: Function) -> list[str]:
 
 
 def _parameter_values(decorator: ast.expr) -> Iterator[tuple[list[str], ast.expr]]:
-    """Yield the arguments of a ``parametrize`` with each of their values.
+    """Yield each value in a ``parametrize`` decorator, after a list with the name of its argument.
 
-    A fixture's ``params`` are values of ``request.param``.
+    For a fixture with ``params``, the argument is ``request.param``.
     """
     if isinstance(decorator, ast.List | ast.Tuple):
         for inner in decorator.elts:

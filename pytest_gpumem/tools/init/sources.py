@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _MOST_IMPORTS = 8
-"""The most steps in which a name, or a base class, is followed from module to module.
+"""A name, or a base class, is followed through at most this many modules.
 
-Without a limit, a name that modules import from each other in a circle would be followed forever.
+Without a limit, the search would not end if modules import a name from each other in a circle.
 """
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A parsed file. ``path`` is relative to the root directory, with ``/``."""
+    """A parsed file. ``path`` is relative to the root directory, with forward slashes."""
 
     path: str
     tree: ast.Module
@@ -44,7 +44,7 @@ class SourceFile:
 
     @cached_property
     def owners(self) -> Mapping[Function, ast.ClassDef]:
-        """Each method's class."""
+        """The class of each method."""
         classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
         return {
             method: definition for definition in classes for method in definition.body if isinstance(method, Function)
@@ -52,7 +52,7 @@ class SourceFile:
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
-        """The full name behind each imported name, such as ``{"nn": "torch.nn"}``. Imports inside functions count.
+        """The full name behind each imported name, such as ``{"nn": "torch.nn"}``. This includes imports inside functions.
 
         A relative import is resolved from its folder: ``from .model import Net`` in ``src/net/a.py`` is ``src.net.model.Net``.
         """
@@ -83,7 +83,7 @@ class SourceFile:
         return ".".join(filter(None, (*folders, node.module)))
 
     def dotted(self, node: ast.expr) -> str | None:
-        """Return an expression's full name after imports: ``nn.Linear`` is ``torch.nn.Linear``. For a call it is ``None``."""
+        """Return an expression's full name after imports: ``torch.nn.Linear`` for ``nn.Linear``. Return ``None`` for a call."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -98,7 +98,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """A project's parsed files by path, and the errors in other files by path."""
+    """A project's parsed files by path, and the error messages for all other files by path."""
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)
     not_parsed: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Sources:
         Args:
             dotted: The name as ``file`` sees it, from `SourceFile.dotted`.
             file: The file that uses the name.
-            steps: The most modules to follow, for example through re-exports in a package's ``__init__``.
+            steps: The maximum number of modules to follow, for example through re-exports in a package's ``__init__``.
 
         Returns:
             The definition and its file, or ``None`` if the project does not define the name.
@@ -147,10 +147,11 @@ class Sources:
         return list(dict.fromkeys(classes))
 
     def module(self, dotted: str, beside: str) -> SourceFile | None:
-        """Return a module's file for an import in the file at ``beside``; ``None`` for a module outside the project.
+        """Return the file of a module for an import in the file at ``beside``. Return ``None`` for a module outside the
+        project.
 
         The search begins in the importing file's folder and then in the root directory. After that, a file in any folder may
-        match, because ``src`` or another folder may be on the path. The shortest path wins.
+        match, because ``src`` or another folder may be on Python's import path. The shortest path wins.
         """
         tail = dotted.replace(".", "/")
         ends = (f"{tail}.py", f"{tail}/__init__.py")
@@ -174,17 +175,17 @@ class Sources:
 
 @functools.cache
 def nodes_in(root: ast.AST) -> tuple[ast.AST, ...]:
-    """Return a node and all nodes below it, like `ast.walk`, from a cache."""
+    """Return a syntax node and all nodes below, like `ast.walk`. Results are cached."""
     return tuple(ast.walk(root))
 
 
 def sources_of(texts: Mapping[str, str]) -> Sources:
-    """Parse files, given as texts by path."""
+    """Parse a project's files. ``texts`` contains the text of each file by path."""
     parsed, not_parsed = {}, {}
     for path, text in texts.items():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes are the project's
+                warnings.simplefilter("ignore")  # do not warn about invalid escapes in the project
                 parsed[path] = SourceFile(path, ast.parse(text))
         except SyntaxError as error:
             not_parsed[path] = f"line {error.lineno}: {error.msg}"
@@ -194,7 +195,7 @@ def sources_of(texts: Mapping[str, str]) -> Sources:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements in a body, also inside ``if``, ``try`` and ``with``."""
+    """Yield the statements in a body, including statements inside ``if``, ``try`` and ``with``."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):

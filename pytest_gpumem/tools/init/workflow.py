@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
 DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda", "cpu": "cpu"}
-"""The measured device for each runner."""
+"""The device on which the gate measures, for each kind of runner."""
 UNTIMED = "--no-gpumem-time"
-"""The option in a workflow whose runners differ too much for times."""
+"""The option to switch times off. A workflow has this option if the speed of its runners varies too much."""
 REQUIREMENTS = "requirements.txt"
-"""The requirements file in docs/ci.md."""
+"""The requirements file in the workflows in docs/ci.md."""
 _PLUGIN = "pytest-gpumem"
 PLACEHOLDER = "owner".upper()
-"""The placeholder for the GitHub account in this package's sources.
+"""The placeholder in this package's sources for the GitHub account with pytest-gpumem's repository.
 
 The word is spelt in lower case, so replacing the placeholder in all sources does not change this constant.
 """
@@ -39,16 +39,18 @@ _ARGUMENTS = re.compile(r'(?<=arguments: )(?:"([^"]*)"|([^,}]*))')
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
 """Characters allowed in JSON strings, but forbidden in YAML or read as a line end."""
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
-"""A comment, pip options, or a backslash at the line's end."""
+"""The text after the requirement in a line: a comment, pip options, or a backslash."""
 
 
 def template(name: Runner | Literal["comment"]) -> str:
-    """Return a workflow as in docs/ci.md."""
+    """Return the text of a workflow as in docs/ci.md."""
     return (files(__package__) / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
 
 
 def account() -> str:
-    """Return the GitHub account from the installed package's metadata, or `PLACEHOLDER` if the metadata has no account."""
+    """Return the GitHub account with pytest-gpumem's repository, or `PLACEHOLDER` if the package's metadata does not name the
+    account.
+    """
     try:
         urls = metadata(_PLUGIN).get_all("Project-URL") or ()
     except PackageNotFoundError:
@@ -57,7 +59,7 @@ def account() -> str:
 
 
 def commit() -> str | None:
-    """Return the installed package's commit, or ``None`` if pip did not install the package from its repository."""
+    """Return the commit of the installed pytest-gpumem, or ``None`` if pip did not install the package from its repository."""
     try:
         plain = json.loads(distribution(_PLUGIN).read_text("direct_url.json") or "null")
         is_ours = _REPOSITORY.search(plain["url"].removesuffix(".git")) is not None
@@ -68,12 +70,12 @@ def commit() -> str | None:
 
 
 def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
-    """Return the workflow for posting a gate's reports as comments. The arguments are as in `workflow`."""
+    """Return the workflow for posting a gate's report as a comment. The arguments are as in `workflow`."""
     return _with_account(template("comment"), account, commit)
 
 
 def _with_account(text: str, account: str, commit: str | None) -> str:
-    """Return a workflow with the account's actions, pinned as ``@0123abc # v0.1.0`` if ``commit`` is known."""
+    """Return a workflow with the account's actions. If ``commit`` is known, actions are pinned: ``@0123abc # v0.1.0``."""
 
     def used(match: re.Match[str]) -> str:
         return f"{account}{match[1]}@{match[2] if commit is None else f'{commit} # {match[2]}'}"
@@ -82,7 +84,7 @@ def _with_account(text: str, account: str, commit: str | None) -> str:
 
 
 def installs_from_nowhere(text: str | None) -> bool:
-    """Return whether a workflow or requirements file contains the account's placeholder."""
+    """Return whether a workflow or requirements file contains `PLACEHOLDER` instead of a GitHub account."""
     return re.search(rf"(?:github\.com/|uses: ){PLACEHOLDER}/", text or "") is not None
 
 
@@ -97,15 +99,16 @@ def workflow(
     commit: str | None = None,
     python: str | None = None,
 ) -> str:
-    """Return the workflow for a project.
+    """Return the gate's workflow for a project.
 
     Args:
-        runner: The kind of machine for the workflow.
+        runner: The kind of machine on which the workflow runs.
         requirements: The requirements file, as a path from the project's folder.
         folder: The project's folder in the repository, or ``"."`` for the top.
-        tests: The folder with the tests, as a path from the project's folder. ``"."`` leaves the choice to pytest.
+        tests: The folder with the tests, as a path from the project's folder. For ``"."``, the workflow names no folder, and
+            pytest finds the tests.
         branch: The base branch for pull requests.
-        account: The GitHub account of pytest-gpumem.
+        account: The GitHub account with pytest-gpumem's repository.
         commit: The commit to which the action is pinned. ``None`` keeps the release's tag.
         python: The Python version to install, such as ``"3.13"``. ``None`` keeps the version in docs/ci.md.
     """
@@ -114,7 +117,8 @@ def workflow(
         text = _PYTHON.sub(python, text)
     if requirements != REQUIREMENTS:
         text = text.replace(REQUIREMENTS, requirements)
-    # Marks replace the values until all edits are done, because a folder's name may also occur in the workflow.
+    # Insert a mark for each value first, and replace the marks at the end. Otherwise, an edit could change the name of a folder
+    # inserted by an earlier edit.
     values = {"branch": scalar(re.sub(r"^!|[*+?\[\]]", r"\\\g<0>", branch))}
     if branch != USUAL_BRANCH:
         text = text.replace(f"branches: [{USUAL_BRANCH}]", f"branches: [{_mark('branch')}]")
@@ -154,7 +158,7 @@ def scalar(text: str, *, is_evaluated: bool = False) -> str:
 
 
 def has_all(requirements: str | None) -> bool:
-    """Return whether a requirements.txt has a pinned torch and the plugin, as the workflow needs."""
+    """Return whether a requirements.txt contains a pinned torch and pytest-gpumem, which the workflow needs."""
     lines = (requirements or "").split("\n")
     torches = [line for line in lines if line.startswith("torch==")]
     packages = (requirement(line) for line in lines)
@@ -171,7 +175,9 @@ def requirement(line: str) -> Requirement | None:
 
 
 def _is_pinned(line: str) -> bool:
-    """Return whether a line pins one release for all machines, without spaces, because the workflow passes it to a shell."""
+    """Return whether a requirement line pins a release on all machines. The line must not contain spaces, because the workflow
+    passes the line to a shell.
+    """
     package = requirement(line)
     if package is None or package.marker is not None or line.split() != [line]:
         return False
@@ -179,6 +185,6 @@ def _is_pinned(line: str) -> bool:
 
 
 def gate_lines(release: str | None, project: Sequence[str], account: str = PLACEHOLDER) -> list[str]:
-    """Return the lines for the gate's requirements file, with the ``project`` lines last."""
+    """Return the lines in the gate's requirements file: torch, pytest, pytest-gpumem, and then the lines in ``project``."""
     plugin = f"{_PLUGIN}[report] @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
     return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", plugin, *project)))
