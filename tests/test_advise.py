@@ -272,7 +272,10 @@ def test_all_measures_every_combination(advise, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["advised_models:make"], "this device needs a limit: give its memory, for example --fits 24GB"),
+        (
+            ["advised_models:make"],
+            "cpu has no default limit: give the memory that the step may take, for example --fits 24GB",
+        ),
         (["advised_models:make", "--fits", "24"], "'24' has no unit; write it like '24 GB' or '24 MiB'"),
         (
             ["advised_models:mak", "--fits", "1GB"],
@@ -287,9 +290,9 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["advised_models", "--fits", "1GB"], "'advised_models': write MODULE:FACTORY"),
         (
             ["advised_models:make", "--fits", "1GB", "--batch", "4x16"],
-            "--batch is for a model by name; advised_models:make",
+            "--batch needs a named model such as hf:ORG/NAME, but advised_models:make is a function",
         ),
-        (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate is for a model by name; advised_"),
+        (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate needs a named model such as hf:"),
         (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
         (["hf:x", "--lora", "r=8", "--infer"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--generate", "4"], "is the same as with the plain model: leave --lora or --"),
@@ -303,28 +306,28 @@ def test_all_measures_every_combination(advise, monkeypatch):
             "'4*16' is not a batch size: write SAMPLES like 32",
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
-        (["advised_models:make", "--config", "fp32", "--all"], "use only one option"),
+        (["advised_models:make", "--config", "fp32", "--all"], "use only one of these options"),
         (["advised_models:make", "--device", "emulated:h100"], "several devices are only possible if all are emulated"),
         (
             ["advised_models:make", "--fits", "1GB", "--largest-batch"],
-            "--largest-batch is for a model by name; advised_",
+            "--largest-batch needs a named model such as hf:",
         ),
-        (["hf:x", "--largest-batch", "--longest-sequence"], "exclude each other: use one at a time"),
+        (["hf:x", "--largest-batch", "--longest-sequence"], "exclude each other: run the command once with each"),
         (
             ["hf:x", "--config", "fp32", "--largest-batch"],
-            "this device needs a limit: give its memory, for example --fits 24GB\n",
+            "cpu has no default limit: give the memory that the step may take, for example --fits 24GB\n",
         ),
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
         (
             ["hf.py:make", "--fits", "1GB"],
-            "write it under another module's name, because hf: is a source of models: from hf ",
+            "write a module with another name that contains `from hf import make`, because hf: ",
         ),
         (["advised_models:make", "--shard", "fsdp"], "shard=fsdp needs the number of ranks; add world=N"),
         (
             ["advised_models:make", "--shard", "fsdp,world=1"],
             "world=1: expected a whole number, 2 or more; write a kind",
         ),
-        (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard is for a training step"),
+        (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard needs a training step"),
         (
             ["advised_models:make", "--shard", "ddp,world=2", "--config", "fp32,shard=ddp,world=4"],
             "names a sharding, but --shard adds shard=ddp,world=2; leave one of the two out",
@@ -385,7 +388,9 @@ def test_a_module_that_is_called_like_a_source_is_told_of(advise, tmp_path):
     (tmp_path / "hf.py").write_text("def make(): ...", encoding="utf-8")
     result = advise("hf:./make", "--fits", "1GB")
     assert result.exit_code == 2
-    assert "; hf: is a source of models, so import the function into a module with another name\n" in result.stderr
+    assert (
+        "; hf: means a library's model here, so import your function into a module with another name" in result.stderr
+    )
 
 
 def test_configs_that_are_named_are_measured_and_no_others(advise):
@@ -407,7 +412,7 @@ def test_every_config_is_sharded_and_the_title_says_so(advise):
     plain = json.loads(result.stdout)
     assert plain["shard"] == "shard=zero2,world=8"
     refused, sharded = plain["devices"][0]["configs"]
-    assert refused["why_not"] == "torch's Adafactor takes no sharded parameters; use adamw"
+    assert refused["why_not"] == "torch's Adafactor does not accept sharded parameters; use adamw"
     said = advise("advised_models:make", "--config", "fp32,shard=zero2,world=8", "--format", "json")
     (same,) = json.loads(said.stdout)["devices"][0]["configs"]
     assert (sharded["config"], sharded["peak"]) == (same["config"], same["peak"])

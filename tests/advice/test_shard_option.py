@@ -52,7 +52,7 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
         ),
         ("fsdp,world=0", "world=0: expected a whole number, 2 or more; write "),
         ("fsdp,world=x", "world=x: expected a whole number, 2 or more; write "),
-        ("fsdp,world=8,rank=8", "rank=8: of 8 ranks the first is 0 and the last 7"),
+        ("fsdp,world=8,rank=8", "rank=8: the ranks of a job with world=8 are 0 to 7"),
         (
             "fsdp,ranks=8",
             "ranks=8 is not expected; write a kind of sharding and the number of ranks, like fsdp,world=8",
@@ -108,7 +108,7 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
     assert refused == (
         Trial(
             StepConfig.parse("fp32,optimizer=adafactor"),
-            why_not="torch's Adafactor takes no sharded parameters; use adamw",
+            why_not="torch's Adafactor does not accept sharded parameters; use adamw",
         ),
     )
     alone = named_configs(["fp32,optimizer=adafactor"], FSDP)
@@ -122,7 +122,7 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
     [
         ("fp32,shard=ddp,world=2", "names a sharding, but --shard adds shard=fsdp,world=8; leave one of the two out"),
         ("amp-bf17", "unknown precision 'amp-bf17'"),
-        ("mp-bf16,rank=9", "of 8 ranks the first is 0 and the last 7"),
+        ("mp-bf16,rank=9", "the ranks of a job with world=8 are 0 to 7"),
     ],
 )
 def test_a_named_config_that_is_none_is_an_error(text, told):

@@ -19,7 +19,8 @@ from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.changed_code.marks import without_callers
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
-from pytest_gpumem.judging.gate.judge import emulated_tolerances, failing_outcomes, judge, with_differences
+from pytest_gpumem.judging.gate.failing import failing_outcomes
+from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.renaming import candidates_of
 from pytest_gpumem.judging.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
@@ -176,7 +177,11 @@ class JudgedMeasurement:
 
     def explained(self, measurement: Measurement) -> JudgedMeasurement:
         """Return this verdict with ``measurement``, the same measurement after it was explained."""
-        return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
+        return replace(self, verdict=replace(self.verdict, measurement=measurement))
+
+    def with_changes(self) -> JudgedMeasurement:
+        """Return this verdict with the changes since the baseline: rows of the peak, and operators behind larger counts."""
+        return replace(self, verdict=with_changes(self.verdict, self.baseline))
 
 
 @dataclass(eq=False, repr=False)
