@@ -735,8 +735,8 @@ def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, ru
     file = tmp_path / "gpumem.yml"
     file.write_text(workflow(runner, "requirements-gpumem.txt", folder, tests))
     valid("github-workflows", file)
-    assert faults(file, on_gpu=runner != "cpu") == []
     plain = read_yaml(file.read_text())
+    assert faults(plain, on_gpu=runner != "cpu") == []
     steps = plain["jobs"]["gpumem"]["steps"]
     inputs = steps[-1]["with"]
     assert inputs.get("working-directory", ".") == folder
@@ -757,8 +757,9 @@ def test_the_workflow_of_the_comment_is_valid_and_safe(tmp_path):
     file = tmp_path / "comment.yml"
     file.write_text(comment_workflow(commit="c0ffee" * 6 + "dead"))
     valid("github-workflows", file)
-    assert faults(file) == []
-    (step,) = read_yaml(file.read_text())["jobs"]["comment"]["steps"]
+    plain = read_yaml(file.read_text())
+    assert faults(plain) == []
+    (step,) = plain["jobs"]["comment"]["steps"]
     assert step["uses"] == f"{PLACEHOLDER}/pytest-gpumem/comment@{'c0ffee' * 6}dead"
 
 
