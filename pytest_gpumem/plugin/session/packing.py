@@ -51,7 +51,7 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a session's tests shared GPUs, for its report. All workers have the same figures, except for ``repeated``."""
+    """The sharing of GPUs among a session's tests, for its report. All workers report the same figures, but not ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
