@@ -51,7 +51,7 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The sharing of GPUs among a session's tests, for its report. All workers report the same figures, but not ``repeated``."""
+    """The sharing of GPUs among a session's tests, All workers report the same figures, except ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
