@@ -103,8 +103,6 @@ class Facts:
     """True if no setting names the device."""
     unread: str | None = None
     """A sentence about unread settings, for example in a mistyped table, with the fix."""
-    reports: tuple[str, ...] = ()
-    """A sentence for each report format without its packages, with the fix."""
     other_command: OtherCommand | None = None
     """The first command ``gpumem`` on the path, if it belongs to another package."""
 

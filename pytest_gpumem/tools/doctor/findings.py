@@ -60,7 +60,6 @@ def findings(facts: Facts) -> list[Finding]:
         *_compiling(facts),
         *_clocks(facts),
         *_disturbances(facts),
-        *_reports(facts),
         *_store(facts),
         *_ignored(facts),
         *_command(facts),
@@ -302,14 +301,6 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
                 f"{cause}: a slowdown that this explains is `uncertain`; bytes and counts do not change",
                 "end the other programs, or take no times (--no-gpumem-time)",
             )
-
-
-def _reports(facts: Facts) -> Iterator[Finding]:
-    for sentence in facts.reports:
-        fact, _, mend = sentence.partition(": ")
-        yield Finding("limited", "reports", fact, mend)
-    if not facts.reports:
-        yield Finding("ok", "reports", "every format can be written")
 
 
 def _store(facts: Facts) -> Iterator[Finding]:
