@@ -230,7 +230,7 @@ $(EXAMPLE_EMULATED_READY): pyproject.toml example_project/pyproject.toml constra
 $(EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 	$(call new_environment,$(EMULATED_VENV))
 	$(call emulated_torch,$(EMULATED_VENV))
-	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),,$(EMULATED_TORCH)) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
+	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),,$(EMULATED_TORCH)) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

@@ -232,17 +232,10 @@ def test_what_is_missing_is_installed_where_it_stays_for_the_job_only(runner, en
     project, plugin = asked(runner, "pip")
     assert project == [python, "install", "-e", ".[test, more]", "--no-deps"]
     assert plugin[:2] == [python, "install"]
-    assert Path(plugin[2].removesuffix("[report]")).resolve() == ROOT
+    assert Path(plugin[2]).resolve() == ROOT
     assert len(asked(runner, "venv")) == (not environment)
     assert asked(runner, "pytest")[0][0] == python
     assert runner.values["steps.gate.outputs.report"] == f"{runner.folder}/sub folder/gpumem-report"
-
-
-def test_without_plotly_the_other_reports_are_made(runner):
-    runner.environment["PLOTLY"] = "no"
-    assert runner.run_action(), runner.log
-    assert not any(word.endswith(".html") for word in asked(runner, "pytest")[0])
-    assert "::notice title=gpumem::no HTML report without plotly" in runner.log
 
 
 def test_reports_of_a_red_gate_are_uploaded_and_no_step_beside_the_tests_has_a_token():
@@ -385,7 +378,7 @@ def test_torch_is_not_installed_to_comment(commenting):
     }
     assert {canonicalize_name(re.match(r"[\w.-]+", line)[0]) for line in lines} <= pinned
     assert {re.match(r"[\w.-]+", line)[0] for line in lines} >= {"click", "fsspec", "fastjsonschema"}
-    assert not any(line.startswith(("torch", "plotly", "numpy")) for line in lines)
+    assert not any(line.startswith(("torch", "numpy")) for line in lines)
 
 
 def test_a_run_without_an_artifact_is_told(commenting):

@@ -26,17 +26,16 @@ PASSED = "steps.gate.outputs.passed"
 _SECONDS = 120
 """Longer than a step needs; one that hangs must not hang the suite."""
 
-# `venv` copies this Python, `pip` installs nothing, and what is there is said: the plugin, a virtual environment, plotly.
+# `venv` copies this Python, `pip` installs nothing, and what is there is said: the plugin, and a virtual environment.
 _PYTHON = """\
 #!/bin/bash
 printf '%s\\0' "$0" "$@" >>"$LOG"; echo >>"$LOG"
 case " $* " in
   *" -m venv "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
   *" --dry-run "*) printf '%s' "$TO_INSTALL" >"$RUNNER_TEMP/gpumem-install.json" ;;
-  *" -m pip "*) if [[ $* == *"[report]" ]]; then touch "$PLUGIN"; fi ;;
+  *" -m pip "*) if [[ $* == *" $GITHUB_ACTION_PATH" ]]; then touch "$PLUGIN"; fi ;;
   *distributions*) [[ -e $PLUGIN ]] ;;
   *base_prefix*) [[ $VENV == no ]] ;;
-  *"jinja2, plotly"*) [[ $PLOTLY == yes ]] ;;
   *) exec "$REAL" "$@" ;;
 esac
 """
@@ -82,7 +81,6 @@ class Runner:
             "PLUGIN": str(self.plugin),
             "REAL": sys.executable,
             "VENV": "no",
-            "PLOTLY": "yes",
             "TO_INSTALL": '{"install": []}',
             "RUNNER_TEMP": str(self.temp),
             "GITHUB_STEP_SUMMARY": str(self.temp / "summary.md"),

@@ -24,7 +24,6 @@ from pytest_gpumem.measuring.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import TaskWords, task_of
 from pytest_gpumem.measuring.step_config.errors import ConfigError
-from pytest_gpumem.reporting.reports.formats import format_of
 from pytest_gpumem.tools.advise.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.tools.advise.formats import html, markdown, to_json
 from pytest_gpumem.tools.advise.largest import OPTIONS
@@ -390,9 +389,6 @@ def advise(
     run), `step_time`, `fits`, `why_not`, `slow` and `largest` (with its `size`). `made_of` lists the categories with their
     modules. `made_of_bytes` is the sum of all categories: the peak of the recorded run.
     """
-    page = format_of("advice.html")
-    if form == "html" and page is not None and page.lacking():
-        raise InputError(f"--format html: {page.lacking()}")
     is_typed = click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT
     with input_errors(ModelError):
         task = task_of(

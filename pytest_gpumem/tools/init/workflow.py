@@ -186,5 +186,5 @@ def _is_pinned(line: str) -> bool:
 
 def gate_lines(release: str | None, project: Sequence[str], account: str = PLACEHOLDER) -> list[str]:
     """Return the lines in the gate's requirements file: torch, pytest, pytest-gpumem, and then the lines in ``project``."""
-    plugin = f"{_PLUGIN}[report] @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
+    plugin = f"{_PLUGIN} @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
     return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", plugin, *project)))
