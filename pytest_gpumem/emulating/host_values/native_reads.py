@@ -146,7 +146,10 @@ def answer_native_reads(mode: HostValues) -> None:
 
 
 def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at: int) -> bool:
-    """Return whether C++ reads a scalar float operand, for example the value for `masked_fill`, only to compute with it."""
+    """Return whether C++ reads a scalar float operand as a value for the result, not to choose a shape or a branch.
+
+    For example, `masked_fill` reads the value that it writes to the masked elements.
+    """
     if operator is None or operator.reads:
         return False
     return any(

@@ -60,7 +60,7 @@ class EmulatedDevice(CudaDevice):
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """Return cuDNN's release if convolutions ran, and how recurrent layers are emulated if they ran. Both affect peaks."""
+        """Return cuDNN's release if convolutions ran, and the emulation's kind if recurrent layers ran. Both affect peaks."""
         cudnn = self._emulation.cudnn
         planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
         recurrent = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}

@@ -175,8 +175,9 @@ def requirement(line: str) -> Requirement | None:
 
 
 def _is_pinned(line: str) -> bool:
-    """Return whether a requirement line pins a release on all machines. The line must not contain spaces, because the workflow
-    passes the line to a shell.
+    """Return whether a requirement line pins a release on all machines.
+
+    A line with spaces does not count as pinned, because the workflow passes the line to a shell.
     """
     package = requirement(line)
     if package is None or package.marker is not None or line.split() != [line]:
