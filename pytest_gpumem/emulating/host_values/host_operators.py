@@ -35,6 +35,10 @@ A one-hot encoding of the chosen experts needs this many elements. Example: 65,5
 BIGGEST_COPY = 1 << 20
 """``native/memory.c`` copies at most this many bytes. After a larger copy, the target contains zeros."""
 
+NO_VALUES = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
+)
+"""Operators that write no values to their results."""
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that read the positions of the true elements if an index is boolean. `NativeReads.positions` records these
 reads."""
