@@ -76,6 +76,10 @@ _MADE_OF_NOTHING = frozenset(
 )
 """Operators that use only their first argument's shape, not its values."""
 
+_frombuffer = torch.frombuffer
+"""The original function. `watched_methods` replaces it by a function that notes the memory as shared with another library,
+which is not the case in `on_the_same_memory`."""
+
 _STATISTICS = ("running_mean", "running_var")
 """Arguments to which normalisations write. Most operators' schemas do not say so."""
 _WRITES_NO_STATISTICS = ("backward", "functional", "no_training", "no_update")
@@ -242,7 +246,7 @@ def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
     if nbytes <= 0 or tensor.numel() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)
     memory = (ctypes.c_char * int(nbytes)).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
+    return _frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
 
 def on_host(value: Any) -> Any:
