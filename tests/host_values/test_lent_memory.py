@@ -15,12 +15,14 @@ def _is_lent(lent, tensor):
 def test_a_storage_is_lent_until_the_last_array_is_freed():
     lent, tensor = LentMemory(), torch.ones(4)
     assert not _is_lent(lent, tensor)
-    first, second = tensor.numpy(), tensor[2:].numpy()
-    for array in (first, second):
+    arrays = [tensor.numpy(), tensor[1:].numpy(), tensor[2:].numpy()]
+    for array in arrays:
         lent.note(tensor, array)
-    del first, array
-    assert _is_lent(lent, tensor)
-    del second
+    del array
+    for at in (2, 0):  # also if the array noted last is freed first
+        del arrays[at]
+        assert _is_lent(lent, tensor)
+    arrays.clear()
     assert not _is_lent(lent, tensor)
 
 

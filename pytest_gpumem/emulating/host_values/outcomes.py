@@ -35,7 +35,7 @@ _DRAWN = frozenset({"randint", "randint_like", "random_", "randperm"})
 
 
 class Outcome(NamedTuple):
-    """What becomes known about an operator's outputs: all tensors that it created or changed.
+    """A decision about an operator's outputs, which are all tensors that the operator created or changed.
 
     Examples:
         - ``a + b`` with small known tensors is known, because the CPU computed the sum.

@@ -1,4 +1,4 @@
-"""What the host knows about the values of tensors, as notes about their storages.
+"""Track which tensors have known values, by notes about their storages.
 
 - A storage on the GPU is unknown if no note marks it as known. Example: ``torch.ones(4, dtype=torch.int64)`` is known.
 - A storage on the host is known if no note marks it as unknown. Example: the copy ``torch.randn(4, device="cuda").cpu()``.
