@@ -96,11 +96,11 @@ class EmulatedDevice(CudaDevice):
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
         values = _values()
-        return nullcontext() if values is None else values.choosing.by(routing)
+        return nullcontext() if values is None else values.notes.choosing.by(routing)
 
     def choices_assumed(self) -> int:
         values = _values()
-        return 0 if values is None else values.choosing.made
+        return 0 if values is None else values.notes.choosing.made
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
