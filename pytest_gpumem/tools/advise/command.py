@@ -218,8 +218,8 @@ def advise(
     model fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
     If no limit is given, the status is 0 after at least one config was measured. With `--largest-batch`, the
-    status is also 0 if only fewer samples than in `--batch` fit, and with `--longest-sequence` if only fewer tokens fit. After Ctrl-C, the command prints the
-    configs measured so far, and recommends the best fitting config.
+    status is also 0 if only fewer samples than in `--batch` fit, and with `--longest-sequence` if only fewer tokens fit.
+    After Ctrl-C, the command prints the configs measured so far, and recommends the best fitting config.
 
     ## `--batch`
 
