@@ -12,9 +12,6 @@ from click.testing import CliRunner
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.metrics import Tolerance
 from pytest_gpumem.facts.values.times import Round, Sample, Times
-from pytest_gpumem.judging.baselines.format import render
-from pytest_gpumem.judging.baselines.location import backend_of
-from pytest_gpumem.judging.baselines.store import path_of
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measuring.timing.comparison import Runs
@@ -350,11 +347,9 @@ def test_reports_are_compared_with_each_other_and_with_a_revision(repository):
 def test_the_stores_password_is_not_told(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text(to_json(shard(measured(peak=10 * MB))), encoding="utf-8")
-    url = "memory://me:hunter2secret@host/compared"
-    backend_of(url, tmp_path).write(path_of("h100", "a.py"), render({KEY: entry(10 * MB)}))
-    result = compare("old.json", "--store", url, *form)
-    assert result.exit_code == 0, result.output
-    assert "host/compared" in result.output
+    result = compare("old.json", "--store", "s3://me:hunter2secret@host/compared", *form)
+    assert result.exit_code == 2, result.output
+    assert "s3://***@host/compared" in result.output
     assert "hunter2secret" not in result.output
 
 
@@ -387,7 +382,7 @@ def test_programs_and_comments_get_the_same(repository):
         (["v1", "nothing"], "there is no revision 'nothing'"),
         (["none.json", "v1"], "there is no file none.json"),
         (["v1", "pyproject.toml"], "pyproject.toml: it is not JSON"),
-        (["v1", "HEAD", "--store", "memory://x"], "is not a folder"),
+        (["v1", "HEAD", "--store", "s3://x"], "is not a folder"),
         (["v1", "HEAD", "--store", "elsewhere"], "is not in a git repository, so it has no history"),
         (["HEAD", "HEAD", "--store", "empty"], "nothing could be compared"),
     ],

@@ -20,7 +20,7 @@ from pytest_gpumem import Composition, Row, StepConfig
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import REST
 from pytest_gpumem.facts.values.module_calls import Calls
-from pytest_gpumem.judging.baselines import url_backend
+from pytest_gpumem.judging.baselines import bucket
 from pytest_gpumem.judging.gate.difference import difference
 from pytest_gpumem.judging.gate.graph_changes import GraphChange
 from pytest_gpumem.judging.gate.verdict import Outcome
@@ -410,9 +410,9 @@ def test_every_extra_that_a_text_installs_is_declared():
         for names in re.findall(r"pytest-gpumem\[([^\]]*)\]", path.read_text(encoding="utf-8"))
         for name in names.split(",")
     }
-    # What a store says, of its kind of URL.
-    assert "{kind}" in named
-    assert (named - {"{kind}"}) | set(url_backend.EXTRAS.values()) == extras() - {"dev"}
+    # What a bucket says, if obstore is not installed.
+    assert "{EXTRA}" in named
+    assert (named - {"{EXTRA}"}) | {bucket.EXTRA} == extras() - {"dev"}
 
 
 def test_the_readme_leads_to_a_red_test(project):

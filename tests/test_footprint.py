@@ -9,7 +9,7 @@ import sys
 
 
 def test_nothing_heavy_was_loaded():
-    heavy = {"torch", "pynvml", "rich", "fsspec", "filelock", "numpy", "tomli_w"}
+    heavy = {"torch", "pynvml", "rich", "obstore", "filelock", "numpy", "tomli_w"}
     assert not heavy & set(sys.modules)
     assert "pytest_gpumem.plugin.runtest.hooks" not in sys.modules
 """

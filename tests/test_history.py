@@ -205,7 +205,7 @@ def test_whatever_a_test_a_reason_and_a_subject_are_called_each_change_is_one_li
         (["a.py::test_aa"], "no commit ever contained a baseline of 'a.py::test_aa'; there is a.py::test_a"),
         (["test_a", "--metric", "flops"], "ever had flops"),
         (["test_a", "--slug", "a10"], "--slug a10"),
-        (["test_a", "--store", "memory://x"], "is not a folder"),
+        (["test_a", "--store", "s3://x"], "is not a folder"),
         (["test_a", "--store", "fresh"], "is in no commit yet: run `git add fresh/h100/a.py.toml`"),
         (["test_a", "--store", "OUTSIDE"], "is not in a git repository, so it has no history"),
     ],

@@ -123,22 +123,41 @@ def test_each_setting_that_names_a_place_or_a_model_is_in_the_table():
     assert ROWS.keys() - COMMANDS.keys() == named | {"update", "models", "device"}
 
 
+@pytest.mark.parametrize("in_file", ["addopts", "pyproject.toml"])
 @pytest.mark.parametrize(
     "store",
     [
         "https://evil.example/baselines", "HTTP://169.254.169.254/latest", "ssh://evil.example/x", "sftp://me:secret@evil.example/x",
         "ftp://evil.example", "hf://datasets/evil/x", "github://evil:x@main/", "webhdfs://evil.example/x", "smb://evil.example/x",
         "simplecache::s3://bucket/x", "filecache::file:///etc", "zip://a.toml::s3://bucket/x.zip", "dask://evil.example", "jupyter://x",
-        "reference://", "data://x", "\\\\evil.example\\share", "//evil.example/share", "nothing://x",
+        "reference://", "data://x", "nothing://x", "s3://evil.example?/x", "abfs://box@evil.example/x", "s3://me:secret@bucket/x",
     ],
 )  # fmt: skip
+def test_a_url_that_is_no_bucket_is_never_opened(tmp_path, monkeypatch, store, in_file):
+    def request(*_arguments):
+        raise AssertionError("a request is sent")
+
+    for name in ("socket.getaddrinfo", "obstore.list", "obstore.get"):
+        monkeypatch.setattr(name, request)
+    if in_file == "addopts":
+        (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = '--gpumem-store={store}'\n", encoding="utf-8")
+    else:
+        (tmp_path / "pyproject.toml").write_text(f"[tool.gpumem]\nstore = '{store}'\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    done = CliRunner().invoke(main, ["show"])
+    assert done.exit_code == 2
+    assert re.search("bucket|not an Azure storage account", done.output)
+    assert "secret" not in done.output
+
+
+@pytest.mark.parametrize("store", ["\\\\evil.example\\share", "//evil.example/share"])
 def test_a_store_in_a_file_of_the_project_names_no_host(tmp_path, monkeypatch, store):
     with pytest.raises(SettingsError) as raised:
         settings_from_table({"store": store}, "pyproject.toml: [tool.gpumem]")
     message = str(raised.value)
     assert message.startswith("pyproject.toml: [tool.gpumem]: store is ")
     assert "because a pull request can change the file: --gpumem-store=" in message
-    assert "secret" not in message
     (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = '--gpumem-store={store}'\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -157,15 +176,13 @@ def test_a_store_in_a_file_of_the_project_may_be_a_folder_or_a_bucket(store):
 
 @pytest.mark.parametrize("by", ["addopts", "typed", "PYTEST_ADDOPTS"])
 def test_any_store_may_be_typed_and_none_with_a_host_be_in_addopts(project, monkeypatch, by):
-    word = "--gpumem-store=http://localhost:1/baselines"
+    word = "--gpumem-store=//localhost/baselines"
     project.write("def test_it(gpumem):\n    with gpumem.track('a'):\n        torch.ones(9)\n")
     if by == "addopts":
         project.settings(f'[tool.pytest.ini_options]\naddopts = "{word}"\n')
     if by == "PYTEST_ADDOPTS":
         monkeypatch.setenv(by, f"-p no:randomly {word}")
     result = project.run("--gpumem-baseline", *([word] if by == "typed" else []))
-    is_refused = (
-        "addopts: --gpumem-store is 'http://localhost:1/baselines'" in result.stdout.str() + result.stderr.str()
-    )
+    is_refused = "addopts: --gpumem-store is '//localhost/baselines'" in result.stdout.str() + result.stderr.str()
     assert is_refused == (by == "addopts")
     assert result.ret != 0

@@ -26,7 +26,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 for number in range(entries):
     entry = Baseline(Workload("call"), environment, {"peak_allocated": number}, "2026-11-02")
-    assert store.change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry}) is None
+    store.change({Key("tests/test_gpt.py", f"test_{mine}_{number}", "call"): entry})
 """
 
 
@@ -51,4 +51,4 @@ def check_that_nothing_is_lost(location: str, *, processes: int, entries: int) -
         assert process.returncode == 0
     stored = Store(backend_of(location, Path())).keys()
     written = [f"test_{mine}_{number}" for mine in range(processes) for number in range(entries)]
-    assert [key.test for _, key in stored] == written
+    assert [key.test for _, key in stored] == sorted(written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.facts.measurement import Environment, Workload
+from pytest_gpumem.judging.baselines.bucket import Bucket
 from pytest_gpumem.judging.baselines.errors import StoreError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.store import Store, path_of
-from pytest_gpumem.judging.baselines.url_backend import Url
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline
 from tests.baselines.racing import check_that_nothing_is_lost
 
@@ -188,16 +187,6 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
     check_that_nothing_is_lost(str(root), processes=3, entries=8)
 
 
-def test_a_store_behind_a_url_works_alike():
-    url = f"memory://{uuid.uuid4().hex}"
-    Store(Url(url)).change({key("test_a"): entry(5), key("test_b"): entry(6, H100)})
-    Store(Url(url)).change({key("test_a"): entry(7)}, removals=[(H100.slug, key("test_b"))])
-    store = Store(Url(url))
-    store.check()
-    assert store.keys() == [(CPU.slug, key("test_a"))]
-    assert store.find(key("test_a"), CPU.slug) == entry(7)
-
-
 def test_files_are_read_at_once_where_many_are_needed(root):
     class Counting(Folder):
         def read_many(self, paths):
@@ -259,7 +248,7 @@ def test_a_test_file_that_leads_out_of_the_store_is_refused(file):
         path_of(CPU.slug, file)
 
 
-@pytest.mark.parametrize("store_of", [Folder, lambda _root: Url("memory://paths")], ids=["folder", "url"])
+@pytest.mark.parametrize("store_of", [Folder, lambda _root: Bucket("s3://paths")], ids=["folder", "bucket"])
 def test_nothing_is_looked_for_or_written_for_such_a_test_file(root, store_of):
     outside = key(file="a/..\\..\\x.py")
     for action in (

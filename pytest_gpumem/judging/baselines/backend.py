@@ -37,18 +37,19 @@ class Backend(Protocol):
         return {path: self.read(path) for path in paths}
 
     def write(self, path: str, text: str) -> None:
-        """Replace a file atomically, so a reader sees either the old text or the new text, even after a crash."""
+        """Replace a file atomically, so a reader sees either the old text or the new text, even after a crash.
+
+        Raises:
+            WriteConflictError: Another process changed the file after it was read. A backend with a lock never raises this.
+        """
         raise BackendError(f"{self.shown(path)}: cannot be written")
 
     def remove(self, path: str) -> None:
-        """Delete a file."""
+        """Delete a file. Raises the same exceptions as `write`."""
         raise BackendError(f"{self.shown(path)}: cannot be removed")
 
-    def locked(self) -> AbstractContextManager[str | None]:
-        """Lock the store against other writers within a ``with`` block.
-
-        The value of the block is ``None``, or a clause with the reason if the backend has no lock.
-        """
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the store against other writers within a ``with`` block. A bucket detects conflicts, and is not locked."""
 
     def shown(self, path: str) -> str:
         """Return the location of a file for messages, without credentials."""

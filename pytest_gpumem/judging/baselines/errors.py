@@ -8,22 +8,24 @@ class BackendError(Exception):
 
 
 class IncompleteChangeError(BackendError):
-    """The storage backend failed while a change of the store was written, for example because the disk is full.
+    """A change of the store stopped after its first writes, for example because the disk is full.
 
     Args:
-        error: The error from the backend.
+        error: The error from the backend or from a file.
         written: The number of entries that were written before the failure.
         unwritten_tests: The tests, as (file, test), whose entries should have been written or removed, but were not.
     """
 
-    def __init__(self, error: BackendError, written: int, unwritten_tests: frozenset[tuple[str, str]]) -> None:
+    def __init__(
+        self, error: BackendError | StoreError, written: int, unwritten_tests: frozenset[tuple[str, str]]
+    ) -> None:
         super().__init__(str(error))
         self.written = written
         self.unwritten_tests = unwritten_tests
 
 
-class DistributedLockError(Exception):
-    """Another process holds the store's lock, or may have taken it from this process. The message is a clause."""
+class WriteConflictError(BackendError):
+    """Another process changed a file after this process read it, so the file was not written."""
 
 
 class FormatError(ValueError):

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.baselines.backend import Backend
 
 
-_BUCKETS = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""URL schemes for folders and buckets. Such a URL contains no host. The environment or the library chooses the host."""
-# A single letter before "://" is a Windows drive. "simplecache::s3://" is a URL inside another URL.
+# A single letter before "://" is a Windows drive. "simplecache::s3://bucket" is a URL as well, which `Bucket` refuses.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
@@ -30,7 +28,7 @@ def backend_of(location: str, base: Path) -> Backend:
         base: The folder for relative paths.
 
     Raises:
-        BackendError: The location is not valid, or it is a file.
+        BackendError: The location is not valid, it is a file, or its URL is not the URL of a folder or a bucket.
     """
     if not is_url(location):
         try:
@@ -38,15 +36,11 @@ def backend_of(location: str, base: Path) -> Backend:
         except RuntimeError as error:
             raise BackendError(f"{location}: {error}") from None
     scheme, _, rest = location.partition("://")
-    *before, scheme = scheme.lower().split("::")
-    if scheme in ("file", "local"):
-        if before:
-            # fsspec would follow symbolic links in the folder, so do not use it for a folder on this machine.
-            raise BackendError(f"{location}: a folder on this machine needs no {before[0]}; write {scheme}://{rest}")
+    if scheme.lower() in ("file", "local"):
         return _folder(_path_in(location, rest))
-    from pytest_gpumem.judging.baselines.url_backend import Url
+    from pytest_gpumem.judging.baselines.bucket import Bucket
 
-    return Url(location)
+    return Bucket(location)
 
 
 def _folder(root: Path) -> Folder:
@@ -62,14 +56,8 @@ def is_url(location: str) -> bool:
     return _URL.match(location) is not None
 
 
-def chooses_host(location: str) -> bool:
-    r"""Return whether a location names the host to which requests are sent.
-
-    ``https://host/x`` and the Windows share ``\\host\share`` name a host. ``s3://bucket`` and other paths do not. The result is
-    also true for a nested URL such as ``simplecache::s3://bucket``, because its outer part can write files.
-    """
-    if is_url(location):
-        return location.partition("://")[0].lower() not in _BUCKETS
+def names_host(location: str) -> bool:
+    r"""Return whether a path names another host, like the Windows share ``\\host\share``."""
     return re.match(r"[\\/]{2}", location) is not None
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.judging.baselines.backend import SUFFIX, Backend
-from pytest_gpumem.judging.baselines.errors import BackendError, FormatError, IncompleteChangeError, StoreError
+from pytest_gpumem.judging.baselines.errors import (
+    BackendError,
+    FormatError,
+    IncompleteChangeError,
+    StoreError,
+    WriteConflictError,
+)
 from pytest_gpumem.judging.baselines.format import parse, render
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline
 
@@ -15,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+_TRIES = 30
+"""The number of attempts to write a file that other processes keep changing. In each round, one process succeeds."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
 _RESERVED_NAMES = frozenset({".", "..", ".lock", ".gitignore"})
@@ -82,21 +93,20 @@ class Store:
         """Return the test files that have baselines on any device. Only paths are listed, and no file is read."""
         return set(map(_file, self._known_paths()))
 
-    def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> str | None:
+    def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> None:
         """Write and remove entries. Entries that other processes wrote meanwhile are kept. Files without entries are deleted.
+
+        Each file is replaced atomically, one file after another in the order of their paths. A reader between two writes sees
+        the new entries in the first file and the old entries in the second.
 
         Args:
             entries: The entries to write. Each entry is written to a file for its own device.
             removals: The entries to remove, as (slug, key).
 
-        Returns:
-            A clause with a warning, if the backend has no lock, so other processes could write at the same time; otherwise
-            ``None``.
-
         Raises:
             StoreError: A file is not valid. This file is not changed.
             BackendError: The store cannot be read or locked.
-            IncompleteChangeError: A file could not be written, and the files before it may have been written.
+            IncompleteChangeError: A file could not be written, and the files before it have been written.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}
@@ -106,21 +116,35 @@ class Store:
             removed.setdefault(path_of(slug, key.file), set()).add(key)
         paths = sorted(written.keys() | removed.keys())
         self._paths = None
-        with self._backend.locked() as unlocked:
+        with self._backend.locked():
             self._read_files(paths)
             for position, path in enumerate(paths):
                 try:
                     self._change_file(path, written.get(path, {}), removed.get(path, ()))
-                except BackendError as error:
+                except (BackendError, StoreError) as error:
                     unwritten = paths[position:]
                     keys = [key for path in unwritten for key in (*written.get(path, ()), *removed.get(path, ()))]
                     count = sum(len(written.get(path, ())) for path in paths[:position])
                     raise IncompleteChangeError(
                         error, count, frozenset((key.file, key.test) for key in keys)
                     ) from error
-        return unlocked
 
     def _change_file(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
+        for attempt in range(_TRIES):
+            try:
+                self._write_changed(path, entries, removed)
+            except WriteConflictError:
+                # A random pause keeps processes from colliding again.
+                time.sleep(random.uniform(0, min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)))  # noqa: S311
+                self._read_files([path])
+            else:
+                return
+        raise BackendError(
+            f"{self._backend.shown(path)}: other jobs changed this file during each of {_TRIES} attempts to write it; "
+            "run the update again"
+        )
+
+    def _write_changed(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
         stored = self._files[path].entries
         merged = {**{key: entry for key, entry in stored.items() if key not in removed}, **entries}
         if merged:

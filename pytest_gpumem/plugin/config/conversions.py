@@ -74,14 +74,12 @@ def check_in_file(kind: Kind, value: Any, where: str) -> None:
     """
     if kind is not STORE:
         return
-    from pytest_gpumem.judging.baselines.location import chooses_host
-    from pytest_gpumem.judging.baselines.url_backend import without_credentials
+    from pytest_gpumem.judging.baselines.location import names_host
 
-    if chooses_host(value):
-        url = without_credentials(value)
+    if names_host(value):
         raise SettingsError(
-            f"{where} is {url!r}: a project's file may only name a folder or a bucket (s3://, gs://, az://). Any other store "
-            f"has to be typed, because a pull request can change the file: --gpumem-store={url}"
+            f"{where} is {value!r}: a project's file may only name a folder or a bucket (s3://, gs://, az://). A store on "
+            f"another host has to be typed, because a pull request can change the file: --gpumem-store={value}"
         )
 
 

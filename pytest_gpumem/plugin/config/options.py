@@ -123,8 +123,8 @@ With `on-failure` and `always`, a step is also explained if the test's code read
 _STORE = f"""
 {_RELATIVE} `~` is the home folder.
 
-A [URL](../concepts/store.md#a-store-behind-a-url) names a store in a bucket or on another host. Not every URL is allowed in
-`pyproject.toml` and `addopts`, because a pull request can change these files.
+A [URL](../concepts/store.md#a-store-behind-a-url) names a store in a bucket, for example `s3://bucket/baselines`. A path with a
+host, such as `//host/share`, is not allowed in `pyproject.toml` and `addopts`, because a pull request can change these files.
 """
 _AGAINST = """
 The option needs `--gpumem-baseline` and an [emulated GPU](cards.md). The session writes no baselines, because baselines

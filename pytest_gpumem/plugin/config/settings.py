@@ -424,7 +424,7 @@ def options_to_repeat(config: pytest.Config) -> list[str]:
     With ``--gpumem-against``, the command must run on the default device instead of the emulated GPU, because baselines for
     a real GPU have to be measured on that GPU.
     """
-    from pytest_gpumem.judging.baselines.url_backend import without_credentials
+    from pytest_gpumem.judging.baselines.bucket import without_credentials
 
     options: list[str] = []
     for option in OPTIONS:

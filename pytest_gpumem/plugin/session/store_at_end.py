@@ -77,7 +77,8 @@ class StoreAtEnd:
         reason = self.settings.reason
         source = Source(datetime.now(timezone.utc).date().isoformat(), commit_of(self.root), reason)
         changes = changes_of(self.store, mode, passed, source)
-        unlocked = self.store.change(changes.entries, changes.removals) if changes.any else None
+        if changes.any:
+            self.store.change(changes.entries, changes.removals)
         not_passed = len(results) - len(passed) - len(held_back)
         note = f"; {not_passed} not written, because the test failed or was skipped" if not_passed else ""
         note += (
@@ -93,7 +94,7 @@ class StoreAtEnd:
             f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
             f"{counted(unchanged, 'left as it was', 'left as they were')}{note}"
         )
-        return [line, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
+        return [line, *_no_longer_measured(results)]
 
     def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
         """Return a line about baselines whose tests no longer exist, after a session has run all its tests.

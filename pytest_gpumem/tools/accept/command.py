@@ -197,7 +197,7 @@ def accept(
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
     with input_errors(StoreError, BackendError):
-        unlocked = _write(current_store, accepted)
+        _write(current_store, accepted)
     titles = Counter(candidate.title for candidate in candidates)
     refused = [
         (
@@ -211,32 +211,25 @@ def accept(
     for candidate in accepted:
         write_lines(f"accepted {line}" for line in _figures(candidate, units))
     write_lines(f"not accepted: {title}: {why.why}" for title, why in refused)
-    for why in sorted(filter(None, unlocked)):
-        click.echo(f"warning: {why}", err=True)
     write_lines([_accounting(candidates, accepted, changing, [why for _, why in refused])])
     sys.exit(1 if refused else 0)
 
 
-def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
+def _write(store: Store, accepted: Sequence[Candidate]) -> None:
     """Write the baselines of the accepted tests, one device after another.
-
-    Returns:
-        The reasons why the store was written without a lock. A device whose write was locked adds ``None``.
 
     Raises:
         BackendError: A write failed. The message has the number of written baselines.
         StoreError: A file in the store has invalid content.
     """
-    unlocked: set[str | None] = set()
     written = 0
     for entries, removed in by_device(accepted).values():
         try:
-            unlocked.add(store.change(entries, removed))
+            store.change(entries, removed)
         except BackendError as error:
             written += error.written if isinstance(error, IncompleteChangeError) else 0
             raise BackendError(f"{error}; {counted(written, 'baseline')} written") from error
         written += len(entries)
-    return unlocked
 
 
 def _is_terminal() -> bool:

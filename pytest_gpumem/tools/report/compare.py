@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pytest_gpumem.judging.baselines.url_backend import without_credentials
+from pytest_gpumem.judging.baselines.bucket import without_credentials
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reporting.reports.comparison import (
     NOTHING_COMPARED,

@@ -97,7 +97,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         # A suite may be parametrized over a machine's devices, so a machine with another device may collect these tests.
         elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
         removable = [entry for entry in candidates if entry not in elsewhere]
-        unlocked = store.change({}, removable) if removable and not dry_run else None
+        if removable and not dry_run:
+            store.change({}, removable)
     except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
     for slug, key in removable:
@@ -111,8 +112,6 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             f"{have} kept: this machine does not have the device ({devices}), and a machine with the device may collect the "
             f"tests; run {command_name()} prune on such a machine"
         )
-    if unlocked is not None:
-        click.echo(f"warning: {unlocked}", err=True)
 
 
 class _Collector:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.judging.baselines.bucket import without_credentials
 from pytest_gpumem.judging.baselines.selecting import matches
-from pytest_gpumem.judging.baselines.url_backend import without_credentials
 from pytest_gpumem.reporting.reports.layout import laid_out
 from pytest_gpumem.reporting.reports.stored import accounting, table, to_json
 from pytest_gpumem.tools.console import completion
