@@ -214,7 +214,9 @@ class Watch(threading.Thread):
         os._exit(status)
 
     def _terminated(self, *_: object) -> None:
-        """Do nothing, because the main thread may never get to run this handler. The thread's socket receives the signal."""
+        """Do nothing. Python runs this handler in the main thread, which may be blocked, so the watching thread's socket
+        gets the signal.
+        """
 
     def _forget_in_child(self) -> None:
         """Restore the default handler for SIGTERM in a forked process. A DataLoader ends its workers with SIGTERM."""

@@ -136,7 +136,7 @@ def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
             f"shard={layout.sharding.text}: torch {torch.__version__} has no context parallelism"
         ) from None
     mesh = mesh_of(layout, device, sequence=True)["cp"]
-    # Pass a dummy, because context_parallel() requires a buffer to shard, and part_of_sequence() splits the batch.
+    # context_parallel() requires a buffer to shard, but part_of_sequence() already splits the batch. So pass a dummy.
     dummy = torch.zeros(2 * mesh.size(), device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
     try:

@@ -339,7 +339,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: The outcomes whose figures the session records. Tests with these outcomes are ignored.
+        accepts: If a test has one of these outcomes, the session stores its figures as a baseline. These tests are ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):
