@@ -19,6 +19,7 @@ from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.changed_code.marks import without_callers
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
+from pytest_gpumem.judging.gate.changes import with_changes
 from pytest_gpumem.judging.gate.failing import failing_outcomes
 from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.renaming import candidates_of
