@@ -138,6 +138,10 @@ lint: $(DEV_READY)
 	$(BIN)/python .ci/docs_workflows.py build/workflows
 	$(BIN)/zizmor --offline --quiet --persona=pedantic --min-severity=medium --config=.ci/zizmor.yml \
 		.github action.yml comment/action.yml pytest_gpumem/tools/init/workflows/*.yml build/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows \
+		.github/workflows/*.yml pytest_gpumem/tools/init/workflows/*.yml build/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-actions action.yml comment/action.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 
 reference: $(TEST_READY)
 	$(BIN)/python .ci/reference
@@ -226,7 +230,7 @@ $(EXAMPLE_EMULATED_READY): pyproject.toml example_project/pyproject.toml constra
 $(EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 	$(call new_environment,$(EMULATED_VENV))
 	$(call emulated_torch,$(EMULATED_VENV))
-	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),,$(EMULATED_TORCH)) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
+	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),,$(EMULATED_TORCH)) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

@@ -39,7 +39,6 @@ _PRELOADED = (
     "hypothesis.internal.observability",  # its plugin loads it at the end of a session
     "jinja2",
     "platformdirs.pytest_plugin",
-    "plotly.offline",
     "pytest",
     "pytest_benchmark.plugin",
     "pytest_benchmark.storage.file",

@@ -32,6 +32,7 @@ CARRIED = (
     "action.yml",
     "comment/action.yml",
     "pytest_gpumem/tools/init/workflows/cpu.yml",
+    "pytest_gpumem/reporting/reports/html/plotly/plotly-basic.min.js",
     "benchmarks/replays/conv3d_bfloat16.toml",
     "benchmarks/results/replays.md",
     "benchmarks/results/cpu-x86_64/time-samples.json",

@@ -1,8 +1,8 @@
 """The pages on CI, followed to the letter: an empty repository gets a gate, which a regression turns red.
 
-Every block of the pages is used. Python, TOML and text are files, shell is run, and so are the scripts of the workflows and
-of other systems' jobs, in which only pip installs nothing: what it would install is here. The GPU is a CPU. Commands within
-sentences, for whoever sets a runner up as root, are not run.
+Every block of the pages is used. Python, TOML and text are files. Shell lines are run, also those of workflows and of other
+systems' jobs, but pip installs nothing because the packages are here. The GPU is a CPU. Commands within sentences, for
+whoever sets a runner up as root, are not run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.fake_github import NUMBER, FakeGitHub, fake_github
 from tests.pages import Block, blocks_of
 from tests.support.processes import LEFT_OUT
 from tests.test_ci import faults, valid
-from tests.workflows import ROOT, Runner, read_yaml
+from tests.workflows import COMMENT_ACTION, ROOT, Runner, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,13 @@ GATE, COMMENT = (one for one in START if one.language == "yaml")
 """That of tests/test_scheduled.py."""
 ACCEPT, HISTORY = (one for one in BLOCKS if one.section == "Accept a regression" and one.language == "sh")
 (BY_COMMENT,) = (one for one in BLOCKS if (one.file or "").endswith("accept.yml"))
+WORKFLOWS = {
+    one.file.rpartition("/")[2]: read_yaml(one.text)
+    for one in BLOCKS
+    if (one.file or "").startswith(".github/workflows/")
+}
+GATES = [WORKFLOWS[name] for name in ("gpumem.yml", "gpumem-cpu.yml", "gpumem-gpu.yml")]
+"""The workflows that gate pull requests."""
 ANOTHER_DEVICE = {
     "A real GPU confirms it": "git rm -r --quiet gpumem-baselines && git commit --quiet --message 'Another device'",
     ".github/workflows/record.yml": "rm -r gpumem-baselines",
@@ -85,26 +92,17 @@ class Reader:
         return ""
 
     def gates(self) -> bool:
-        """Push, and tell whether the gate's job succeeds. The workflow of the comment runs after it."""
+        """Return whether the gate's job succeeds. The job of the comment runs after it, with its reports."""
         self.runner.log = ""
         passed = self.runner.run(job_of(self.folder / GATE.file)["steps"])
-        name = read_yaml((self.folder / GATE.file).read_text(encoding="utf-8"))["name"]
-        self.comments(name, passed=passed)
-        return passed
-
-    def comments(self, workflow: str, *, passed: bool) -> None:
-        """Run the workflow of the comment, as GitHub does after a run of another one."""
-        comment = read_yaml((self.folder / COMMENT.file).read_text(encoding="utf-8"))
-        assert workflow in comment["on"]["workflow_run"]["workflows"]
         self.github.run(conclusion="success" if passed else "failure")
-        event = {"github.event.workflow_run.id": "77", "github.event.workflow_run.name": workflow}
+        event = {"github.event.workflow_run.name": WORKFLOWS["gpumem.yml"]["name"]}
         runner = Runner(self.folder.parent / "comment" / "work", self.github.environment(), event)
         del runner.environment["GITHUB_TOKEN"]
-        kept = self.runner.temp / "artifacts"
-        if kept.exists():
-            shutil.copytree(kept, runner.temp / "artifacts", dirs_exist_ok=True)
-        assert runner.run(comment["jobs"]["comment"]["steps"]), runner.log
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(self.folder / "gpumem-report", runner.temp / "gpumem-reports", dirs_exist_ok=True)
+        (step,) = job_of(self.folder / COMMENT.file)["steps"]
+        assert runner.run_action(COMMENT_ACTION, **step["with"]), runner.log
+        return passed
 
     def replace(self, before: str, after: str) -> None:
         model = self.folder / "model.py"
@@ -160,15 +158,12 @@ def red(started: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reader
         return reader, [*github.comments]
 
 
-def test_an_empty_repository_gets_a_gate(reader):
+def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(red):
+    reader, (comment,) = red
     assert reader.shell("git status --porcelain --untracked-files=no") == ""
     (baselines,) = (path.relative_to(reader.folder) for path in reader.folder.glob("gpumem-baselines/*/*.toml"))
     files = {"model.py", "test_model.py", "requirements.txt", GATE.file, COMMENT.file, str(baselines)}
     assert {*reader.shell("git ls-tree -r --name-only origin/main").split()} == files
-
-
-def test_a_regression_turns_the_gate_red(red):
-    reader, (comment,) = red
     assert "gpumem: 1 gated, 1 regressed\n" in reader.runner.log
     installed = [words[words.index("install") + 1 :] for words in reader.runner.calls() if "install" in words]
     assert installed == [["-r", "requirements.txt"], ["-r", "requirements.txt"]]
@@ -176,8 +171,8 @@ def test_a_regression_turns_the_gate_red(red):
     assert "test_train_step" in (reader.folder.parent / "summary.md").read_text(encoding="utf-8")
     assert "regressed" in comment["body"]
     assert "model.py:" in comment["body"]
-    made = {path.name for path in (reader.folder / "gpumem-report").iterdir()}
-    assert made == {"gpumem.html", "gpumem.json", "gpumem.md"}
+    reports = {path.name for path in (reader.folder / "gpumem-report").iterdir()}
+    assert reports == {"gpumem.html", "gpumem.json", "gpumem.md"}
 
 
 @pytest.mark.thorough
@@ -305,7 +300,7 @@ def test_a_comment_accepts_nothing_where_it_must_not_and_says_why(asked, environ
 
 
 def test_the_writing_job_runs_only_actions_and_the_reading_job_writes_nothing():
-    jobs = read_yaml(BY_COMMENT.text)["jobs"]
+    jobs = WORKFLOWS["accept.yml"]["jobs"]
     assert {name: job["permissions"] for name, job in jobs.items()} == {
         "accept": {"actions": "read", "contents": "read", "pull-requests": "read"},
         "propose": {"contents": "write", "pull-requests": "write"},
@@ -319,18 +314,13 @@ def test_the_writing_job_runs_only_actions_and_the_reading_job_writes_nothing():
 def test_the_other_blocks_of_the_page_work_too(reader):
     reader.runner.values["inputs.reason"] = 'a "new" $(touch evil) batch'
     for one in BLOCKS:
-        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.file == ".github/dependabot.yml":
-            continue
-        if one.page == "docs/ci-elsewhere.md" and one.file is not None:
-            if one.file != "gate.sh":
-                elsewhere(reader, one)
+        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.file in (*SCHEMAS, "gate.sh", "Jenkinsfile"):
             continue
         reader.shell(ANOTHER_DEVICE.get(one.file or one.section, "true"))
         reader.follow(one)
         if one.language != "yaml":
             continue
         assert reader.runner.run(job_of(reader.folder / one.file)["steps"]), reader.runner.log
-        shutil.rmtree(reader.runner.temp / "artifacts", ignore_errors=True)
     (stored,) = reader.folder.glob("gpumem-baselines/*/test_model.py.toml")
     assert 'a \\"new\\" $(touch evil) batch' in stored.read_text(encoding="utf-8")
     assert not (reader.folder / "evil").exists()
@@ -348,30 +338,25 @@ def test_the_other_blocks_of_the_page_work_too(reader):
     assert left_out.returncode == 2
 
 
-def elsewhere(reader: Reader, block: Block) -> None:
-    """Run the job of another system than GitHub, and look for the files that it keeps. All but GitLab's run ``gate.sh``."""
-    text = on_the_cpu(block.text)
-    plain = read_yaml(text) if block.language == "yaml" else {}
-    if block.file == ".gitlab-ci.yml":
-        reader.shell("\n".join(plain["gpumem"]["script"] + plain["gpumem"]["after_script"]))
-    else:
-        command = {
-            ".buildkite/pipeline.yml": lambda: plain["steps"][0]["command"],
-            "azure-pipelines.yml": lambda: plain["steps"][1]["script"],
-            ".circleci/config.yml": lambda: plain["jobs"]["gpumem"]["steps"][1]["run"],
-            "Jenkinsfile": lambda: re.search(r"^ +sh '(.*)'$", text, flags=re.MULTILINE)[1],
-        }[block.file]()
-        assert command == "sh gate.sh"
-        if not (reader.folder / "gate.sh").exists():
-            (gate,) = (one for one in BLOCKS if one.file == "gate.sh")
-            (reader.folder / "gate.sh").write_text(on_the_cpu(gate.text), encoding="utf-8")
-            for name in ("junit.xml", "gpumem.html", "gpumem.json"):
-                (reader.folder / name).unlink(missing_ok=True)
-            reader.shell(command)
-    kept = {*re.findall(r"(?:gpumem|junit|metrics)\.(?:html|json|xml|txt)", block.text)}
-    assert "junit.xml" in kept
-    assert "gpumem.html" in kept or "gpumem.*" in block.text
-    assert all((reader.folder / name).stat().st_size for name in kept)
+@pytest.mark.thorough
+def test_the_jobs_of_other_systems_gate_and_keep_their_reports(reader):
+    """GitLab's job has lines of its own. The other systems run ``gate.sh``."""
+    elsewhere = {one.file: one.text for one in BLOCKS if one.page == "docs/ci-elsewhere.md" and one.file}
+    gitlab = read_yaml(on_the_cpu(elsewhere.pop(".gitlab-ci.yml")))["gpumem"]
+    reader.shell("\n".join(gitlab["script"] + gitlab["after_script"]))
+    assert_kept(reader, gitlab["artifacts"]["paths"] + [*gitlab["artifacts"]["reports"].values()])
+    reader.shell("rm junit.xml gpumem.html gpumem.json")
+    (reader.folder / "gate.sh").write_text(on_the_cpu(elsewhere.pop("gate.sh")), encoding="utf-8")
+    reader.shell("sh gate.sh")
+    for text in elsewhere.values():
+        assert "sh gate.sh" in text
+        assert "gpumem.html" in text or "gpumem.*" in text
+        assert "junit.xml" in text
+    assert_kept(reader, ["junit.xml", "gpumem.html", "gpumem.json"])
+
+
+def assert_kept(reader: Reader, names: list[str]) -> None:
+    assert all((reader.folder / name).stat().st_size for name in names)
 
 
 SCHEMAS = {
@@ -384,17 +369,21 @@ SCHEMAS = {
 """The schema of each file that is no workflow of GitHub."""
 
 
-def test_no_job_of_the_pages_runs_tests_with_a_token_that_can_write(tmp_path):
-    """Wherever one can write, it takes what another job has uploaded."""
-    able = set()
-    for one in BLOCKS:
-        workflow = read_yaml(one.text) if (one.file or "").startswith(".github/workflows/") else {}
-        for name, job in workflow.get("jobs", {}).items():
-            permissions = {**workflow.get("permissions", {}), **job.get("permissions", {})}
-            if "write" in permissions.values():
-                able.add((one.file.rpartition("/")[2], name))
-                assert not any("install" in str(step.get("run", step.get("with", ""))) for step in job["steps"])
-    assert able == {
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_of_the_pages_may_do_only_what_it_must(name):
+    assert faults(WORKFLOWS[name], on_gpu="-cpu" not in name) == []
+
+
+def test_few_jobs_of_the_pages_have_a_token_that_can_write_and_none_installs():
+    """A job that can write takes what another job has uploaded."""
+    able = {
+        (file, name): job
+        for file, workflow in WORKFLOWS.items()
+        for name, job in workflow["jobs"].items()
+        if "write" in job.get("permissions", workflow["permissions"]).values()
+    }
+    assert not any("install" in str(step) for job in able.values() for step in job["steps"])
+    assert able.keys() == {
         ("gpumem-comment.yml", "comment"),
         ("gpumem-scanning.yml", "upload"),
         ("tomorrow.yml", "issue"),
@@ -406,29 +395,45 @@ def test_no_job_of_the_pages_runs_tests_with_a_token_that_can_write(tmp_path):
 
 def test_a_merge_queue_is_gated_by_every_workflow_that_gates_pull_requests():
     """A check that a queue waits for has to run there, and one that is skipped counts as passed."""
-    for one in BLOCKS:
-        if (one.file or "").endswith(("/gpumem.yml", "/gpumem-cpu.yml", "/gpumem-gpu.yml")):
-            workflow = read_yaml(one.text)
-            assert workflow["on"].keys() >= {"pull_request", "merge_group"}
-            condition = workflow["jobs"]["gpumem"].get("if", "github.event_name == 'merge_group' || ")
-            assert condition.startswith("github.event_name == 'merge_group' || ")
+    for workflow in GATES:
+        assert workflow["on"].keys() >= {"pull_request", "merge_group"}
+        condition = workflow["jobs"]["gpumem"].get("if", "github.event_name == 'merge_group' || ")
+        assert condition.startswith("github.event_name == 'merge_group' || ")
 
 
-def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_path):
-    files = {}
-    for number, one in enumerate(one for one in BLOCKS if one.language == "yaml"):
-        file = files.setdefault(one.file, tmp_path / f"{number}.yml")
-        file.write_text(one.text, encoding="utf-8")
-    for title, schema in SCHEMAS.items():
-        valid(schema, files.pop(title))
-    valid("github-workflows", *files.values())
-    found = [fault for title, file in files.items() for fault in faults(file, on_gpu="-cpu" not in title)]
-    assert found == []
-    _, start, rest = GATE.text.partition("    runs-on")
-    assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("file", SCHEMAS)
+def test_each_file_that_is_no_workflow_of_github_is_valid(file, tmp_path):
+    (block,) = (one for one in BLOCKS if one.file == file)
+    (tmp_path / "file.yml").write_text(block.text, encoding="utf-8")
+    valid(SCHEMAS[file], tmp_path / "file.yml")
+
+
+def test_the_comments_workflow_runs_after_each_gate_and_needs_its_permissions():
+    comment = WORKFLOWS["gpumem-comment.yml"]
+    assert comment["on"]["workflow_run"]["workflows"] == [workflow["name"] for workflow in GATES]
+    assert comment["jobs"]["comment"]["if"] == "github.event.workflow_run.event == 'pull_request'"
+    assert comment["jobs"]["comment"]["permissions"] == {"actions": "read", "pull-requests": "write"}
+
+
+def test_the_jobs_of_an_emulated_gpu_install_torch_without_nvidias_libraries():
+    """An emulated GPU replaces the libraries, and the runner need not download them."""
+    steps = [
+        step["with"]
+        for workflow in WORKFLOWS.values()
+        for job in workflow["jobs"].values()
+        for step in job["steps"]
+        if "emulated:h100" in step.get("with", {}).get("arguments", "")
+    ]
+    assert [step["emulated"] for step in steps] == [True] * 3
     # That of tests/test_install.py.
     (edit,) = re.findall(r"^sed .*$", (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
     (gate,) = (one for one in BLOCKS if one.file == "gate.sh")
-    gitlab = read_yaml(next(one.text for one in BLOCKS if one.file == ".gitlab-ci.yml"))["gpumem"]["script"]
+    (gitlab,) = (read_yaml(one.text)["gpumem"] for one in BLOCKS if one.file == ".gitlab-ci.yml")
     assert edit in gate.text.splitlines()
-    assert edit in gitlab
+    assert edit in gitlab["script"]
+    assert gitlab["variables"] == {"GPUMEM_CACHE": "/tmp/gpumem-cache"}, "~/.cache is open to every user there"
+
+
+def test_the_readme_shows_the_gates_job():
+    _, start, rest = GATE.text.partition("    runs-on")
+    assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,11 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.emulated import test_commands_of_the_docs as emulated
-from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read, workflows
+from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read
 from tests.support.processes import run_job
-from tests.test_ci import valid
 from tests.test_ci_docs import BLOCKS as OF_CI
-from tests.workflows import read_yaml
 
 for _name in ("reports.test_results", "test_docs_output", "test_example_project", "test_one_of_several"):
     importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
@@ -121,7 +119,7 @@ def is_shown(block: Block) -> bool:
         return block in COMPARED
     if block.language == "json":
         return block.page.startswith("docs/migrate/") and block.file is not None
-    # By tests/test_docs.py; the tests below; tests/test_reference.py; tests/test_ci_docs.py and the one below;
+    # By tests/test_docs.py; the tests below; tests/test_reference.py; tests/test_ci_docs.py and `make lint`;
     # tests/test_ci_docs.py; tests/test_docs.py.
     return block.language in ("toml", "python", "pycon", "yaml", "groovy", "{toctree}")
 
@@ -175,21 +173,6 @@ def test_every_command_of_pytest_in_the_pages_is_one_that_it_takes(line, pyteste
     config = pytester.parseconfig("-p", "no:randomly", *words)
     given = {name.removeprefix("--").partition("=")[0].replace("-", "_") for name in options}
     assert all(getattr(config.option, name.removeprefix("no_"), None) is not None for name in given)
-
-
-# YAML that is a part of a workflow
-
-
-@pytest.mark.parametrize(
-    ("block", "whole"),
-    [(block, whole) for block, whole in workflows() if block.text != whole],
-    ids=lambda one: str(one) if isinstance(one, Block) else "",
-)
-def test_parts_of_workflows_are_valid_in_one(block, whole, tmp_path):
-    file = tmp_path / "workflow.yml"
-    file.write_text(whole, encoding="utf-8")
-    valid("github-workflows", file)
-    assert [step for job in read_yaml(whole)["jobs"].values() for step in job["steps"]]
 
 
 # Python that is no whole file

@@ -455,15 +455,13 @@ def test_attributes_are_left_alone_where_a_pattern_is_of_the_store(repository, l
 
 
 def test_requirements_that_have_all_are_used(repository):
-    repository(
-        {**FLAT, "requirements.txt": "torch==2.13.0\npytest\npytest-gpumem[report] @ git+https://github.com/o/r\n"}
-    )
+    repository({**FLAT, "requirements.txt": "torch==2.13.0\npytest\npytest-gpumem @ git+https://github.com/o/r\n"})
     done = init("--dry-run")
     assert "requirements-gpumem.txt" not in done.output
     assert "install: -r requirements.txt" in done.output
 
 
-PLUGIN = "pytest-gpumem[report] @ git+https://github.com/o/r"
+PLUGIN = "pytest-gpumem @ git+https://github.com/o/r"
 
 
 @pytest.mark.parametrize(
@@ -497,7 +495,7 @@ def test_without_a_known_release_of_torch_no_requirements_are_proposed(repositor
     done = init("--dry-run")
     assert "+++ b/requirements-gpumem.txt" not in done.output
     assert "requirements-gpumem.txt is not proposed, because " in done.output
-    assert "torch==RELEASE, pytest, pytest-gpumem[report] @ " in done.output
+    assert "torch==RELEASE, pytest, pytest-gpumem @ " in done.output
 
 
 # Wrong input
@@ -735,8 +733,8 @@ def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, ru
     file = tmp_path / "gpumem.yml"
     file.write_text(workflow(runner, "requirements-gpumem.txt", folder, tests))
     valid("github-workflows", file)
-    assert faults(file, on_gpu=runner != "cpu") == []
     plain = read_yaml(file.read_text())
+    assert faults(plain, on_gpu=runner != "cpu") == []
     steps = plain["jobs"]["gpumem"]["steps"]
     inputs = steps[-1]["with"]
     assert inputs.get("working-directory", ".") == folder
@@ -757,8 +755,9 @@ def test_the_workflow_of_the_comment_is_valid_and_safe(tmp_path):
     file = tmp_path / "comment.yml"
     file.write_text(comment_workflow(commit="c0ffee" * 6 + "dead"))
     valid("github-workflows", file)
-    assert faults(file) == []
-    (step,) = read_yaml(file.read_text())["jobs"]["comment"]["steps"]
+    plain = read_yaml(file.read_text())
+    assert faults(plain) == []
+    (step,) = plain["jobs"]["comment"]["steps"]
     assert step["uses"] == f"{PLACEHOLDER}/pytest-gpumem/comment@{'c0ffee' * 6}dead"
 
 

@@ -202,14 +202,6 @@ def test_wrong_input_is_named_and_ends_with_2(folder, arguments, said):
     assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
 
 
-def test_html_where_it_cannot_be_made_is_refused_before_anything_is_said(halves, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = merge("a.json", "--report", "whole.html")
-    assert result.exit_code == 2
-    assert "pip install 'pytest-gpumem[report]'" in result.output
-    assert "gated" not in result.output
-
-
 def test_two_shards_of_one_file_are_judged_as_a_whole(project):
     """A shard that only skips compared nothing, and by itself is red; the whole compared something, and is green."""
     measure = "@pytest.mark.gpumem\ndef test_{name}():\n    {body}\n\n\n"

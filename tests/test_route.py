@@ -129,7 +129,7 @@ def test_a_step_takes_so_many_files_and_frames_and_is_judged_once(recorded, rout
     route = route()
     assert recorded.run("--gpumem-baseline").ret == 0
     record_property("files of a training step", len(route.files))
-    assert len(route.files) <= MOST_FILES, sorted(route.files)
+    assert len(route.files) <= MOST_FILES, "\n".join(sorted(route.files))
     assert route.deepest[0] == "fixture.train_step"
     assert 10 < len(route.chain) <= LONGEST_CHAIN, route.chain
     assert len(route.deepest) <= DEEPEST, route.deepest

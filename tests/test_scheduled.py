@@ -58,7 +58,7 @@ class Job(Runner):
         }
         # It runs the tests.
         del environment["GITHUB_TOKEN"]
-        super().__init__(folder / "project", environment, {"github.event.pull_request.number": ""})
+        super().__init__(folder / "project", environment)
         self.environment["PATH"] += f":{Path(uv.find_uv_bin()).parent}"
         if not self.index.exists():
             self.index.mkdir()
@@ -73,13 +73,13 @@ class Job(Runner):
         return make_wheel(self.index, name, version, {f"{name}/__init__.py": f"PEAK = {megabytes * MB}\n"})
 
     def tells(self, name: str = "gpumem") -> None:
-        """Run the job of the issue, which has nothing of this one but its artifact and whether it passed."""
-        event = {"github.run_id": "77"}
-        runner = Runner(self.folder.parent / "issue" / "work", self.github.environment(), event)
+        """Run the job of the issue, which has nothing of this one but its reports and whether it passed."""
+        runner = Runner(self.folder.parent / "issue" / "work", self.github.environment())
         del runner.environment["GITHUB_TOKEN"]
         self.github.run(event="schedule", conclusion=None)
-        shutil.rmtree(runner.temp / "artifacts", ignore_errors=True)
-        shutil.copytree(self.temp / "artifacts", runner.temp / "artifacts")
+        reports = runner.temp / "gpumem-reports"
+        shutil.rmtree(reports, ignore_errors=True)
+        shutil.copytree(self.folder / "gpumem-report", reports)
         state = "closed" if self.output("passed") == "true" else "open"
         assert runner.run_action(COMMENT_ACTION, name=name, issue=state), runner.log
         self.log += runner.log
@@ -186,7 +186,7 @@ def test_a_release_that_needs_more_is_red_and_named_in_the_issue_until_green(red
     report = json.loads((red.folder / "gpumem-report" / "gpumem.json").read_text())
     assert report["packages"] == [{"name": "tinymodels", "base": "1.0", "head": "1.2", "requested": True, "url": None}]
 
-    found, kept = dict(red.values), red.temp / "artifacts" / "tomorrow"
+    found, kept = dict(red.values), red.folder / "gpumem-report"
     shutil.move(kept, red.temp / "red")
     red.release("1.3", 10)
     red.log = ""
@@ -269,18 +269,11 @@ def test_nothing_is_searched_for_where_it_is_not_asked_for(job):
     job.release("1.1", 12)
     assert not job.run_action(against="tinymodels==1.*", arguments=ARGUMENTS)
     assert job.output("culprit") == ""
-    assert {file.name for file in (job.temp / "artifacts" / "gpumem").iterdir()} == {"gpumem.json", "gpumem.md"}
+    assert {file.name for file in (job.folder / "gpumem-report").iterdir()} == {"gpumem.json", "gpumem.md"}
 
 
 def test_the_tests_do_not_get_the_token(searched):
     assert {*(searched.temp / "seen").read_text().replace("False", "no ").split()} == {"no"}
-
-
-def test_in_a_pull_request_nothing_is_searched_for(job):
-    job.values["github.event.pull_request.number"] = "7"
-    job.release("1.1", 12)
-    assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
-    assert job.output("culprit") == ""
 
 
 # A gate, whose reports are searched in test_bisect.py, too

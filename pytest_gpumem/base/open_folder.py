@@ -128,7 +128,7 @@ class OpenFolder:
         nothing.
 
         Args:
-            refuse_shared: Whether to refuse a folder that other users could write to before, because its files are loaded
+            refuse_shared: Whether to refuse an existing folder to which other users can write, because its files are loaded
                 or run.
 
         Raises:
@@ -207,7 +207,7 @@ def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenF
 
     Args:
         path: The folder. Its parent exists and is trusted.
-        refuse_shared: Whether to refuse a folder that other users could write to before, because its files are loaded
+        refuse_shared: Whether to refuse an existing folder to which other users can write, because its files are loaded
                 or run.
 
     Raises:

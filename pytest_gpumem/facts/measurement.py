@@ -359,8 +359,9 @@ def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
-    """Return a clause about module calls repeated in the backward pass, because they explain why memory was saved or not;
-    ``""`` if there is nothing to say.
+    """Return a clause about module calls that backward repeated; ``""`` if they do not explain a difference.
+
+    Repeated calls show whether checkpointing had an effect.
     """
     if measurement.recomputed is None or other.recomputed is None:
         return ""

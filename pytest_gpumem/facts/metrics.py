@@ -323,7 +323,7 @@ class MetricAttributes:
         is_counted_by_operator=True,
         depends_on=("torch",),
     )
-    """How many times the host waits for the device in a step.
+    """The number of times that the host waits for the device in a step.
 
     The host waits for values (``.item()``, ``.tolist()``, ``nonzero``, ``x[mask]``, ``torch.equal``, ``if tensor:``,
     printing). It also waits for copies between host and device without ``non_blocking=True``, such as

@@ -168,8 +168,8 @@ def is_on(device: torch.device, target: torch.device) -> bool:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a dense tensor; ``None`` if the tensor has no memory itself.
 
-    This is so for fake tensors, tensors on ``meta``, empty tensors, parameters of lazy modules before the first call, tensors
-    inside ``vmap``, and tensors made from other tensors.
+    Tensors without memory are fake tensors, tensors on ``meta``, empty tensors, parameters of lazy modules before the first
+    call, tensors inside ``vmap``, and tensors made from other tensors.
     """
     storage = _own_storage(tensor)
     return storage if storage is not None and _has_memory(storage) else None

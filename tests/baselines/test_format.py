@@ -675,7 +675,7 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (COMPOSITION, 'composition = "x"\n', "composition is 'x', expected an array of strings"),
         (COMPOSITION, "", "recomputed exists, but composition is missing"),
         (RECOMPUTED, "recomputed = true\n", "recomputed is True, expected an array of strings"),
-        ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is not a count of calls, like '4 x blocks.*'"),
+        ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is not a count of calls; write for example '4 x blocks.*'"),
         (COMPOSITION + RECOMPUTED, "", "no_grad exists, but composition is missing"),
         (GRAPH, "no_grad = 5\n", "no_grad is 5, expected an array of strings"),
         (

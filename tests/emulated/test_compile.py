@@ -126,7 +126,7 @@ from pytest_gpumem.emulating.host_values.scope import current
 given, index = torch.arange(16, device="cuda"), torch.arange(16, device="cuda")
 out, counts = torch.zeros(32, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
 gather[(1,)](given, index, out[16:], counts)
-print([current().is_unknown(one) for one in (given, index, out, counts)])
+print([current().notes.is_unknown(one) for one in (given, index, out, counts)])
 int(counts)
 print(current().reads.take_trouble())
 
@@ -137,7 +137,7 @@ def compiled(given, index, out):
 
 out = torch.zeros(16, device="cuda")
 made = compiled(given.float(), index, out)
-print([current().is_unknown(one) for one in (given, index, out, made)])
+print([current().notes.is_unknown(one) for one in (given, index, out, made)])
 """
     by_hand, read, compiled = on_gpu(source, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache).splitlines()
     assert by_hand == compiled == "[False, False, True, True]"

@@ -28,7 +28,7 @@ def model(name, form):
 def peak(model, routing):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
-    with mode.choosing.by(routing):
+    with mode.notes.choosing.by(routing):
         model(input_ids=ids, labels=ids).loss.backward()
     model.zero_grad(set_to_none=True)
     trouble, reads = mode.reads.take_trouble(), mode.reads.take_others()
@@ -118,7 +118,7 @@ def drawn(_):
     return scores.softmax(-1).multinomial(2).flatten().bincount().tolist(), scores.argmax(-1).max().item(), scores.argsort(-1)[0, 0].item()
 for routing, share in (("balanced", [512] * 64), ("worst", [16384] * 2 + [0] * 62)):
     for inferring in (False, True):
-        with current().choosing.by(routing), torch.inference_mode(inferring):
+        with current().notes.choosing.by(routing), torch.inference_mode(inferring):
             for use in (looped, sorted_by_expert, drawn):
                 counts, *others = use(scores.topk(2)[1])
                 assert counts == share[:len(counts)], (use, routing, inferring, counts)
@@ -130,7 +130,7 @@ for routing, share in (("balanced", [512] * 64), ("worst", [16384] * 2 + [0] * 6
             reads.take_others()
 scores.topk(2)[1].tolist()
 print(reads.take_trouble() is not None)
-with current().choosing.by("balanced"):
+with current().notes.choosing.by("balanced"):
     one_hot(scores.topk(2)[1], 4096).sum().item()
 print(reads.take_trouble() is not None)
 """
@@ -151,7 +151,7 @@ ids = torch.randint(6, 4000, (2, 80), device="cuda")
 for how in (dict(min_new_tokens=4), dict(min_new_tokens=4, do_sample=True, top_k=20, top_p=.9), {}):
     told = []
     for routing in (None, "balanced", "worst"):
-        with current().choosing.by(routing):
+        with current().notes.choosing.by(routing):
             text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **how)
         reads = current().reads.take_others()
         told.append((text.shape[1], current().reads.take_trouble(), len(reads.decided), dict(reads.routed)))

@@ -23,7 +23,7 @@ def test_every_format_renders_a_session(form):
 
 
 def test_suffixes_and_options_are_known_without_loading_a_renderer_or_its_needs():
-    heavy = [*(form.renderer.partition(":")[0] for form in FORMATS), "plotly", "jinja2", "torch"]
+    heavy = [*(form.renderer.partition(":")[0] for form in FORMATS), "jinja2", "torch"]
     imports = "import sys, pytest_gpumem.plugin.config.options, pytest_gpumem.reporting.reports.formats"
     asks = f"{imports}; print([one for one in {heavy} if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)

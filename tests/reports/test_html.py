@@ -7,7 +7,6 @@ import hashlib
 import html as entities
 import json
 import re
-import sys
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
@@ -21,7 +20,6 @@ from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.difference import Change, Difference
 from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome
-from pytest_gpumem.reporting.reports.formats import FORMATS
 from pytest_gpumem.reporting.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
 from pytest_gpumem.reporting.reports.html.page import HtmlCell, anchor_of, html, page_of, unique
 from pytest_gpumem.reporting.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
@@ -455,23 +453,20 @@ def contrast(one: str, other: str) -> float:
 
 # What it takes.
 
-
-def test_only_html_needs_more_than_is_always_there(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    lacking = {one.suffix: why_not for one in FORMATS if (why_not := one.lacking()) is not None}
-    assert lacking == {".html": "the HTML report needs jinja2 and plotly: pip install 'pytest-gpumem[report]'"}
+FOLDER = resources.files("pytest_gpumem.reporting.reports.html")
 
 
-def test_asked_for_without_plotly_no_test_runs(project, monkeypatch):
-    project.write("@pytest.mark.gpumem\ndef test_it(): ...\n")
-    find = sys.modules["importlib.util"].find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "plotly" else find(name, *more))
-    run = project.run("--gpumem-report=report.html")
-    run.stderr.fnmatch_lines(
-        ["ERROR: --gpumem-report: the HTML report needs plotly: pip install 'pytest-gpumem[[]report[]]'"]
-    )
-    assert run.ret == pytest.ExitCode.USAGE_ERROR
-    assert not (project.path / "report.html").exists()
+def test_the_page_has_the_charts_library_of_the_release_that_its_origin_names(page):
+    origin = json.loads(FOLDER.joinpath("plotly/origin.json").read_text(encoding="utf-8"))
+    library = FOLDER.joinpath("plotly/plotly-basic.min.js").read_text(encoding="utf-8")
+    assert library.startswith(f"/**\n* plotly.js (basic - minified) v{origin['version']}\n")
+    assert library in page
+    assert "MIT License" in FOLDER.joinpath("plotly/LICENSE").read_text(encoding="utf-8")
+
+
+def test_the_charts_are_of_kinds_that_the_basic_library_has():
+    kinds = re.findall(r'\btype: "(\w+)"', FOLDER.joinpath("charts.js").read_text(encoding="utf-8"))
+    assert {"scatter"} <= set(kinds) <= {"scatter", "bar", "pie", "rect"}
 
 
 def test_a_run_writes_its_page(project):

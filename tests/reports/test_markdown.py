@@ -316,5 +316,5 @@ def test_a_verdict_has_room_even_where_reasons_do_not():
     text = markdown(session(endless), most=LEAST_BYTES)
     assert text.startswith("### ❌ gpumem failed\n")
     assert len(text.encode()) <= LEAST_BYTES
-    with pytest.raises(ValueError, match="a verdict needs 300 bytes"):
+    with pytest.raises(ValueError, match="must be at least 300 bytes"):
         markdown(session(OK), most=LEAST_BYTES - 1)

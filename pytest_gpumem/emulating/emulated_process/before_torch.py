@@ -1,8 +1,8 @@
 """An import hook to emulate a GPU in each process that imports torch.
 
-The hook loads the stand-ins right before torch. Right after torch, it begins to compute the values of small tensors. This
-module is imported at the start of every Python process (``startup``), so it imports the package's other modules only together
-with torch.
+The hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the mode that computes
+the values of small tensors. This module is imported at the start of every Python process (``startup``), so it imports the
+package's other modules only together with torch.
 """
 
 from __future__ import annotations

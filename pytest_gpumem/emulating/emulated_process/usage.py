@@ -25,7 +25,7 @@ class DeviceUsage:
     reserved: int
     """The peak of reserved bytes in torch's allocator."""
     retries: int
-    """How often the allocator found no free memory, released its cached memory and tried again."""
+    """The number of times that the allocator found no free memory, released its cached memory and tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ProcessUsage:
     """Time when the process ended. ``None`` if the process was killed; then all other values are from before its end."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
-    """How often the process ran out of memory, even if the program caught the error."""
+    """The number of times that the process ran out of memory, even if the program caught the error."""
     ran_out: OutOfMemory | None = None
     """The state when the process first ran out of memory; ``None`` if this did not happen."""
     expandable: bool = False

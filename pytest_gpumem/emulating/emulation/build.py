@@ -167,7 +167,11 @@ def _compile(
     sources: Path,
     link: Iterable[str],
 ) -> None:
-    """Compile a stand-in with all needed version nodes. The loader would warn about missing nodes."""
+    """Compile a stand-in for a library.
+
+    The stand-in defines every symbol version that torch asks for (``libcudart.so.13``). The dynamic loader would warn about a
+    missing version.
+    """
     library = needed.library
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")

@@ -65,8 +65,8 @@ class Cudnn:
     def reaching(self, gpu: int, statistic: str) -> int:
         """Return an upper bound for the live bytes during convolutions without a plan, since the last `forget_reaching`.
 
-        For each of these convolutions, the live bytes and the estimated workspace are added. The result is the largest sum. For
-        example, with 100 MB live and an estimated workspace of 50 MB, the sum is 150 MB.
+        For each of these convolutions, the live bytes and the estimated workspace are added. The largest of these sums is
+        returned. For example, a convolution with 100 MB live and an estimated workspace of 50 MB has the sum 150 MB.
 
         Args:
             gpu: Index of the GPU.

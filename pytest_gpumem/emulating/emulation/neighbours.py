@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Needs = dict[str, list[tuple[str, str | None]]]
 """Soname -> needed functions, each with its version node: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
 _DEPTH = 2
-"""How many levels of folders are searched for shared libraries in a package."""
+"""The depth to which a package's folders are searched for shared libraries."""
 _NOT_THEIRS = ("torch", "nvidia", "triton")
 
 

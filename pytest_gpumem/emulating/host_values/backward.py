@@ -43,7 +43,7 @@ def away_in_backward(mode: HostValues) -> None:
         unknown = (
             len(on_host) < len(leaves) or any("Copy" in node.name() for node in nodes) or not _are_known(mode, roots)
         )
-        mode.forget(leaf.grad for leaf in leaves if leaf.is_cuda and leaf.grad is not None)
+        mode.notes.forget(leaf.grad for leaf in leaves if leaf.is_cuda and leaf.grad is not None)
         mode.__exit__(None, None, None)
         try:
             with mode.reads.in_backward():
@@ -51,7 +51,7 @@ def away_in_backward(mode: HostValues) -> None:
         finally:
             mode.__enter__()
             if unknown:
-                mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
+                mode.notes.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
     # `atexit` leaves the context while torch is still loaded. Since Python 3.14, a process forked by multiprocessing drops its
     # exit functions. Without the reference in `_kept`, this would free the context and leave it too early.
@@ -60,7 +60,8 @@ def away_in_backward(mode: HostValues) -> None:
     contexts.enter_context(engine_run_within(away))
     atexit.register(contexts.close)
     replace_python_of_backward(
-        unpacking=lambda call: _in_mode(mode, call), differentiating=lambda call: _in_mode(mode, call, mode.forget)
+        unpacking=lambda call: _in_mode(mode, call),
+        differentiating=lambda call: _in_mode(mode, call, mode.notes.forget),
     )
 
 
@@ -102,4 +103,4 @@ def _nodes(roots: Sequence[Any]) -> set[Any]:
 
 
 def _are_known(mode: HostValues, roots: Sequence[Any]) -> bool:
-    return all(isinstance(root, torch.Tensor) and not mode.is_unknown(root) for root in roots)
+    return all(isinstance(root, torch.Tensor) and not mode.notes.is_unknown(root) for root in roots)

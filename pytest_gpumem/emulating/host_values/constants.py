@@ -19,9 +19,9 @@ from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_gpumem.emulating.host_values.host_operators import has_storage, is_exact, is_small, on_host
+from pytest_gpumem.emulating.host_values.host_operators import is_exact, is_small, on_host
+from pytest_gpumem.emulating.host_values.storage_notes import StorageNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,24 +98,24 @@ class Constants:
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
-        self._noted: dict[int, tuple[StorageWeakRef, Constant]] = {}
+        self._noted: StorageNotes[Constant] = StorageNotes()
 
     def note(self, storage: torch.UntypedStorage, constant: Constant | None) -> None:
         """Store the note about a storage. ``None`` deletes the note."""
         if constant is None:
-            self._noted.pop(storage.data_ptr(), None)
+            self._noted.delete(storage.data_ptr())
         else:
-            self._noted[storage.data_ptr()] = StorageWeakRef(storage), constant
+            self._noted.set(storage, constant)
 
     def forget(self, address: int) -> None:
         """Delete the note about the storage at an address."""
-        self._noted.pop(address, None)
+        self._noted.delete(address)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:
         """Return the use to record when the program reads a boolean tensor; ``None`` if its value is certain or it is not
         constant.
         """
-        constant = self._of_noted(tensor) if tensor.dtype == torch.bool else None
+        constant = self._noted.of(tensor) if tensor.dtype == torch.bool else None
         return None if constant is None else constant.noted
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Constant | None:
@@ -132,7 +132,7 @@ class Constants:
             return self._compared(name, first, second)
         if name in _AND | _OR and isinstance(second, torch.Tensor):
             return self._combined(first, second, decides=name in _OR)
-        constant = self._of_noted(first)
+        constant = self._noted.of(first)
         if constant is None or name in _SAME or (name in _EXTREMES and len(args) == 1):
             return constant
         negates = name == "logical_not" or (name == "bitwise_not" and first.dtype == torch.bool)
@@ -159,7 +159,7 @@ class Constants:
         return Constant(False, "branch") if is_answered else None
 
     def _compared(self, name: str, first: torch.Tensor, second: Any) -> Constant | None:
-        constant = self._of_noted(first)
+        constant = self._noted.of(first)
         if constant is not None and isinstance(second, (int, float)):
             return Constant(_COMPARISONS[name](int(constant.value), second), constant.noted)
         if name not in ("eq", "ne") or not self._is_unknown(first):
@@ -184,12 +184,8 @@ class Constants:
         left, right = constants
         return None if left is None or right is None else Constant(not decides, max(left, right, key=_doubt).noted)
 
-    def _of_noted(self, tensor: torch.Tensor) -> Constant | None:
-        note = self._noted.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
-        return None if note is None or note[0].expired() else note[1]
-
     def _of(self, tensor: torch.Tensor) -> Constant | None:
-        constant = self._of_noted(tensor)
+        constant = self._noted.of(tensor)
         if constant is not None or self._is_unknown(tensor) or not is_small((tensor,)) or not tensor.numel():
             return constant
         values = on_host(tensor)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_gpumem.emulating.host_values.host_operators import has_storage, is_small, on_host, on_the_same_memory
+from pytest_gpumem.emulating.host_values.host_operators import is_small, on_host, on_the_same_memory
+from pytest_gpumem.emulating.host_values.storage_notes import StorageNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class Exclusions:
 
     def __init__(self, is_unknown: Callable[[torch.Tensor], bool]) -> None:
         self._is_unknown = is_unknown
-        self._noted: dict[int, tuple[StorageWeakRef, Scores | Choices]] = {}
+        self._noted: StorageNotes[Scores | Choices] = StorageNotes()
 
     def note(self, tensor: torch.Tensor, exclusion: Scores | Choices, *, has_values: bool = False) -> None:
         """Store the note about an operator's result, and write placeholders for unknown chosen integers.
@@ -91,12 +91,11 @@ class Exclusions:
             on_the_same_memory(tensor).fill_(next(at for at in itertools.count() if at not in exclusion.excluded))
         elif not has_values:
             return
-        storage = tensor.untyped_storage()
-        self._noted[storage.data_ptr()] = StorageWeakRef(storage), exclusion
+        self._noted.set(tensor.untyped_storage(), exclusion)
 
     def forget(self, address: int) -> None:
         """Delete the note about the storage at an address."""
-        self._noted.pop(address, None)
+        self._noted.delete(address)
 
     def scores_of(self, tensor: torch.Tensor) -> Scores | None:
         """Return the note about a tensor of scores; ``None`` if there is no note."""
@@ -199,10 +198,9 @@ class Exclusions:
         return Choices(frozenset.intersection(*(choice.excluded for choice in choices)))
 
     def _of(self, tensor: torch.Tensor) -> Scores | Choices | None:
-        note = self._noted.get(tensor.untyped_storage().data_ptr()) if has_storage(tensor) else None
-        if note is None or note[0].expired() or not self._is_unknown(tensor):
+        exclusion = self._noted.of(tensor)
+        if exclusion is None or not self._is_unknown(tensor):
             return None
-        exclusion = note[1]
         return None if isinstance(exclusion, Scores) and exclusion.layout != _layout(tensor) else exclusion
 
 

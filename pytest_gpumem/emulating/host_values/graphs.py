@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.multiprocessing.reductions import StorageWeakRef
+from pytest_gpumem.emulating.host_values.storage_notes import StorageNotes
 
+if TYPE_CHECKING:
     from pytest_gpumem.emulating.host_values.mode import HostValues
 
 
@@ -21,23 +21,22 @@ def follow_graphs(mode: HostValues) -> None:
     """From now on, record to which storages each graph writes during its capture, and mark them as unknown at each replay."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
-    written: WeakKeyDictionary[Any, dict[int, StorageWeakRef]] = WeakKeyDictionary()
+    written: WeakKeyDictionary[Any, StorageNotes[None]] = WeakKeyDictionary()
 
     @wraps(begin)
     def capture_begin(self: Any, *args: Any, **named: Any) -> None:
         begin(self, *args, **named)
-        mode.captured = written.setdefault(self, {})
+        mode.notes.captured = written.setdefault(self, StorageNotes())
 
     @wraps(end)
     def capture_end(self: Any) -> None:
-        mode.captured = None
+        mode.notes.captured = None
         end(self)
 
     @wraps(replay)
     def replay_it(self: Any) -> None:
         replay(self)
-        for address, storage in written.get(self, {}).items():
-            if not storage.expired():
-                mode.forget_at(address)
+        for address in written[self].addresses() if self in written else ():
+            mode.notes.forget_at(address)
 
     graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_it

@@ -35,6 +35,10 @@ A one-hot encoding of the chosen experts needs this many elements. Example: 65,5
 BIGGEST_COPY = 1 << 20
 """``native/memory.c`` copies at most this many bytes. After a larger copy, the target contains zeros."""
 
+NO_VALUES = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
+)
+"""Operators that write no values to their results."""
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that read the positions of the true elements if an index is boolean. `NativeReads.positions` records these
 reads."""
@@ -71,6 +75,10 @@ _MADE_OF_NOTHING = frozenset(
     }
 )
 """Operators that use only their first argument's shape, not its values."""
+
+_frombuffer = torch.frombuffer
+"""The original function. `watched_methods` replaces it by a function that notes the memory as shared with another library,
+which is not the case in `on_the_same_memory`."""
 
 _STATISTICS = ("running_mean", "running_var")
 """Arguments to which normalisations write. Most operators' schemas do not say so."""
@@ -238,7 +246,7 @@ def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:
     if nbytes <= 0 or tensor.numel() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)
     memory = (ctypes.c_char * int(nbytes)).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
+    return _frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
 
 def on_host(value: Any) -> Any:

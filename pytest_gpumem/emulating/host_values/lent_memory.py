@@ -4,19 +4,26 @@ operator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_gpumem.emulating.host_values.host_operators import has_storage
+from pytest_gpumem.emulating.host_values.storage_notes import StorageNotes
 from pytest_gpumem.torch_support.private_api.tensors import unwrapped
 
 if TYPE_CHECKING:
     import torch
 
-_MOST_NOTED = 4096
-"""If there are more notes than this, the notes about freed storages are deleted."""
+
+class _Loan(NamedTuple):
+    """A note about a lent storage."""
+
+    arrays: tuple[ref[Any], ...] = ()
+    """The arrays on the storage's memory. The storage is lent until they are freed."""
+    is_permanent: bool = False
+    """True if the storage is lent until it is freed itself."""
 
 
 class LentMemory:
@@ -26,9 +33,9 @@ class LentMemory:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[StorageWeakRef, list[ref[Any]] | None]] = {}
-        """Each lent storage and the arrays on its memory, by address. ``None`` in place of the arrays if the storage is lent
-        until it is freed."""
+        self._loans: StorageNotes[_Loan] = StorageNotes()
+        """The notes by the address of torch's storage object. Two such objects may have the same memory, for example after two
+        calls of ``from_numpy`` with the same array, and each is lent until it is freed."""
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
         """Note a tensor's storage as lent to another library.
@@ -41,19 +48,14 @@ class LentMemory:
         tensor = unwrapped(tensor)
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
-        if len(self._noted) > _MOST_NOTED:
-            self._noted = {at: note for at, note in self._noted.items() if not note[0].expired()}
-        storage = StorageWeakRef(tensor.untyped_storage())
-        _, arrays = self._noted.get(storage.cdata, (None, []))
-        if array is None or arrays is None:
-            self._noted[storage.cdata] = storage, None
-        else:
-            live_arrays = (array_ref for array_ref in arrays if array_ref() is not None)
-            self._noted[storage.cdata] = storage, [*live_arrays, ref(array)]
+        storage = tensor.untyped_storage()
+        address = StorageWeakRef(storage).cdata
+        loan = self._loans.at(address) or _Loan()
+        live_arrays = (array_ref for array_ref in loan.arrays if array_ref() is not None)
+        arrays = () if array is None else (*live_arrays, ref(array))
+        self._loans.set(storage, _Loan(arrays, loan.is_permanent or array is None), address)
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage still shares its memory with another library."""
-        if not self._noted:
-            return False
-        _, arrays = self._noted.get(StorageWeakRef(storage).cdata, (None, []))
-        return arrays is None or any(array() is not None for array in arrays)
+        loan = self._loans.at(StorageWeakRef(storage).cdata) if self._loans else None
+        return loan is not None and (loan.is_permanent or any(array() is not None for array in loan.arrays))

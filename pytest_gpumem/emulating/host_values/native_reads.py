@@ -19,7 +19,7 @@ import torch
 
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.host_values import mode as values_mode
-from pytest_gpumem.emulating.host_values import watched_methods
+from pytest_gpumem.emulating.host_values import operator_call, watched_methods
 from pytest_gpumem.emulating.host_values.host_operators import (
     INDEXED,
     has_storage,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _OURS = str(Path(__file__).parents[2])
-_PASSING_ON = (__file__, str(Path(private_api.__file__).parent))
+_PASSING_ON = (__file__, operator_call.__file__, str(Path(private_api.__file__).parent))
 _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
@@ -66,7 +66,7 @@ class NativeReads:
 
         If the tensor is unknown, the read is recorded. The result for an unknown GPU tensor is empty.
         """
-        unknown = self.mode.is_unknown(tensor)
+        unknown = self.mode.notes.is_unknown(tensor)
         if unknown:
             self.mode.reads.invalid(f"{_reader(_dispatched()[0])} reads values")
         if not tensor.is_cuda or not unknown:
@@ -83,7 +83,7 @@ class NativeReads:
             torch.ops.aten.nonzero.out(tensor, out=result)
         if len(positions):
             on_the_same_memory(result).copy_(positions)
-        self.mode.note_copy(result, tensor)
+        self.mode.notes.note_copy(result, tensor)
         return result
 
     def positions_into(self, tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,11 @@ class NativeReads:
         operator, operands = _dispatched()
         number = self._answer(operator, nbytes)
         if number is None:
-            if self.mode.knows(at) or _is_part_of_values(operator, operands, at) or _is_noted(operator, is_number):
+            if (
+                self.mode.notes.knows(at)
+                or _is_part_of_values(operator, operands, at)
+                or _is_noted(operator, is_number)
+            ):
                 return 0
             self.mode.reads.invalid(f"{_reader(operator)} reads values")
             number = 0
@@ -146,7 +150,10 @@ def answer_native_reads(mode: HostValues) -> None:
 
 
 def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at: int) -> bool:
-    """Return whether C++ reads a scalar float operand, for example the value for `masked_fill`, only to compute with it."""
+    """Return whether C++ reads a scalar float operand as a value for the result, not to choose a shape or a branch.
+
+    For example, `masked_fill` reads the value that it writes to the masked elements.
+    """
     if operator is None or operator.reads:
         return False
     return any(

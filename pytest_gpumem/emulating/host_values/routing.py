@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from pytest_gpumem.emulating.host_values.host_operators import has_storage, is_small, on_host
+from pytest_gpumem.emulating.host_values.host_operators import is_small, on_host
+from pytest_gpumem.emulating.host_values.storage_notes import StorageNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ class AssumedRouting:
         self.routing: Routing | None = None
         self.made = 0
         """The number of operators so far whose indices the assumed routing has chosen."""
-        self._masks: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
+        self._masks: StorageNotes[torch.Tensor] = StorageNotes()
 
     @contextmanager
     def by(self, routing: Routing | None) -> Iterator[None]:
@@ -89,13 +89,11 @@ class AssumedRouting:
 
     def note_mask(self, result: torch.Tensor, mask: torch.Tensor) -> None:
         """Store the mask on an operator's result."""
-        self._masks = {address: note for address, note in self._masks.items() if not note[0].expired()}
-        storage = result.untyped_storage()
-        self._masks[storage.data_ptr()] = StorageWeakRef(storage), mask
+        self._masks.set(result.untyped_storage(), mask)
 
     def forget(self, address: int) -> None:
         """Delete the mask on the scores in the storage at an address."""
-        self._masks.pop(address, None)
+        self._masks.delete(address)
 
     def choose(self, arguments: Mapping[str, Any], indices: torch.Tensor, excluded: torch.Tensor | None) -> bool:
         """Choose indices by the assumed routing, and write them to an operator's result.
@@ -136,8 +134,8 @@ class AssumedRouting:
         return float(value) if isinstance(value, (int, float)) else None
 
     def _mask_of(self, scores: torch.Tensor) -> torch.Tensor | None:
-        note = self._masks.get(scores.untyped_storage().data_ptr()) if has_storage(scores) else None
-        return None if note is None or note[0].expired() or note[1].shape != scores.shape else note[1]
+        mask = self._masks.of(scores)
+        return None if mask is None or mask.shape != scores.shape else mask
 
 
 def chosen_of_rows(

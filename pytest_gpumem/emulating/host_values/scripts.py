@@ -22,10 +22,10 @@ def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
 
     @contextmanager
     def noting(script: Any, args: tuple[Any, ...]) -> Iterator[None]:
-        earlier_reads = mode.values_read
+        earlier_reads = mode.notes.values_read
         takes_unknown = any(not tensor.is_cuda and is_unknown(tensor) for tensor in tensors_among(args))
         yield
-        if not takes_unknown and mode.values_read == earlier_reads:
+        if not takes_unknown and mode.notes.values_read == earlier_reads:
             return
         for kind in lists_of_script(script):
             if "float" in kind:

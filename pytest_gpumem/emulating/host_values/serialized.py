@@ -57,7 +57,7 @@ def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> No
                 return move(storage, *args)
             old_address = storage.data_ptr()
             result = move(storage, *args)
-            mode.has_moved(old_address, storage)
+            mode.notes.has_moved(old_address, storage)
             return result
 
         return move_it
@@ -84,6 +84,6 @@ def _is_gpus(tensor: torch.Tensor) -> bool:
 
 def _read(mode: HostValues, tensor: torch.Tensor, not_computed: bool) -> None:
     if not_computed:
-        mode.note_unknown(tensor)
+        mode.notes.note_unknown(tensor)
     elif _is_gpus(tensor):
-        mode.note_known(tensor)
+        mode.notes.note_known(tensor)

@@ -45,7 +45,7 @@ def forget_what_kernels_write(mode: HostValues) -> None:
         if positions is None:
             positions = written[function] = written_by(function)
         for at in positions:
-            mode.forget_at(ctypes.c_uint64.from_address(arguments[at]).value)
+            mode.notes.forget_at(ctypes.c_uint64.from_address(arguments[at]).value)
 
     emulation = current_emulation()
     if emulation is not None:

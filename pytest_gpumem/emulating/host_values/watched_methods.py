@@ -100,7 +100,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_item(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if mode.constants.noted_as(tensor) is not None:
+    if mode.notes.constants.noted_as(tensor) is not None:
         return value  # `HostValues` has already recorded this read
     return _as_number(mode, tensor, value)
 
@@ -109,7 +109,7 @@ def _as_number(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
         return value
-    mode.has_left()
+    mode.notes.has_left = True
     mode.reads.of_float()
     return _number(value)
 
@@ -123,13 +123,13 @@ def _as_float(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
         return value
-    mode.has_left()
+    mode.notes.has_left = True
     mode.reads.of_float(use_of_conversion(_caller()))
     return UNKNOWN
 
 
 def _as_bool(mode: HostValues, tensor: torch.Tensor, value: Any) -> Any:
-    if mode.constants.noted_as(tensor) is not None:
+    if mode.notes.constants.noted_as(tensor) is not None:
         return value  # `HostValues` has already recorded this read
     if is_exact(tensor):
         mode.reads.invalid("a value is read")
@@ -174,14 +174,14 @@ def _read(
     on_unknown: Callable[[HostValues, torch.Tensor, Any], Any],
     **named: Any,
 ) -> Any:
-    earlier_reads, outer = mode.values_read, mode.is_watched
+    earlier_reads, outer = mode.notes.values_read, mode.is_watched
     mode.is_watched = True
     try:
         value = original(tensor, *args, **named)
     finally:
         mode.is_watched = outer
     # If the tensor is a wrapper, the original method has read the wrapped tensors, and `values_read` has increased.
-    is_unknown = _is_unknown(mode, tensor) or (mode.values_read > earlier_reads and not outer)
+    is_unknown = _is_unknown(mode, tensor) or (mode.notes.values_read > earlier_reads and not outer)
     with outside_torch_function():
         return on_unknown(mode, unwrapped(tensor), value) if is_unknown else value
 
@@ -191,7 +191,7 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
         return False
     try:
         with outside_torch_function():  # a subclass may override the methods called here
-            return mode.is_unknown(tensor)
+            return mode.notes.is_unknown(tensor)
     except (RuntimeError, NotImplementedError):  # a tensor inside a `torch.func` transformation has no storage
         return False
 
@@ -201,7 +201,7 @@ def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
     value = original(tensor, *args, **named)
     if is_ordinary(type(tensor)):
         with outside_torch_function():
-            mode.lent.note(tensor, value if original.__name__ == "numpy" else None)
+            mode.notes.lent.note(tensor, value if original.__name__ == "numpy" else None)
     return value
 
 
@@ -209,7 +209,7 @@ def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **nam
     """Call ``from_numpy`` or a similar function, and note the new tensor's memory as shared with an array or buffer."""
     tensor = original(*args, **named)
     if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
-        mode.lent.note(tensor)
+        mode.notes.lent.note(tensor)
     return tensor
 
 
@@ -222,7 +222,7 @@ def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
             if any(map(is_exact, unknown)):
                 mode.reads.invalid("a value is read")
             mode.reads.of_float()
-            mode.note_unknown(tensor)
+            mode.notes.note_unknown(tensor)
     return result
 
 
@@ -254,7 +254,7 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
     unseen = original.__name__ == "__deepcopy__" or current_dispatch_mode() is None
     if unseen and result is not tensor and is_ordinary(type(tensor)) and is_ordinary(type(result)):
         with outside_torch_function():
-            mode.note_copy(result, tensor)
+            mode.notes.note_copy(result, tensor)
     return result
 
 
@@ -263,7 +263,7 @@ def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
     tensors.
     """
     listed = [arg for arg in args if isinstance(arg, (list, tuple))]
-    with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
+    with mode.notes.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
 
 
@@ -308,7 +308,7 @@ def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
         result = original(*args, **named)
     finally:
         mode.__enter__()
-    mode.note_unknown(result)
+    mode.notes.note_unknown(result)
     return result
 
 
@@ -363,10 +363,10 @@ def _broadcast(
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
         # Several copies have the same storage.
-        unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
+        unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.notes.is_unknown(tensor)}
         for copy, tensor in pairs:
             if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
-                mode.note_copy(copy, tensor)
+                mode.notes.note_copy(copy, tensor)
     return copied
 
 
@@ -376,7 +376,7 @@ def _add(
     """Call ``reduce_add``, and note the sum over several GPUs as known if all inputs are known."""
     total = original(inputs, *args, **named)
     if total.dtype != torch.float16:  # NCCL's stand-in does not compute sums in float16
-        mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
+        mode.notes.note_copy(total, next(filter(mode.notes.is_unknown, inputs), inputs[0]))
     return total
 
 

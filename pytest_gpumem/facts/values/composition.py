@@ -106,8 +106,8 @@ class Row:
     """File and line for the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
     your code was not running."""
     library: str = ""
-    """The innermost line in an installed package called by ``site``, with the package's name and release: ``transformers
-    4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
+    """The innermost line of an installed package among the calls below ``site``. It begins with the package's name and
+    release: ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
     operator: str = ""
     """The allocating operator (``_softmax``), or in backward the autograd node (``MulBackward0``). Under autocast, the first
     operator with a weight also casts the weight to a lower precision. The row for this cast has the operator ``autocast's

@@ -254,7 +254,7 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
     device = _value(values, "device", str, where)
     slug = _value(values, "slug", str, where)
     if expected is not None and slug != expected:
-        # Otherwise the figures would be compared with figures from another device.
+        # If the device were wrong, the figures would be compared with figures from another device.
         raise FormatError(
             f"{where}.slug is {slug!r}, but the file is in the folder {expected!r}; restore the file from version control, "
             f"or move it into the folder {slug!r}"
@@ -400,7 +400,7 @@ def _composition(table: Mapping[str, object], total: int, where: str) -> Composi
     for text in _strings(table.get("recomputed", []), f"{where}.recomputed"):
         count, times, path = text.partition(" x ")
         if not times or not count.isdecimal():
-            raise FormatError(f"{where}.recomputed: {text!r} is not a count of calls, like '4 x blocks.*'")
+            raise FormatError(f"{where}.recomputed: {text!r} is not a count of calls; write for example '4 x blocks.*'")
         calls[path] = int(count)
     try:
         composition = Composition(

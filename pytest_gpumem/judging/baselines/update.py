@@ -261,7 +261,7 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """Return the stored entry ``earlier``, with missing metrics and times from ``entry``.
 
-    Only metrics and times that fit the environment in ``earlier`` are added.
+    A metric or a time is added only if ``earlier`` was measured in a comparable environment (`may_be_added`).
     """
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {

@@ -63,7 +63,7 @@ class Values:
         self._statements = sorted(_placed(function.body, ()), key=lambda statement: statement.node.lineno)
 
     def longer_lived_than(self, old: Values, is_changed: Callable[[ast.stmt], bool]) -> dict[str, str]:
-        """Return the names whose first value lives longer than in the old version.
+        """Return the variables whose first assigned value is kept longer than in the old version of the function.
 
         Args:
             old: The values in the function's old version.

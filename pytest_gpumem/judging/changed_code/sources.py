@@ -1,4 +1,4 @@
-"""Read the source files of lines in rows, from folders on this machine or from a commit."""
+"""Read the source files of the lines that rows name, from folders on this machine or from a commit."""
 
 from __future__ import annotations
 

@@ -527,9 +527,10 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
 def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
     """Return ``new`` sorted by the increase at each row's line, the smallest increase first.
 
-    If several current rows have the same key as a baseline row, the first is matched with it. In this order, rows at unchanged
-    lines are matched, and the increase is reported at few lines. For example, if an edit saves two more tensors at a line, only
-    this line is reported. If the increases at two lines are equal, the line nearer to the baseline's line comes first.
+    If several current rows have the same key as a baseline row, the first is matched with it. Rows at unchanged
+    lines come first in this order, so they are matched first, and the increase is reported at few lines. For example, if an
+    edit saves two more tensors at a line, only this line is reported. If the increases at two lines are equal, the line
+    nearer to the baseline's line comes first.
     """
     at_line = _growth_by_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     old_numbers: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -585,7 +586,7 @@ def _with_sums(
             _sum_of(category, side.sums.values() if has_single_sum else filter(None, [side.sums.get(category)]))
             for side in (baseline, current)
         )
-        # If both compositions list a row, this row grew or shrank, and is in neither sum.
+        # A row that both compositions list is neither new nor gone: it grew or shrank, and counts in neither sum.
         listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
         of_category = None if has_single_sum else category
         # A row in the baseline may have shrunk into the current sum. But if such rows together have more than twice the sum's

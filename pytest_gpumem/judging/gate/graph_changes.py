@@ -124,7 +124,7 @@ class GraphChanges:
         return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
 
     def _joined(self, changes: Iterable[GraphChange]) -> Iterator[GraphChange]:
-        """Join graph changes if their modules are called by the same function.
+        """Join the graph changes within the same function: in modules that it calls, and in parts of the function itself.
 
         Example:
             ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. Two things changed: the module ``teacher`` and a

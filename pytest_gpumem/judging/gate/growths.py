@@ -95,7 +95,7 @@ class Alternatives(NamedTuple):
     """Several places, at one or more of which memory grew. Nothing proves which place did."""
 
     amount: float
-    """The growth at all these places together."""
+    """The total growth at these places, in bytes or calls. Its distribution among the places is not known."""
     parts: Mapping[Place, Part]
     """The part at each place, if memory grew there."""
 

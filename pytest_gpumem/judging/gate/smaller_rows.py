@@ -25,8 +25,8 @@ MAY_BE_ALL = 0.8
 MAY_BE_A_PART = 0.1
 """A row whose bytes are at least this share of the growth may have grown together with other rows."""
 _NEGLIGIBLE = 0.01
-"""If the growth is a smaller share of the baseline's sum, no rows are named for it. Example: a new counter has 4 bytes, and any
-of 40 rows could have grown by 4 bytes."""
+"""If the growth is a smaller share of the baseline's sum, no rows are named for it. For example, a new counter has 4
+bytes, and any of 40 rows in the composition could have grown by 4 bytes."""
 
 
 class Attribution(NamedTuple):

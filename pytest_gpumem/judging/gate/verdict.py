@@ -167,9 +167,9 @@ class FormerTest:
     """A deleted test whose baseline is unused. A new test may be this test under another name."""
 
     file: str
-    """The file of the former test, from the root directory."""
+    """The deleted test's file, relative to pytest's root directory."""
     test: str
-    """The id of the former test without its file."""
+    """The deleted test's id without the file."""
     metrics: tuple[MetricVerdict, ...] = ()
     """The verdicts on the new test's bytes and counts against this baseline, the most serious first. Metrics that are ``ok`` or
     ``recorded`` are left out."""

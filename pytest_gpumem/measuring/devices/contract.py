@@ -569,7 +569,8 @@ class Device(ABC):
     def conditions(self) -> Conditions:
         """Return counters that reveal interference by other processes. The call is so fast that rounds of timing can call it.
 
-        One counter is the calling thread's time without a core. So call the method before and after a round in the same thread.
+        One counter is the time for which the calling thread waited for a CPU core. So call the method before and after a
+        round in the same thread.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 

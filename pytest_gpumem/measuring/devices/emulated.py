@@ -60,7 +60,7 @@ class EmulatedDevice(CudaDevice):
         return super().lacks(feature)
 
     def libraries(self) -> dict[str, str]:
-        """Return cuDNN's release if convolutions ran, and how recurrent layers are emulated if they ran. Both affect peaks."""
+        """Return cuDNN's release if convolutions ran, and the emulation's kind if recurrent layers ran. Both affect peaks."""
         cudnn = self._emulation.cudnn
         planned = {"emulated_cudnn": cudnn.release()} if cudnn.convolutions() > self._convolutions_before else {}
         recurrent = {"emulated_rnn": LOWER_BOUND} if cudnn.recurrent() > self._recurrent_before else {}
@@ -96,11 +96,11 @@ class EmulatedDevice(CudaDevice):
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
         values = _values()
-        return nullcontext() if values is None else values.choosing.by(routing)
+        return nullcontext() if values is None else values.notes.choosing.by(routing)
 
     def choices_assumed(self) -> int:
         values = _values()
-        return 0 if values is None else values.choosing.made
+        return 0 if values is None else values.notes.choosing.made
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:

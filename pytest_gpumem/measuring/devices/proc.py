@@ -126,7 +126,7 @@ def machine(path: Path = Path("/proc/cpuinfo")) -> str:
 
 def platform_processor() -> str:
     """Return the CPU's name on Windows and macOS, and its architecture elsewhere. Used if /proc/cpuinfo has no name."""
-    # On Linux, `platform.processor` runs a program and returns no more than `platform.machine`.
+    # On Linux, `platform.processor` runs a program, and its result says nothing that `platform.machine` does not say.
     name = platform.processor() if platform.system() in ("Windows", "Darwin") else ""
     return name or platform.machine() or "unknown CPU"
 

@@ -125,7 +125,7 @@ class LockFile:
     def _lock(self, kind: int, byte: int) -> bool:
         try:
             self._fcntl.lockf(self.descriptor, kind, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX allows either error if another process holds the lock
+        except (BlockingIOError, PermissionError):  # if another process holds the lock, POSIX allows EACCES or EAGAIN
             return False
         return True
 

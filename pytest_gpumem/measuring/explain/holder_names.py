@@ -34,7 +34,7 @@ def is_own_function(value: object) -> bool:
 
 
 def context_variable_text(node: object, value: object) -> str | None:
-    """Return a context variable's name as a holder: ``"ContextVar('mask')"``.
+    """Return the text for a context variable that keeps a tensor alive: ``"ContextVar('mask')"``.
 
     Args:
         node: Any object. Python stores the values of context variables in a tree, whose node class has no public name. A

@@ -229,7 +229,7 @@ class _Kind(IntEnum):
 class _Path:
     """The path from a holder to an object.
 
-    The path to an instance dict (``__dict__``) has the same parts as the path to its object. In addition, ``before`` and
+    An instance dict (``__dict__``) adds no part to the path of its object. Instead, ``before`` and
     ``after`` are the texts around an attribute's name.
 
     Example:

@@ -115,10 +115,10 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks. The backend's workspaces (cuBLAS) from before the recording become the step's own.
+    """Yield the blocks. The backend's workspaces (cuBLAS) count as the step's own.
 
-    The step's earlier runs made these workspaces. They are freed in ``released``, the span in which the backend releases
-    its workspaces.
+    The step's earlier runs, before the recording, allocated these workspaces. They are freed in ``released``, the span in
+    which the backend releases its workspaces.
     """
     for block in lifetimes:
         is_older_without_label = block.allocated < 0 and block.label is None

@@ -123,8 +123,8 @@ def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
     If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
-    stronger evidence. Either live bytes never fall from a step to a later step with equal allocations, or all values in the
-    later half are above all values in the earlier half.
+    stronger evidence, one of two kinds. Among steps that allocate equally many bytes, live bytes never fall. Or every value in
+    the second half of the window is above every value in the first half.
     """
     live = _live(window)
     growth = growth_per_step(live)

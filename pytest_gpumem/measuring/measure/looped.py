@@ -138,7 +138,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of all live tensors that did not exist before the loop, because they may belong to it."""
+        """Yield the storages of the live tensors that were made since the loop began, because each may belong to the loop."""
         import torch
 
         with everything_in_sight():

@@ -47,7 +47,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
 
     Args:
         model_class: A transformers model class.
-        config: The model's configuration, which also determines the image side.
+        config: The model's configuration, which also has the image size in pixels.
         size: The number of samples, and their length. ``None`` means a single sample with the model's default length.
         trains: Whether the model must return a loss.
 

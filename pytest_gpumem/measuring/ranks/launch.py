@@ -18,7 +18,7 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the launcher, usually torchrun, has launched this rank of a distributed job.
+    """The launch of this rank of a distributed job, by torchrun or another launcher.
 
     For example, if a job runs on two machines with four GPUs each, the second machine's first rank has ``rank`` 4 of 8,
     ``local_rank`` 0 and ``ranks_here`` 4.

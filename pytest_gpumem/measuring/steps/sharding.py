@@ -143,7 +143,7 @@ def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
         with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0]):
             yield
     finally:
-        # torch 2.6 does not restore the original function.
+        # `context_parallel` of torch 2.6 does not restore the attention function that it replaced.
         torch.nn.functional.scaled_dot_product_attention = attention
 
 

@@ -96,9 +96,6 @@ def _reports(files: list[str], where: str) -> tuple[str, ...]:
         if form is None:
             hint = "; for JUnit XML, use pytest's --junitxml=FILE" if Path(file).suffix == ".xml" else ""
             raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{hint}")
-        problem = form.lacking()
-        if problem is not None:
-            raise SettingsError(f"{where}: {problem}")
     return tuple(files)
 
 

@@ -222,8 +222,8 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
         "time_budget": Key(
             kinds.DURATION,
-            "Time limit for timing all steps in a test once, such as `2 s` or `500 ms`. If a step has to be timed again, the "
-            "second samples have the same limit once more. A sample takes about half of the remaining time.",
+            "Time limit for timing all steps in a test once, such as `2 s` or `500 ms`. If steps have to be timed again, "
+            "a second limit of the same length begins. A sample takes about half of the remaining time.",
         ),
         "tolerance": Key(
             kinds.TABLE,

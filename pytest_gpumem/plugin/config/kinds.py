@@ -31,7 +31,8 @@ class Kind:
         self.is_path = is_path
         """True if the value is a path.
 
-        A relative path in pyproject.toml starts in the root directory. A typed relative path starts in the current folder.
+        A relative path in pyproject.toml is relative to pytest's root directory (`rootdir`). A typed relative path starts in
+        the current folder.
 
         `Settings` stores the folder in which a relative path starts in a second field, for example ``store_base`` for
         ``store``.

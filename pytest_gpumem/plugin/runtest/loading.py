@@ -1,4 +1,4 @@
-"""Implement `Gpumem.load`: measure the peak while a model is loaded, the model's bytes, and other bytes left allocated."""
+"""Implement `Gpumem.load`. It measures the peak during loading, the model's bytes, and other bytes that stay allocated."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixtureNote:
-    """What a fixture had allocated after its set-up."""
+    """The memory that a fixture had allocated after its set-up."""
 
     hidden: int
     """The fixture's bytes that cannot be found through its value, for example in the generator's local variables or in a

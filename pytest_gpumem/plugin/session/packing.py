@@ -51,7 +51,7 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a session's tests shared GPUs, for its report. All workers have the same figures, except for ``repeated``."""
+    """The sharing of GPUs among a session's tests, All workers report the same figures, except ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()

@@ -366,7 +366,7 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 
     Args:
         old: The measurement to compare with.
-        side: The name of the old side in the note, such as ``base``.
+        side: The name of ``old`` in the note, such as ``base``.
         new: The measurement to judge.
         tolerances: The tolerances by metric.
     """

@@ -6,7 +6,6 @@ Every pytest run imports this module, so a format's renderer is imported only wh
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,25 +23,15 @@ class Format(NamedTuple):
     """The format's purpose, for the help text of ``--gpumem-report``."""
     renderer: str
     """The function that turns a `SessionReport` into the file's text, as ``"module:function"``."""
-    needs: tuple[str, ...] = ()
-    """Required packages that may be missing, because only the extra ``report`` installs them."""
 
     def render(self, report: SessionReport) -> str:
         module, _, function = self.renderer.partition(":")
         text: str = getattr(importlib.import_module(module), function)(report)
         return text
 
-    def lacking(self) -> str | None:
-        """Return a sentence that names the missing packages and how to install them; ``None`` if none is missing."""
-        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        if not missing:
-            return None
-        name = self.suffix[1:].upper()
-        return f"the {name} report needs {' and '.join(missing)}: pip install 'pytest-gpumem[report]'"
-
 
 FORMATS = (
-    Format(".html", "to look at", "pytest_gpumem.reporting.reports.html.page:html", needs=("jinja2", "plotly")),
+    Format(".html", "to look at", "pytest_gpumem.reporting.reports.html.page:html"),
     Format(".md", "for a comment", "pytest_gpumem.reporting.reports.markdown:markdown"),
     Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reporting.reports.json_report:to_json"),
     Format(".sarif", "for code scanning", "pytest_gpumem.reporting.reports.sarif:sarif"),

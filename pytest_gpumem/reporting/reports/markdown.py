@@ -117,7 +117,7 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
         ValueError: ``most`` is too small for the verdict.
     """
     if most is not None and most < LEAST_BYTES:
-        raise ValueError(f"most is {most}, and a verdict needs {LEAST_BYTES} bytes")
+        raise ValueError(f"`most` must be at least {LEAST_BYTES} bytes, the space for a verdict, but it is {most}")
     parts = list(_parts(report))
     text = _joined(parts, [])
     if most is None or _size(text) <= most:

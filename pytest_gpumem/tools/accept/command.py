@@ -59,8 +59,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     "--reason",
     metavar="TEXT",
     callback=_reason,
-    help='Say why the new figures are right, for example "float32 scores until #12". This reason is stored with each changed '
-    "baseline. Later failures and `gpumem history` show it.",
+    help='Say why the new figures are right, for example "attention scores in float32, see issue #12". This reason is stored '
+    "with each changed baseline. Later failures and `gpumem history` show it.",
 )
 @click.option(
     "--cause",

@@ -24,7 +24,8 @@ def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> 
         return None if head is None else f"the report does not name its commit, and HEAD is {head}"
     if head is None:
         return (
-            f"the report comes from commit {commit}, and {checkout} is not in a git repository, or git does not answer"
+            f"the report comes from commit {commit}, but the commit of {checkout} is unknown: it is not in a git repository, "
+            "or git does not answer"
         )
     if head.startswith(commit) or commit.startswith(head):
         return None

@@ -24,7 +24,6 @@ from pytest_gpumem.measuring.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import TaskWords, task_of
 from pytest_gpumem.measuring.step_config.errors import ConfigError
-from pytest_gpumem.reporting.reports.formats import format_of
 from pytest_gpumem.tools.advise.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.tools.advise.formats import html, markdown, to_json
 from pytest_gpumem.tools.advise.largest import OPTIONS
@@ -218,9 +217,9 @@ def advise(
     Exit status: 0 if a config fits into each --device, or with `emulated:all` at least one GPU, 1 if no config fits, the
     model fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
     \f
-    If no limit is given, the status is 0 after at least one config was measured. With `--largest-batch` and
-    `--longest-sequence`, the status is also 0 if only a batch smaller than `--batch` fits. After Ctrl-C, the command prints the
-    configs measured so far, and recommends the best fitting config.
+    If no limit is given, the status is 0 after at least one config was measured. With `--largest-batch`, the
+    status is also 0 if only fewer samples than in `--batch` fit, and with `--longest-sequence` if only fewer tokens fit.
+    After Ctrl-C, the command prints the configs measured so far, and recommends the best fitting config.
 
     ## `--batch`
 
@@ -390,9 +389,6 @@ def advise(
     run), `step_time`, `fits`, `why_not`, `slow` and `largest` (with its `size`). `made_of` lists the categories with their
     modules. `made_of_bytes` is the sum of all categories: the peak of the recorded run.
     """
-    page = format_of("advice.html")
-    if form == "html" and page is not None and page.lacking():
-        raise InputError(f"--format html: {page.lacking()}")
     is_typed = click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT
     with input_errors(ModelError):
         task = task_of(

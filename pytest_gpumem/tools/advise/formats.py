@@ -119,11 +119,7 @@ def markdown(advice: Advice) -> str:
 
 
 def html(advice: Advice) -> str:
-    """Return the results as an HTML page, with a chart of memory over time for each recommended config.
-
-    Raises:
-        ImportError: plotly or jinja2 is not installed (extra ``report``).
-    """
+    """Return the results as an HTML page, with a chart of memory over time for each recommended config."""
     header, rows = table_cells(advice) if any(device.tried for device in advice.devices) else ([], [])
     return document(
         "advice.html.jinja",

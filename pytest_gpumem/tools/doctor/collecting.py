@@ -19,7 +19,6 @@ from pytest_gpumem.base import command_name
 from pytest_gpumem.emulating.emulation.torch_build import missing_for_compiling
 from pytest_gpumem.facts.values.plain import from_plain
 from pytest_gpumem.measuring.devices.nvml import NvmlGpu
-from pytest_gpumem.reporting.reports.formats import FORMATS
 from pytest_gpumem.tools.doctor.facts import DeviceFacts, ProbeResult, StoredFacts, TorchFacts
 
 if TYPE_CHECKING:
@@ -53,11 +52,6 @@ def driver() -> str:
 def compiling(environment: Mapping[str, str]) -> str | None:
     """Return what torch.compile lacks on an emulated GPU, and how to install it; ``None`` if torch.compile works."""
     return missing_for_compiling(environment)
-
-
-def reports() -> tuple[str, ...]:
-    """Return a sentence for each report format whose packages are not installed."""
-    return tuple(lacking for report_format in FORMATS if (lacking := report_format.lacking()) is not None)
 
 
 def other_command() -> OtherCommand | None:

@@ -148,7 +148,6 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
         devices=(*in_process.devices, *on_emulated.devices, *added),
         store=_store(settings),
         compiling=collecting.compiling(environment),
-        reports=collecting.reports(),
         other_command=collecting.other_command(),
         ignored=_ignored(files.root),
         is_default_device=is_default,

@@ -103,8 +103,6 @@ class Facts:
     """True if no setting names the device."""
     unread: str | None = None
     """A sentence about settings that pytest does not read, for example in a table with a mistyped name, and the fix."""
-    reports: tuple[str, ...] = ()
-    """A sentence for each report format whose packages are not installed, and the fix."""
     other_command: OtherCommand | None = None
     """The first command ``gpumem`` on the ``PATH``, if the command belongs to another package."""
 

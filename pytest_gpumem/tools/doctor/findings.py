@@ -63,7 +63,6 @@ def findings(facts: Facts) -> list[Finding]:
         *_compiling(facts),
         *_clocks(facts),
         *_disturbances(facts),
-        *_reports(facts),
         *_store(facts),
         *_ignored(facts),
         *_command(facts),
@@ -305,14 +304,6 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
                 f"{cause}: if this can explain a slowdown, the verdict is `uncertain`; bytes and counts do not change",
                 "end the other programs, or do not time steps (--no-gpumem-time)",
             )
-
-
-def _reports(facts: Facts) -> Iterator[Finding]:
-    for sentence in facts.reports:
-        fact, _, mend = sentence.partition(": ")
-        yield Finding("limited", "reports", fact, mend)
-    if not facts.reports:
-        yield Finding("ok", "reports", "every report format can be written")
 
 
 def _store(facts: Facts) -> Iterator[Finding]:

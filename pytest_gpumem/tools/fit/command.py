@@ -263,7 +263,7 @@ def _try_all(
 ) -> None:
     """Run the program on the first GPU, then on ``jobs`` GPUs at a time, and add the results to ``fits``.
 
-    ``every`` is true if the user named the GPUs. If it is false, a failure on the first GPU ends the search.
+    If the user named the GPUs (``every``), all are tried. Otherwise a failure on the first GPU ends the search.
     """
     expandable = with_expandable_segments(os.environ)
 

@@ -69,7 +69,8 @@ class RunResult:
     devices: int = 0
     """The number of devices used by the program."""
     together: int = 1
-    """The maximum number of processes on a device at the same time. Peaks of such processes are added up."""
+    """The maximum number of processes on a device at the same time. The peaks of processes that ran at the same time are
+    added up."""
     retries: int = 0
     """The number of allocations for which the allocator first had to free its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0

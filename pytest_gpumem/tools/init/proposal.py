@@ -349,7 +349,7 @@ def _covers_store(line: str, store: str) -> bool:
         return False
     try:
         pattern = match[2] or json.loads(match[1])
-    except ValueError:  # octal escapes, for names not in UTF-8
+    except ValueError:  # git quotes a name that is not in UTF-8 with octal escapes, which JSON does not have
         return False
     folders = "|".join(map(re.escape, (store, _literal_pattern(store))))
     return re.fullmatch(rf"/?(?:{folders})/(\*\*?/)?\*\*?(\.toml)?", pattern) is not None

@@ -175,8 +175,9 @@ def requirement(line: str) -> Requirement | None:
 
 
 def _is_pinned(line: str) -> bool:
-    """Return whether a requirement line pins a release on all machines. The line must not contain spaces, because the workflow
-    passes the line to a shell.
+    """Return whether a requirement line pins a release on all machines.
+
+    A line with spaces does not count as pinned, because the workflow passes the line to a shell.
     """
     package = requirement(line)
     if package is None or package.marker is not None or line.split() != [line]:
@@ -186,5 +187,5 @@ def _is_pinned(line: str) -> bool:
 
 def gate_lines(release: str | None, project: Sequence[str], account: str = PLACEHOLDER) -> list[str]:
     """Return the lines in the gate's requirements file: torch, pytest, pytest-gpumem, and then the lines in ``project``."""
-    plugin = f"{_PLUGIN}[report] @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
+    plugin = f"{_PLUGIN} @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
     return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", plugin, *project)))

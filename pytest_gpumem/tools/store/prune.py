@@ -137,7 +137,7 @@ class _Collector:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        # pytest-gpumem makes its session only if a test is measured. This command needs the session in any case.
+        # pytest-gpumem makes its `GpumemSession` only if a test is measured. This command needs it even without measured tests.
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()

@@ -23,13 +23,9 @@ def document(template: str, **values: Any) -> str:
     Args:
         template: The template's file name.
         values: The template's variables.
-
-    Raises:
-        ImportError: plotly or jinja2 is not installed (extra ``report``).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup, escape
-    from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=PackageLoader("pytest_gpumem.reporting.reports.html", "."),
@@ -42,7 +38,7 @@ def document(template: str, **values: Any) -> str:
     )
     environment.filters["lines"] = lambda text: escape(in_lines(text))
     scripts = tuple(map(_source, ("charts.js", "page.js")))
-    plotly = _within_a_script(get_plotlyjs())
+    plotly = _within_a_script(_source("plotly/plotly-basic.min.js"))
     text = environment.get_template(template).render(
         **values,
         policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
@@ -67,7 +63,7 @@ def _within_a_script(source: str) -> str:
 
     The added backslashes do not change the meaning of strings and patterns in JavaScript.
     """
-    return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _hash(source: str) -> str:
