@@ -11,12 +11,11 @@ from pytest_gpumem.facts.values.rank import Rank, name_on
 from pytest_gpumem.judging.gate.causes import causes_of
 from pytest_gpumem.judging.gate.difference import Change, Difference
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.reporting.reports.causes import causes_in
 from pytest_gpumem.reporting.reports.github import annotation_lines
 from pytest_gpumem.reporting.reports.html.page import html, page_of
 from pytest_gpumem.reporting.reports.layout import Screen, text_of
 from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
-from pytest_gpumem.reporting.reports.short_failures import explained_before, explained_by_causes, short_failures
+from pytest_gpumem.reporting.reports.short_failures import explained_before, short_failures
 from pytest_gpumem.reporting.reports.terminal import terminal_text
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
@@ -114,7 +113,7 @@ def test_a_budget_that_several_tests_exceed_is_told_once():
 
 def test_packages_that_explain_several_tests_are_told_once():
     tests = [by_packages(f"test_{n}") for n in range(3)]
-    assert [cause.kind for cause in causes_in(session(*tests)).causes.causes] == ["packages"]
+    assert [cause.kind for cause in session(*tests).causes.causes] == ["packages"]
     assert told(*tests) == ["test_1", "test_2"]
     assert len(annotation_lines(session(*tests))) == 1
     assert "2 more tests that failed only because of these causes" in read(markdown(session(*tests))).text
@@ -142,9 +141,9 @@ def test_shards_on_two_devices_have_growth_of_their_own():
         grown("test_a", SCORES),
         grown("test_a", replace(SCORES, nbytes=2 * GB), measurement={"environment": a100}),
     )
-    found = causes_in(session(*results, grown("test_b", LOSS)))
+    found = session(*results, grown("test_b", LOSS)).causes
     assert found.measured == 2
-    cause, _ = found.causes.causes
+    cause, _ = found.causes
     assert [(share.growth.device, share.amount) for share in cause.shares] == [
         ("A100", 2 * GB),
         ("NVIDIA H100 80GB HBM3", GB),
@@ -227,4 +226,4 @@ def test_eight_hundred_tests_end_in_less_than_120_lines_and_fit_into_a_comment()
     whole = markdown(report)
     assert f"and {800 - 40 - MOST_FOLDED} others" in whole
     assert len(comment.encode()) <= COMMENT_LIMIT < len(whole.encode())
-    assert len(explained_by_causes(causes_in(report).causes, [one.verdict for one in results])) == 800
+    assert len(report.causes.explained) == 800

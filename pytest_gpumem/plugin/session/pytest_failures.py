@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.reporting.reports.causes import causes_in
 from pytest_gpumem.reporting.reports.short_failures import short_failures
 from pytest_gpumem.reporting.reports.view import headline
 
@@ -46,7 +45,7 @@ def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
     }
     # Keep the order in which pytest shows the failures.
     failed = [verdicts[nodeid] for nodeid in failures]
-    texts = short_failures(causes_in(report).causes, failed, report.terms.units)
+    texts = short_failures(report.causes, failed, report.terms.units)
     for nodeid, text in texts.items():
         failures[nodeid].longrepr = ShortFailure(text)
     if len(texts) > MOST_SHORT and not verbosity:

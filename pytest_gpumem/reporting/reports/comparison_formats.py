@@ -15,7 +15,6 @@ from pytest_gpumem.judging.gate.causes import causes_of
 from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.reporting.reports import escaping
 from pytest_gpumem.reporting.reports.causes import (
-    SessionCauses,
     cause_notes,
     cause_table,
     causes_in_markdown,
@@ -99,7 +98,7 @@ def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[L
     text: list[Line | str] = []
     causes = causes_between(report)
     if causes.concern_several_tests:
-        text += laid_out(cause_table(causes, units), screen) if causes.causes.causes else []
+        text += laid_out(cause_table(causes, units), screen) if causes.causes else []
         text += [*map(screen.legible, cause_notes(causes, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
@@ -117,7 +116,7 @@ def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[L
 def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
     """Yield each regressed measurement's title, and the lines of its explanation. ``None`` is an empty line."""
     causes = causes_between(report)
-    explained_tests = explained_before(causes.causes, _grown(report)) if causes.concern_several_tests else {}
+    explained_tests = explained_before(causes, _grown(report))
     for row in report.rows:
         regressed_metrics = [change.metric for change in row.changes if change.outcome is Outcome.REGRESSED]
         if row.verdict is None or not regressed_metrics:
@@ -132,10 +131,9 @@ def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[
             yield row.title, [line for block in blocks for line in (*block, None)][:-1]
 
 
-def causes_between(report: ComparisonReport) -> SessionCauses:
+def causes_between(report: ComparisonReport) -> Causes:
     """Return the causes of growth from the old side to the new side."""
-    tests = _grown(report)
-    return SessionCauses(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
+    return causes_of(_grown(report), measured=len({(row.key.file, row.key.test) for row in report.rows}))
 
 
 def _grown(report: ComparisonReport) -> list[TestVerdict]:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.values.option_words import NO_CUDA
-from pytest_gpumem.reporting.reports.causes import MOST_CAUSES, cause_notes, cause_table, causes_in
+from pytest_gpumem.reporting.reports.causes import MOST_CAUSES, cause_notes, cause_table
 from pytest_gpumem.reporting.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reporting.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.results import recording_notes
-from pytest_gpumem.reporting.reports.short_failures import explained_by_causes
 from pytest_gpumem.reporting.reports.summary import (
     LEAST_NAME,
     STYLES,
@@ -157,18 +156,14 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = shown_measurements(report.results, report.terms.update)
-    session_causes = causes_in(report)
-    explained = (
-        explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
-        if session_causes.concern_several_tests
-        else ()
-    )
-    chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
+    causes = report.causes
+    shown_by_default = to_be_shown(measured, causes.explained, gating=report.terms.baseline)
+    chosen = measured if everything else [] if quiet else shown_by_default
     pieces: list[Piece] = []
-    if session_causes.concern_several_tests and not quiet:
+    if causes.concern_several_tests and not quiet:
         most = None if everything else MOST_CAUSES
-        pieces += [cause_table(session_causes, units, most)] if session_causes.causes.causes else []
-        pieces += [*map(_line, cause_notes(session_causes, units, most, hint="-v shows all")), NOTHING]
+        pieces += [cause_table(causes, units, most)] if causes.causes else []
+        pieces += [*map(_line, cause_notes(causes, units, most, hint="-v shows all")), NOTHING]
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
