@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import KEPT_IN
+from pytest_gpumem.facts.values.rank import in_words, rank_in
 from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
 from pytest_gpumem.judging.gate.growths import ENOUGH, KEPT_METRICS, LEAST, growths_of, with_proven_places
 from pytest_gpumem.judging.gate.verdict import FAILING
@@ -107,6 +108,20 @@ class Cause:
     def tests(self) -> tuple[str, ...]:
         """The ids of the tests with this cause."""
         return tuple(sorted({share.growth.test for share in self.shares}))
+
+    @property
+    def only_on(self) -> tuple[str, ...]:
+        """Clauses such as ``only on rank 1 of 4``, one for each job size, if only some ranks have the cause."""
+        ranks = {rank for share in self.shares if (rank := rank_in(share.growth.name)) is not None}
+        numbers_by_world = {
+            world: sorted(rank.number for rank in ranks if rank.world == world)
+            for world in sorted({rank.world for rank in ranks})
+        }
+        return tuple(
+            f"only on {in_words(numbers)} of {world}"
+            for world, numbers in numbers_by_world.items()
+            if len(numbers) < world
+        )
 
     @property
     def metric(self) -> str:

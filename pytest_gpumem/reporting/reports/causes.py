@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import FIRST_USE, HOLDER_NOT_FOUND, KEPT_IN
-from pytest_gpumem.facts.values.rank import in_words, rank_in
 from pytest_gpumem.reporting.reports import escaping
 from pytest_gpumem.reporting.reports.explanation import MOST_ROWS, PLURALS
 from pytest_gpumem.reporting.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reporting.reports.values import difference, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.gate.causes import Cause, Causes
@@ -101,7 +100,7 @@ def cause_notes(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSE
             *(f"made at {place}" for place in made_at),
             *([f"also {', '.join(also)}"] if also else []),
             *([cause.reason] if cause.reason not in ("", FIRST_USE) else []),
-            *_ranks(cause),
+            *cause.only_on,
             *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.has_tensors else []),
         ]
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
@@ -123,15 +122,6 @@ def cause_notes(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSE
         other_tests = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
         lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{other_tests}")
     return lines
-
-
-def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield a clause such as ``only on rank 1 of 4`` if only some ranks in a distributed job have the cause."""
-    ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
-    for world in sorted({rank.world for rank in ranks}):
-        numbers = sorted(rank.number for rank in ranks if rank.world == world)
-        if len(numbers) < world:
-            yield f"only on {in_words(numbers)} of {world}"
 
 
 def _sums(shares: Sequence[Any], units: UnitSystem) -> str:

@@ -23,7 +23,7 @@ from pytest_gpumem.reporting.reports.places import first_row
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.short_failures import explained_before
 from pytest_gpumem.reporting.reports.summary import device_lines, reasons
-from pytest_gpumem.reporting.reports.values import change, peaks_by_device, shown, texts_of
+from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, shown, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 
 if TYPE_CHECKING:
@@ -331,8 +331,9 @@ def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
     metrics = {name: [metric for verdict in verdicts if (metric := verdict.of(name)) is not None] for name in METRICS}
     used = [
         name
-        for name, row in METRICS.items()
-        if row.has_column(
+        for name in METRICS
+        if has_column(
+            name,
             [metric.value for metric in metrics[name]],
             changed=any(metric.outcome in CHANGED for metric in metrics[name]),
         )

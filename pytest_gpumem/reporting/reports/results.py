@@ -375,27 +375,6 @@ def _reasons_of(results: Iterable[TestResult]) -> str:
     return "; ".join(f"{counted(count, 'test')} {reason}" for reason, count in counts.most_common())
 
 
-_MOST_NOTES = 3
-
-
-def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return each note on the recording of an explanation once, with its first test.
-
-    A note is omitted if its test's failure text already contains it.
-    """
-    notes: dict[str, str] = {}
-    for result in results:
-        for part in result.verdict.verdicts:
-            explanation = part.measurement.explanation
-            for note in explanation.peak.notes if explanation is not None else ():
-                if result.verdict.failure is not None and note in result.verdict.failure:
-                    continue
-                notes.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
-    distinct = list(notes.values())
-    more = len(distinct) - _MOST_NOTES
-    return [*distinct[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
-
-
 def _why(outcome: Outcome, results: list[TestResult]) -> str:
     verdicts = [
         result.verdict

@@ -135,11 +135,16 @@ class SessionReport:
         """The line that accounts for every measured test."""
         return accounting(self.results, len(self.not_run), self.terms.update)
 
+    @property
+    def not_accepted(self) -> list[TestResult]:
+        """The results without the tests whose figures became the new baseline."""
+        return [result for result in self.results if not result.is_accepted_by(self.terms.update)]
+
     @cached_property
     def causes(self) -> Causes:
         """The causes of growth in the tests. Growth is ignored if an update made it the new baseline."""
         return causes_of(
-            (result.verdict for result in self.results if not result.is_accepted_by(self.terms.update)),
+            (result.verdict for result in self.not_accepted),
             measured=len({result.verdict.nodeid for result in self.results if not result.verdict.unmeasured}),
         )
 

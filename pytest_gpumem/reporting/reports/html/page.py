@@ -17,7 +17,7 @@ from pytest_gpumem.reporting.reports.html.document import document
 from pytest_gpumem.reporting.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
-from pytest_gpumem.reporting.reports.results import recording_notes
+from pytest_gpumem.reporting.reports.summary import recording_notes
 from pytest_gpumem.reporting.reports.values import change, change_or_value, shown
 from pytest_gpumem.reporting.reports.view import rows_of, state_of
 
