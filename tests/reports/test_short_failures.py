@@ -155,6 +155,30 @@ def test_shards_on_two_devices_have_growth_of_their_own():
     ]
 
 
+def test_a_test_on_two_devices_is_not_its_own_explanation():
+    on_both = [
+        grown("test_a", SCORES, measurement={"environment": replace(measured().measurement.environment, device=device)})
+        for device in ("A100", "H100")
+    ]
+    assert told(*on_both) == []
+    report = session(*on_both, grown("test_b", SCORES))
+    assert "1 more test that failed only because of these causes" in read(markdown(report)).text
+
+
+def test_a_single_test_is_explained_by_its_own_failure():
+    assert session(grown("test_a", SCORES)).causes.explained == frozenset()
+    assert len(session(grown("test_a", SCORES), grown("test_b", SCORES)).causes.explained) == 2
+
+
+def test_growth_that_an_update_accepts_has_no_cause():
+    accepted = replace(grown("test_a", SCORES), passed=True, failed=False)
+    report = session(accepted, grown("test_b", SCORES))
+    assert report.causes.causes[0].tests == ("tests/test_gpt.py::test_a", "tests/test_gpt.py::test_b")
+    report = replace(report, terms=replace(report.terms, update="all"))
+    assert report.causes.causes[0].tests == ("tests/test_gpt.py::test_b",)
+    assert report.causes.measured == 2
+
+
 def test_a_line_that_ran_in_a_model_and_alone_is_one_annotation():
     alone = replace(SCORES, module="Attention")
     report = session(grown("test_a", SCORES), grown("test_b", alone), grown("test_c", SCORES))

@@ -169,6 +169,7 @@ class _Plan:
 
 
 Piece = Table | Line
+"""A part of an output: a table, or a line between tables."""
 NOTHING: Line = ()
 """An empty line."""
 
