@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pytest_gpumem.base.units import counted
@@ -169,19 +170,19 @@ class Causes:
         other five tests are ``explained``, and the slower test is ``partly_explained``.
     """
 
-    causes: tuple[Cause, ...] = ()
-    not_explained: tuple[Share, ...] = ()
-    unproven: tuple[CandidateCause, ...] = ()
+    causes: tuple[Cause, ...]
+    not_explained: tuple[Share, ...]
+    unproven: tuple[CandidateCause, ...]
     """The possible causes of parts in ``not_explained``, sorted by their number of tests."""
-    by_test: Mapping[str, tuple[Cause, ...]] = field(default_factory=dict)
+    by_test: Mapping[str, tuple[Cause, ...]]
     """The causes of each test with a cause, by the test's id."""
-    partly_explained: frozenset[str] = frozenset()
+    partly_explained: frozenset[str]
     """The ids of tests with a cause that also have growth, or a failing metric, without a cause."""
-    explained: frozenset[str] = frozenset()
+    explained: frozenset[str]
     """The ids of tests that fail only because of their causes; empty unless the causes `concern_several_tests`."""
-    concern_several_tests: bool = False
+    concern_several_tests: bool
     """True if several tests grew. If only a single test grew, its own failure text already explains the growth."""
-    measured: int = 0
+    measured: int
     """The number of measured tests in the session."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
@@ -223,7 +224,7 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
         causes,
         not_explained,
         unproven,
-        by_test,
+        MappingProxyType(by_test),
         frozenset(partly_explained),
         frozenset(by_test.keys() - partly_explained - failed_otherwise if concern_several_tests else ()),
         concern_several_tests,
@@ -240,9 +241,10 @@ def _fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     if any(METRICS[name].kind in ("time", "throughput") for name in failing):
         return True
     # A budget explains only its own metric. A line or a package may make other metrics grow as well.
-    by_causes = {share.growth.metric for cause in causes for share in cause.shares if share.growth.test == test.nodeid}
-    if any(cause.kind == "budget" for cause in causes) and not failing <= by_causes:
-        return True
+    if any(cause.kind == "budget" for cause in causes):
+        shares = [share for cause in causes for share in cause.shares if share.growth.test == test.nodeid]
+        if not failing <= {share.growth.metric for share in shares}:
+            return True
     files = {file_and_line(line)[0] for cause in causes for line in cause.lines}
     modules = {module for cause in causes for module in cause.modules}
     grown = (
