@@ -170,6 +170,19 @@ def test_a_single_test_is_explained_by_its_own_failure():
     assert len(session(grown("test_a", SCORES), grown("test_b", SCORES)).causes.explained) == 2
 
 
+def test_a_slower_test_is_only_partly_explained():
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
+    causes = session(grown("test_a", SCORES), grown("test_b", SCORES, metrics=(slower,))).causes
+    assert names(causes.explained) == ["test_a"]
+    assert names(causes.partly_explained) == ["test_b"]
+
+
+def test_growth_in_a_test_that_counts_as_unmeasured_has_no_cause():
+    causes = session(grown("test_a", SCORES, unmeasured="it was skipped"), grown("test_b", SCORES)).causes
+    assert names(causes.by_test) == ["test_b"]
+    assert causes.measured == 1
+
+
 def test_growth_that_an_update_accepts_has_no_cause():
     accepted = replace(grown("test_a", SCORES), passed=True, failed=False)
     report = session(accepted, grown("test_b", SCORES))
