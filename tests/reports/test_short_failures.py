@@ -17,6 +17,7 @@ from pytest_gpumem.reporting.reports.layout import Screen, text_of
 from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
 from pytest_gpumem.reporting.reports.short_failures import explained_before, short_failures
 from pytest_gpumem.reporting.reports.terminal import terminal_text
+from pytest_gpumem.tools.accept.by_cause import with_causes
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 
@@ -172,9 +173,12 @@ def test_a_single_test_is_explained_by_its_own_failure():
 
 def test_a_slower_test_is_only_partly_explained():
     slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
-    causes = session(grown("test_a", SCORES), grown("test_b", SCORES, metrics=(slower,))).causes
-    assert names(causes.explained) == ["test_a"]
-    assert names(causes.partly_explained) == ["test_b"]
+    report = session(grown("test_a", SCORES), grown("test_b", SCORES, metrics=(slower,)))
+    assert names(report.causes.explained) == ["test_a"]
+    assert names(report.causes.partly_explained) == ["test_b"]
+    (_, accepted), (_, refused) = with_causes(report.causes, report.results, report.causes.causes, "si")
+    assert accepted is None
+    assert refused.why.startswith("the causes do not explain all of the test's growth")
 
 
 def test_growth_in_a_test_that_counts_as_unmeasured_has_no_cause():
