@@ -34,14 +34,13 @@ import torch
 from claims import print_table
 from truth_models import SIZES, Subject, subjects
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, DeviceUnavailable
 from pytest_gpumem.base.units import format_bytes, format_seconds
-from pytest_gpumem.measuring.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN, Devices
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.step_config.config import StepConfig, combinations
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_source import ModelFactory
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget, time_step

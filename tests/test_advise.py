@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.tools.advise import trial
 from pytest_gpumem.tools.main import main

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from pytest_gpumem.tools.run.script import ScriptFailed, run_script
+from pytest_gpumem.base.errors import ScriptFailed
+from pytest_gpumem.tools.run.script import run_script
 
 SCRIPT = """
 import sys

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.base import user_cache
+from pytest_gpumem.base.errors import CacheError, InstallationError
 from pytest_gpumem.base.git import plain_environment
 from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.base.requirements import environments
 from pytest_gpumem.base.requirements.environments import Environments, cache_folder, interpreter
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.requirement_set import requirement_set
-from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base.user_cache import cache_root, check_private_folder, make_private_folder
 from pytest_gpumem.tools.bisect.journal import journals_folder
 from pytest_gpumem.tools.main import main
 

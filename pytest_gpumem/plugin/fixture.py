@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.base.units import nearest
-from pytest_gpumem.facts.measurement import Measurement, MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.measure.looped import STEPS
 from pytest_gpumem.measuring.step_config.config import AXES, StepConfig, as_config
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.function import prepared_function
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
 from pytest_gpumem.measuring.steps.model_source import model_source
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.facts.measurement import Measurement
     from pytest_gpumem.measuring.measure.prepared import PreparedStep
     from pytest_gpumem.measuring.steps.model_source import ModelOrFactory
     from pytest_gpumem.measuring.steps.model_step import Loss, OptimizerOrFactory

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.models.task import TRAINING
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.tools.advise.search_order import START, Search, Trial, with_sharding
 from pytest_gpumem.tools.advise.shard_option import named_configs, rank_title, sharding_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.base.errors import DistributedLockError
 from pytest_gpumem.judging.baselines.distributed_lock import (
     LOCK_SECONDS,
     WAIT_SECONDS,
@@ -11,7 +12,6 @@ from pytest_gpumem.judging.baselines.distributed_lock import (
     _holder,
     _released,
 )
-from pytest_gpumem.judging.baselines.errors import DistributedLockError
 
 
 class Shelf:

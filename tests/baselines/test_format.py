@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import FormatError
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.facts.values.module_calls import Calls
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
-from pytest_gpumem.judging.baselines.errors import FormatError
 from pytest_gpumem.judging.baselines.format import FORMAT, parse, render
 from pytest_gpumem.judging.gate.baseline import Baseline, Key
 from pytest_gpumem.measuring.timing.comparison import Runs

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.base.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.location import backend_of
 from pytest_gpumem.judging.baselines.url_backend import Url

@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.base.errors import GitHubError, NotAllowedError, UnavailableError
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.github.comment import (
     Api,
-    GitHubError,
-    NotAllowedError,
     PullRequest,
-    UnavailableError,
     marker,
     pull_request_of_event,
     put_comment,

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.base.errors import CannotRun, ConfigError
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.measure.prepared import MOST_SAMPLES, MeasuredStep
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.function import prepared_function
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
 from pytest_gpumem.measuring.steps.model_source import model_source

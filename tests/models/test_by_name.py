@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.devices.registry import make_cpu
 from pytest_gpumem.measuring.measure.context import MeasuringContext
-from pytest_gpumem.measuring.models.errors import ModelError
 from pytest_gpumem.measuring.models.images import cross_entropy
 from pytest_gpumem.measuring.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
 from pytest_gpumem.measuring.models.lora import Lora, lora

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.plugin.relations.gradients import Gradients, assert_same_gradients, difference
 

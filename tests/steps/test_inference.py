@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.global_settings import caching
 from pytest_gpumem.measuring.steps.inference import infer_phases, quantized
 

@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_source import (
     ExistingModel,
     ModelFactory,

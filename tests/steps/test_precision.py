@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import ConfigError, MeasuringError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.cuda import CudaDevice
 from pytest_gpumem.measuring.step_config.config import PRECISIONS
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.precision import (
     autocasting,
     batch_in_precision,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure import runner
 from pytest_gpumem.measuring.measure.context import MeasuringContext
@@ -24,7 +25,6 @@ from pytest_gpumem.measuring.measure.counting import NO_COUNTS
 from pytest_gpumem.measuring.measure.reading import run_one_step
 from pytest_gpumem.measuring.ranks.consensus import Alone, Consensus
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients

@@ -20,7 +20,7 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.judging.baselines.errors import DistributedLockError
+from pytest_gpumem.base.errors import DistributedLockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

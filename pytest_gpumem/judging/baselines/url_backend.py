@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
+from pytest_gpumem.base.errors import BackendError, DistributedLockError
 from pytest_gpumem.judging.baselines.backend import SUFFIX, Backend
 from pytest_gpumem.judging.baselines.distributed_lock import DistributedLock, LockObjects
-from pytest_gpumem.judging.baselines.errors import BackendError, DistributedLockError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.name import ModelName
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import BoardError
 from pytest_gpumem.facts.values.rank import Rank, in_words
 from pytest_gpumem.measuring.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
 from pytest_gpumem.measuring.ranks.board import Board
 from pytest_gpumem.measuring.ranks.consensus import Point, failure_key
-from pytest_gpumem.measuring.ranks.errors import BoardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.prepared import PreparedStep
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import call_model, describe, on_device, work_in
 from pytest_gpumem.measuring.steps.compiling import compile_now, compiled_model
 from pytest_gpumem.measuring.steps.dry_run import dry_run_inference

@@ -6,7 +6,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
 from pytest_gpumem.measuring.steps.model_source import ModelFactory, built_on
 from pytest_gpumem.measuring.steps.precision import in_precision

@@ -7,9 +7,9 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.precision import check_precision, in_precision
 from pytest_gpumem.torch_support.static_access import class_name, is_a
 

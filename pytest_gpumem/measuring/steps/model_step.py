@@ -9,9 +9,9 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.step_config.config import OPTIMIZER_CLASSES
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import describe
 from pytest_gpumem.measuring.steps.model_source import factory_name
 from pytest_gpumem.torch_support.private_api.compiler import load_compiler

@@ -6,8 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError, MeasuringError
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:

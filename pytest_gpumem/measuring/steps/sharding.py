@@ -7,10 +7,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError
 from pytest_gpumem.emulating.emulation.load import current_emulation
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import map_tensors
 from pytest_gpumem.measuring.steps.built import BuiltModel
 from pytest_gpumem.measuring.steps.global_settings import initialise

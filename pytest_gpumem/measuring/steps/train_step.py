@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.prepared import PreparedStep
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import on_device, work_in
 from pytest_gpumem.measuring.steps.built import BuiltModel
 from pytest_gpumem.measuring.steps.checkpointing import activation_checkpointing

@@ -7,13 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.base.units import counted, word_form
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import on_device
 from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
 from pytest_gpumem.measuring.steps.compiling import compilation_required, compiled_model, warnings_of_compiling

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import UnknownCause
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.reporting.reports.causes import name_of
 from pytest_gpumem.tools.accept.selection import Refusal
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.gate.causes import Cause, Causes
     from pytest_gpumem.reporting.reports.results import TestResult
-
-
-class UnknownCause(Exception):
-    """Raised if a report has no cause with a given number. The message lists the existing causes."""
 
 
 def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:

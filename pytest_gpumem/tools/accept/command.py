@@ -9,24 +9,31 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.base.errors import (
+    BackendError,
+    IncompleteChangeError,
+    SettingsError,
+    StoreError,
+    UnfitReport,
+    UnknownCause,
+    UnknownTest,
+)
 from pytest_gpumem.base.git import commit_of
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.changes import Source
-from pytest_gpumem.judging.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.baseline import Baseline
 from pytest_gpumem.plugin.config.conversions import convert
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.kinds import LINE
 from pytest_gpumem.reporting.reports.causes import cause_cells
 from pytest_gpumem.reporting.reports.values import shown
 from pytest_gpumem.reporting.reports.view import why_failed
-from pytest_gpumem.tools.accept.by_cause import UnknownCause, numbered_causes, with_causes
+from pytest_gpumem.tools.accept.by_cause import numbered_causes, with_causes
 from pytest_gpumem.tools.accept.commit import why_other_commit
 from pytest_gpumem.tools.accept.from_report import Candidate, by_device, candidates_of
-from pytest_gpumem.tools.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, selected_results
+from pytest_gpumem.tools.accept.selection import Refusal, check_report, selected_results
 from pytest_gpumem.tools.console import completion
 from pytest_gpumem.tools.console.files import FilePath, name_of
 from pytest_gpumem.tools.console.project import backend_in

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError, NotAStep, SubjectError, TrialFailed
 from pytest_gpumem.base.units import counted, format_large_count
-from pytest_gpumem.facts.measurement import MeasuringError
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
@@ -23,7 +22,6 @@ from pytest_gpumem.measuring.models.attention import attention_of
 from pytest_gpumem.measuring.models.sources import named_model
 from pytest_gpumem.measuring.models.task import TRAINING, Task
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import on_device, samples_in
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
 from pytest_gpumem.measuring.steps.model_source import ModelFactory, built_on, factory_name
@@ -57,14 +55,6 @@ _NO_BLOCKS = (
     "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
     "name them with --blocks PATTERN"
 )
-
-
-class TrialFailed(Exception):
-    """Error if the model's own code raised an error in or before the first trial. The message is a sentence."""
-
-
-class SubjectError(ValueError):
-    """Error if a project's function returns no model and batch, or if no blocks in the model match the pattern."""
 
 
 @dataclass(frozen=True)
