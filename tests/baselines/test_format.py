@@ -558,7 +558,7 @@ def test_runs_that_were_written_are_read_back_whole(runs, clock):
         ("0.01228,", "0.0,", "step_times is [0.01231, 0.0], expected finite numbers above zero"),
         ("0.01228,", "inf,", "step_times is [0.01231, inf], expected finite numbers above zero"),
         ("21790000.0,", "0,", "step_cycles is [21820000.0, 0], expected finite numbers above zero"),
-        ("    21790000.0,\n", "", "step_cycles: 2 runs in seconds and 1 in cycles"),
+        ("    21790000.0,\n", "", "step_cycles: there are seconds for 2 runs, but cycles for 1"),
         ("step_times =", "step_time_s =", "step_cycles exists, but step_times is missing"),
         (STEP_CYCLES, "step_cycle = []\n", "step_cycle: unknown key; did you mean 'step_cycles'?"),
     ],
