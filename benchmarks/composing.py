@@ -18,6 +18,7 @@ from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.model_source import ModelFactory
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -48,7 +49,10 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
     tokens = torch.randint(50257, (SAMPLES, LENGTH))
     runs: list[Run] = []
     batch = {"input_ids": tokens, "labels": tokens}
-    with prepared_train_step(bench, gpt2_small, batch, config=StepConfig()) as prepared, cyclic_collector_off():
+    with (
+        prepared_train_step(bench, ModelFactory(gpt2_small), batch, config=StepConfig()) as prepared,
+        cyclic_collector_off(),
+    ):
         step = prepared.measure()
         peak = step.figures.memory.own_peak
         for _ in range(rounds):

@@ -34,14 +34,14 @@ import torch
 from claims import print_table
 from truth_models import SIZES, Subject, subjects
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, DeviceUnavailable
 from pytest_gpumem.base.units import format_bytes, format_seconds
-from pytest_gpumem.measuring.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN, Devices
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.step_config.config import StepConfig, combinations
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.model_source import ModelFactory
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget, time_step
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
@@ -153,7 +153,7 @@ def figures_of(case: Case, device: Device, counters: Counters, seconds: float) -
     with (
         _collections_made_short(),
         prepared_train_step(
-            MeasuringContext(device, None), case.subject.build, case.subject.batch, config=case.config
+            MeasuringContext(device, None), ModelFactory(case.subject.build), case.subject.batch, config=case.config
         ) as prepared,
     ):
         step = prepared.measure()

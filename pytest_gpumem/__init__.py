@@ -6,12 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.facts.measurement import Environment, Measurement, MeasuringError, MissingMetric
+    from pytest_gpumem.base.errors import (
+        ConfigError,
+        DeviceUnavailable,
+        MeasuringError,
+        MissingComposition,
+        MissingMetric,
+    )
+    from pytest_gpumem.facts.measurement import Environment, Measurement
     from pytest_gpumem.facts.metrics import Tolerance
-    from pytest_gpumem.facts.values.composition import Composition, Explanation, MissingComposition, Row
-    from pytest_gpumem.measuring.devices.contract import Device, DeviceUnavailable
+    from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
+    from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.step_config.config import StepConfig
-    from pytest_gpumem.measuring.step_config.errors import ConfigError
     from pytest_gpumem.plugin.fixture import Gpumem
 
 __all__ = [
@@ -35,12 +41,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "pytest_gpumem.measuring.devices.contract": ("Device", "DeviceUnavailable"),
-    "pytest_gpumem.plugin.fixture": ("Gpumem",),
-    "pytest_gpumem.facts.measurement": ("Environment", "Measurement", "MeasuringError", "MissingMetric"),
+    "pytest_gpumem.base.errors": (
+        "ConfigError",
+        "DeviceUnavailable",
+        "MeasuringError",
+        "MissingComposition",
+        "MissingMetric",
+    ),
+    "pytest_gpumem.facts.measurement": ("Environment", "Measurement"),
     "pytest_gpumem.facts.metrics": ("Tolerance",),
-    "pytest_gpumem.measuring.step_config.config": ("ConfigError", "StepConfig"),
-    "pytest_gpumem.facts.values.composition": ("Composition", "Explanation", "MissingComposition", "Row"),
+    "pytest_gpumem.facts.values.composition": ("Composition", "Explanation", "Row"),
+    "pytest_gpumem.measuring.devices.contract": ("Device",),
+    "pytest_gpumem.measuring.step_config.config": ("StepConfig",),
+    "pytest_gpumem.plugin.fixture": ("Gpumem",),
 }
 
 

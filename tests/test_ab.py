@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.base.errors import RunFailed
 from pytest_gpumem.base.processes import Stop
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import Runner, RunRecord
 from pytest_gpumem.tools.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.tools.checkout import Checkout

@@ -14,12 +14,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import BackendError, ReportError
 from pytest_gpumem.judging.baselines.changes import Source
-from pytest_gpumem.judging.baselines.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.format import parse
 from pytest_gpumem.judging.baselines.store import Store
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.json_report import from_json, to_json
 from pytest_gpumem.tools.accept.from_report import by_device, candidates_of
 from pytest_gpumem.tools.main import main

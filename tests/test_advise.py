@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.emulating.emulation.errors import EmulationError
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.tools.advise import trial
 from pytest_gpumem.tools.main import main
@@ -297,9 +297,12 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:x", "--lora", "r=8", "--infer"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--generate", "4"], "is the same as with the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be combined with --shard tp"),
-        (["hf:x", "--infer", "--blocks", "h"], "--blocks is for a training step"),
+        (["hf:x", "--infer", "--blocks", "h"], "--blocks needs a training step"),
         (["hf:x", "--lora", "r=0"], "LoRA's r is '0', expected a whole number, 1 or more"),
-        (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
+        (
+            ["advised_models:make", "--fits", "1GB", "--lora", "r=8"],
+            "--lora needs a named model such as hf:ORG/NAME, but advised_",
+        ),
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],

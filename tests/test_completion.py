@@ -43,7 +43,7 @@ def test_commands_are_completed_and_none_is_imported():
     code = (
         "import sys\nfrom click.shell_completion import ShellComplete\nfrom pytest_gpumem.tools.main import main\n"
         "print([one.value for one in ShellComplete(main, {}, 'gpumem', 'X').get_completions([], 'sh')])\n"
-        "print([name for name in sys.modules if name.startswith('pytest_gpumem.tools.console.')])\n"
+        "print([name for name in sys.modules if name.startswith('pytest_gpumem.tools.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["['show']", "['pytest_gpumem.tools.main']"]

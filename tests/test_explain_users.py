@@ -93,7 +93,9 @@ def test_a_composition_that_could_not_be_recorded_says_why(project):
     result = project.run("--no-gpumem-time")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E *MissingComposition: the composition of * was not recorded: it could not be run again*only seven times"]
+        [
+            "E *MissingComposition: the composition of * was not recorded: the measured code could not be run again*only seven times"
+        ]
     )
 
 

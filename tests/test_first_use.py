@@ -162,7 +162,9 @@ def test_the_holder_is_a_note_if_the_call_cannot_run_again(project):
     project.write(ONCE)
     result = project.run()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["  note: kept in: test_it.CACHE?...?", "  note: it could not be run again *"])
+    result.stdout.fnmatch_lines(
+        ["  note: kept in: test_it.CACHE?...?", "  note: the measured code could not be run again *"]
+    )
 
 
 LAST = """

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner, Result
 
-from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.base.errors import StopSignal
+from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
 from pytest_gpumem.emulating.emulation import load

@@ -6,7 +6,7 @@ import pytest
 
 MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones({count})\n"
 TOY = """
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.facts.measurement import Environment
 

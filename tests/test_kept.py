@@ -86,7 +86,7 @@ def test_cache(gpumem, state):
 
     measurement = gpumem.measure(step, explain=True)
     assert kept(measurement) == ({"longer": 4096}, {"cache"})
-    assert "is a difference" in " ".join(measurement.explanation.retained.notes)
+    assert "is the difference" in " ".join(measurement.explanation.retained.notes)
 
 
 def test_every_second(gpumem, state):

@@ -245,7 +245,7 @@ def test_it(gpumem):
 """
     result = run(project, source, failed=1)
     result.stdout.fnmatch_lines(
-        ["E * pytest_gpumem.facts.measurement.MeasuringError: gpumem.load() is called within gpumem.load()*"]
+        ["E * pytest_gpumem.base.errors.MeasuringError: gpumem.load() is called within gpumem.load()*"]
     )
 
 

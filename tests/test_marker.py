@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import BudgetError
 from pytest_gpumem.base.units import ThroughputLimit
 from pytest_gpumem.judging.gate.baseline import Budget
-from pytest_gpumem.plugin.config.errors import BudgetError
 from pytest_gpumem.plugin.config.marker import budget_from_arguments, budget_of_marks, check_of_a_call
 from pytest_gpumem.plugin.config.marker_arguments import MARKER_HELP
 

@@ -9,7 +9,7 @@ import pytest
 CONFTEST = """
 import os
 
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.facts.measurement import Environment
 

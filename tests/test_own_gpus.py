@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.emulating.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulating.emulation import load
 from pytest_gpumem.emulating.emulation.gpus import described, emulated_gpu
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import settings_from_table
 from pytest_gpumem.tools.main import main
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.base import processes
-from pytest_gpumem.base.processes import Stop, StopSignal, recorded_signals
+from pytest_gpumem.base.errors import StopSignal
+from pytest_gpumem.base.processes import Stop, recorded_signals
 from pytest_gpumem.tools.ab.compare_variants import Progress
 from tests.ab.values import BASE, measured, measurement, run
 from tests.support.processes import wait_until_ended

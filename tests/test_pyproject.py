@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import read_table
 from pytest_gpumem.tools.main import main
 

@@ -13,9 +13,10 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem import Composition, Environment, Explanation, Gpumem, Measurement, Row, StepConfig, Tolerance
+from pytest_gpumem.base.errors import CompositionError
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.facts.values.composition import CATEGORIES, CompositionError, Holder, row_from_text
+from pytest_gpumem.facts.values.composition import CATEGORIES, Holder, row_from_text
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
 from pytest_gpumem.facts.values.times import Times
 from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS, parse, render

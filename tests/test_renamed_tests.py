@@ -72,8 +72,8 @@ def test_an_update_of_what_is_new_leaves_a_renamed_test_that_grew_unwritten(reco
         [
             f"{RENAMED}*",
             (
-                "gpumem store: 0 baselines written (new), 2 left as they were; 1 not written, because the test may be a renamed "
-                "one that grew"
+                "gpumem store: 0 baselines written (new), 2 left as they were; 1 not written, because it may be a renamed test "
+                "whose memory grew"
             ),
             "gpumem: 2 gated; 1 not recorded, new",
         ]

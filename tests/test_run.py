@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from pytest_gpumem.tools.run.script import ScriptFailed, run_script
+from pytest_gpumem.base.errors import ScriptFailed
+from pytest_gpumem.tools.run.script import run_script
 
 SCRIPT = """
 import sys
@@ -284,5 +285,5 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_process_that_a_script_forks_ends_with_the_status_of_its_own_end(tmp_path, end, status):
     script = tmp_path / "forks.py"
     script.write_text(FORKS.format(end=end), encoding="utf-8")
-    with pytest.raises(ScriptFailed, match=rf"forks\.py left by sys\.exit\({status}\)"):
+    with pytest.raises(ScriptFailed, match=rf"forks\.py ended with sys\.exit\({status}\)"):
         run_script(script, [])

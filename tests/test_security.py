@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.plugin.config.kinds import FOLDER, MODELS, REPORTS, STORE
 from pytest_gpumem.plugin.config.settings import KEYS, settings_from_table
 from pytest_gpumem.reporting.reports.json_report import to_json
@@ -75,7 +75,7 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_each_command_is_in_the_table():
-    assert list(COMMANDS) == list(main.list_commands(None))
+    assert sorted(COMMANDS) == sorted(main.list_commands(None))
     assert {name for name, said in COMMANDS.items() if said.startswith("no")} == set(READING)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.base.units import ThroughputLimit
 from pytest_gpumem.facts.metrics import METRICS, Tolerance
 from pytest_gpumem.judging.gate.baseline import Budget
@@ -18,7 +19,6 @@ from pytest_gpumem.measuring.models.lora import Lora
 from pytest_gpumem.measuring.models.name import BatchSize, ModelName
 from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING, Task
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.models import ModelStep
 from pytest_gpumem.plugin.config.own_gpus import own_gpus
 from pytest_gpumem.plugin.config.settings import (

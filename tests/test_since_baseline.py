@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import pytest_gpumem.base.git
-from pytest_gpumem.base.git import GitError
+from pytest_gpumem.base.errors import GitError
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.composition import Row
 from pytest_gpumem.judging.changed_code.sources import Commit, Folders

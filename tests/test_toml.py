@@ -9,13 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_gpumem.base import toml
+from pytest_gpumem.base.errors import FormatError, ProposalError, SettingsError
 from pytest_gpumem.base.toml import read_toml
-from pytest_gpumem.judging.baselines.errors import FormatError
 from pytest_gpumem.judging.baselines.format import parse
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import check_readable
 from pytest_gpumem.tools.console.files import read_text
-from pytest_gpumem.tools.init.proposal import Project, ProposalError
+from pytest_gpumem.tools.init.proposal import Project
 from tests.git_store import Repository, entry
 from tests.hostile import ALL
 

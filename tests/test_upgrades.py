@@ -22,10 +22,9 @@ import pytest
 import uv
 from click.testing import CliRunner
 
-from pytest_gpumem.base.processes import StopSignal
+from pytest_gpumem.base.errors import RunFailed, StopSignal
 from pytest_gpumem.base.requirements import installers
 from pytest_gpumem.facts.values.plain import to_plain
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import Runner, RunRecord, run_of
 from pytest_gpumem.tools.bisect.driver import Search
 from pytest_gpumem.tools.main import main

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.base import user_cache
+from pytest_gpumem.base.errors import CacheError, InstallationError
 from pytest_gpumem.base.git import plain_environment
 from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.base.requirements import environments
 from pytest_gpumem.base.requirements.environments import Environments, cache_folder, interpreter
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.requirement_set import requirement_set
-from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base.user_cache import cache_root, check_private_folder, make_private_folder
 from pytest_gpumem.tools.bisect.journal import journals_folder
 from pytest_gpumem.tools.main import main
 
@@ -219,7 +219,7 @@ def test_clearing_a_cache_that_is_not_there_does_nothing(cache):
 
 
 def test_each_folder_that_is_kept_is_cleared():
-    package = Path(user_cache.__file__).parent
+    package = Path(user_cache.__file__).parents[1]
     named = {
         name for file in package.rglob("*.py") for name in re.findall(r'cache_root\(\) / "(\w+)"', file.read_text())
     }

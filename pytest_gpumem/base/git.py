@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import GitError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -18,10 +20,6 @@ _SET_BY_HOOKS = frozenset(
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "OBJECT_DIRECTORY", "NAMESPACE")
 )
-
-
-class GitError(Exception):
-    """Raised if a git command failed. The message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import SymbolicLinkError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -27,21 +29,6 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _JUNCTION = 0xA0000003
 """``IO_REPARSE_TAG_MOUNT_POINT``: a link between folders on Windows."""
-
-
-class SymbolicLinkError(OSError):
-    """Raised if a path is a symbolic link instead of a file or folder. ``str()`` and ``strerror`` are the same sentence.
-
-    Args:
-        path: The link.
-        mend: The remedy as a clause, for example ``"remove it"``.
-    """
-
-    def __init__(self, path: Path, mend: str = "remove it") -> None:
-        super().__init__(errno.ELOOP, f"{path} is a symbolic link, which is not followed; {mend}")
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 class OpenFolder:

@@ -16,6 +16,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import StopSignal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
@@ -25,16 +27,6 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
 """After a signal, a process has this many seconds to end by itself before it is killed."""
-
-
-class StopSignal(Exception):
-    """Raised after a signal (such as SIGINT) that asks the program to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.signum = signum
-        self.exit_status = 128 + signum
-        """A shell's exit status for this signal: 130 for SIGINT."""
 
 
 class Stop:

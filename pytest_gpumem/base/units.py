@@ -216,20 +216,15 @@ def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
 _HUNDREDFOLD = 99
 
 
-def is_percentage(ratio: float) -> bool:
-    """Return whether to show a change in percent.
-
-    Larger changes are shown as factors, because nobody can read ``"+6291456.0 %"``.
-    """
-    return ratio < _HUNDREDFOLD or ratio == float("inf")
-
-
-def format_ratio(ratio: float) -> str:
+def format_ratio(ratio: float, large: str | None = None) -> str:
     """Return a percentage with its sign and one decimal: ``"+14.7 %"``.
 
-    If the value grew a hundredfold or more, return a factor: ``"62,915 times"``.
+    If the value grew a hundredfold or more, return ``large``, or by default a factor: ``"62,915 times"``. Nobody can read
+    ``"+6291456.0 %"``.
     """
-    return f"{ratio * 100:+.1f} %" if is_percentage(ratio) else f"{ratio + 1:,.0f} times"
+    if ratio < _HUNDREDFOLD or ratio == float("inf"):
+        return f"{ratio * 100:+.1f} %"
+    return f"{ratio + 1:,.0f} times" if large is None else large
 
 
 def format_seconds(seconds: float) -> str:

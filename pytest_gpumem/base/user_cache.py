@@ -12,15 +12,12 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from pytest_gpumem.base.errors import CacheError
 from pytest_gpumem.base.open_folder import open_folder, private_folder
 from pytest_gpumem.base.variables import CACHE
 
 _FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
 """The names of the folders in the cache."""
-
-
-class CacheError(Exception):
-    """Raised for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
 
 
 def cache_root() -> Path:

@@ -1,1 +1,1 @@
-"""A GPU that is not there: stand-ins for CUDA's libraries, and values of small tensors."""
+"""Emulate a GPU: stand-ins for CUDA's libraries, and small tensors computed on the host."""

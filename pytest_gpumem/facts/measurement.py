@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
+from pytest_gpumem.base.errors import MissingComposition, MissingMetric
 from pytest_gpumem.base.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
 from pytest_gpumem.facts.metrics import METRICS, MetricAttributes
-from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Explanation, MissingComposition
+from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Explanation
 from pytest_gpumem.facts.values.operator_counts import KeptTallies
 from pytest_gpumem.facts.values.plain import Form, FrozenValue
 from pytest_gpumem.facts.values.rates import Rate, return_on
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
 """Units of a step's items. Samples and tokens are counted in the batch. The number of items comes from the test."""
 _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
-
-
-class MissingMetric(AttributeError):
-    """Raised if a test reads a metric, but the measurement does not have it.
-
-    The message lists all metrics of the measurement.
-    """
-
-
-class MeasuringError(RuntimeError):
-    """Raised if the figures of a step would not be valid, for example because the step used no memory on the device."""
 
 
 HELD_NOTHING = (

@@ -7,10 +7,7 @@ The marker's argument ``max_retained`` limits this metric.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, overload
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from typing import Literal, Protocol, overload
 
 Unit = Literal["bytes", "count", "seconds", "items/s"]
 Shown = Literal["always", "if nonzero", "if changed", "in details"]
@@ -102,16 +99,6 @@ class Metric:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
         return kinds.get(self.unit, "memory")
-
-    def has_column(self, values: Collection[float], *, changed: bool = False) -> bool:
-        """Return whether a table has a column for the metric.
-
-        Args: values: The values of the measurements in the table. changed: Whether a value in the table differs from its
-        baseline, or the table should have all columns.
-        """
-        if self.shown == "if changed":
-            return changed
-        return any(values) if self.shown == "if nonzero" else self.shown == "always" and bool(values)
 
 
 class _HasMetrics(Protocol):

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.base.units import nearest
-from pytest_gpumem.facts.measurement import Measurement, MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.measure.looped import STEPS
 from pytest_gpumem.measuring.step_config.config import AXES, StepConfig, as_config
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.function import prepared_function
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.estimate import Estimate, findings_of
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.measuring.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.measure.prepared import PreparedStep
+    from pytest_gpumem.measuring.steps.model_source import ModelOrFactory
+    from pytest_gpumem.measuring.steps.model_step import Loss, OptimizerOrFactory
     from pytest_gpumem.plugin.runtest.run import TestRun
 
 
@@ -179,11 +181,7 @@ class Gpumem:
                 assert measurement.flops == 2 * 256 * 512 * 64
         """
         _check_function("measure", fn)
-        run = self._run
-        with run.alone("measure", name), prepared_function(run.context, fn, items) as prepared:
-            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # Free the step's tensors before the measurement is returned.
-        return run.keep(judged)
+        return self._measured_step("measure", prepared_function(self._run.context, fn, items), name, explain)
 
     def track(self, name: str | None = None) -> AbstractContextManager[Region]:
         """Measure the body of a ``with`` block. The body runs once, without warm-up, and is not timed.
@@ -385,17 +383,9 @@ class Gpumem:
                 assert blocks.recomputed > plain.recomputed == 0
         """
         _check_words("train_step", unknown)
-        run, parsed = self._run, as_config(config)
-        with (
-            run.alone("train_step", name),
-            self._or_refused(),
-            prepared_train_step(
-                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer, items=items
-            ) as prepared,
-        ):
-            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # Free the step's tensors before the measurement is returned.
-        return run.keep(judged)
+        context, parsed, source = self._run.context, as_config(config), model_source(model_or_factory)
+        step = prepared_train_step(context, source, batch, config=parsed, loss=loss, optimizer=optimizer, items=items)
+        return self._measured_step("train_step", step, name, explain)
 
     def infer_step(  # noqa: D417 - ``unknown`` catches wrong arguments
         self,
@@ -441,17 +431,9 @@ class Gpumem:
                 assert gpumem.infer_step(GPT, batch).peak_allocated < 90e3  # 82.94 kB on the CPU
         """
         _check_words("infer_step", unknown)
-        run, parsed = self._run, as_config(config)
-        with (
-            run.alone("infer_step", name),
-            self._or_refused(),
-            prepared_infer_step(
-                run.context, model_or_factory, batch, config=parsed, items=items, new_tokens=new_tokens
-            ) as prepared,
-        ):
-            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # Free the step's tensors before the measurement is returned.
-        return run.keep(judged)
+        context, parsed, source = self._run.context, as_config(config), model_source(model_or_factory)
+        step = prepared_infer_step(context, source, batch, config=parsed, items=items, new_tokens=new_tokens)
+        return self._measured_step("infer_step", step, name, explain)
 
     def estimate(  # noqa: D417 - ``unknown`` catches wrong arguments
         self,
@@ -497,13 +479,11 @@ class Gpumem:
                 assert not estimate.findings
         """
         _check_words("estimate", unknown)
-        run, parsed = self._run, as_config(config)
+        run, parsed, source = self._run, as_config(config), model_source(model_or_factory)
         with (
             run.alone("estimate", name),
             self._or_refused(),
-            prepared_train_step(
-                run.context, model_or_factory, batch, config=parsed, loss=loss, optimizer=optimizer
-            ) as prepared,
+            prepared_train_step(run.context, source, batch, config=parsed, loss=loss, optimizer=optimizer) as prepared,
         ):
             step = run.measure(prepared)
             state = state_of(prepared, step.figures)
@@ -563,8 +543,9 @@ class Gpumem:
         """
         config_a, config_b = _needed_config(config_a), _needed_config(config_b)
         with self._run.alone("assert_same_gradients"), self._or_refused():
+            source = model_source(model_factory)
             assert_same_gradients(
-                self._run.device, model_factory, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
+                self._run.device, source, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
             )
         self._run.relations += 1
 
@@ -601,6 +582,16 @@ class Gpumem:
         with self._run.alone("assert_no_growth"):
             assert_no_growth(self._run.device, step, steps)
         self._run.relations += 1
+
+    def _measured_step(
+        self, method: str, step: AbstractContextManager[PreparedStep], name: str | None, explain: bool | None
+    ) -> Measurement:
+        """Measure and judge the step that ``method`` prepared."""
+        run = self._run
+        with run.alone(method, name), self._or_refused(), step as prepared:
+            judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
+        del prepared  # Free the step's tensors before the measurement is returned.
+        return run.keep(judged)
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

@@ -144,10 +144,9 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     """
     import torch
 
+    from pytest_gpumem.base.errors import ConfigError, ModelError, NotAStep
     from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
-    from pytest_gpumem.measuring.models.errors import ModelError
     from pytest_gpumem.measuring.models.sources import named_model
-    from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
     from pytest_gpumem.measuring.steps.precision import dtype_of_weights
     from pytest_gpumem.plugin.runtest.hooks import refuse, run_of
 

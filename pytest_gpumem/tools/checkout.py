@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.base.git import GitError, Revision, git, git_environment, is_shallow
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import Revision, git, git_environment, is_shallow
 from pytest_gpumem.base.open_folder import open_folder
 from pytest_gpumem.base.processes import run
 

@@ -26,7 +26,7 @@ MOST_YOUNGER = 20_000
 ms."""
 _OF_PYTHON = 1000
 """If more objects than this are frozen, a program has called ``gc.freeze``. Python itself freezes some objects when it starts
-(375 in 3.12), and a program has many thousands."""
+(375 in 3.12). ``gc.freeze`` freezes all objects in the program, many thousands."""
 _LAST_FAILURE = ("last_type", "last_value", "last_traceback", "last_exc")
 
 

@@ -381,7 +381,7 @@ def _unwrapped(value: object) -> list[types.FunctionType]:
         seen.add(id(value))
         if is_a(value, types.FunctionType):
             functions.append(value)
-        # Read `__wrapped__` from the instance dict, because a mock or a similar object has any attribute.
+        # Read `__wrapped__` from the instance dict, because a mock returns something for every attribute.
         value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 

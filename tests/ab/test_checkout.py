@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from pytest_gpumem.base.git import GitError
-from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.base.errors import GitError, StopSignal
+from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.tools.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
 
 IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")

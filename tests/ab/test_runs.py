@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from pytest_gpumem.base.errors import RunFailed
 from pytest_gpumem.facts.values.plain import to_plain
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import run_of
 from tests.ab.values import measured, measurement, unmeasured
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.base.errors import TrialFailed
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.measuring.models.task import TRAINING
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.tools.advise.cards import capacity_of, with_capacity
 from pytest_gpumem.tools.advise.search_order import Search, Trial
-from pytest_gpumem.tools.advise.trial import AdviceSubject, TrialFailed
+from pytest_gpumem.tools.advise.trial import AdviceSubject
 from pytest_gpumem.tools.advise.trials import Trials
 
 GB = 10**9

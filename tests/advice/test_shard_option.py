@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.models.task import TRAINING
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.tools.advise.search_order import START, Search, Trial, with_sharding
 from pytest_gpumem.tools.advise.shard_option import named_configs, rank_title, sharding_of
 
@@ -63,7 +63,7 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
         ("", "'' names no kind of sharding; write "),
         ("fsdp,tp:2,world=8", "names 2 kinds of sharding; write fsdp+tp:2 to combine them"),
         ("tp:1", "'tp:1' has only one rank, but sharding needs two or more; write "),
-        ("hsdp:4,world=6", "6 ranks cannot be shared out among 4 copies"),
+        ("hsdp:4,world=6", "6 ranks cannot be divided equally among 4 copies"),
     ],
 )
 def test_what_is_no_sharding_says_what_would_be_right(text, told):

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import NotAStep
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import NotAStep
 from pytest_gpumem.tools.advise import trial
 from pytest_gpumem.tools.advise.search_order import OUT_OF_MEMORY, START
 

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import pytest
 
+from pytest_gpumem.base.errors import BackendError
 from pytest_gpumem.judging.baselines.bucket import Bucket
-from pytest_gpumem.judging.baselines.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.location import backend_of
 

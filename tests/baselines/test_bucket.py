@@ -8,10 +8,10 @@ from pathlib import Path
 import obstore
 import pytest
 
+from pytest_gpumem.base.errors import BackendError, IncompleteChangeError, WriteConflictError
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.judging.baselines import store as store_module
 from pytest_gpumem.judging.baselines.bucket import Bucket, reason_of, without_credentials
-from pytest_gpumem.judging.baselines.errors import BackendError, IncompleteChangeError, WriteConflictError
 from pytest_gpumem.judging.baselines.location import backend_of
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.baseline import Baseline, Key

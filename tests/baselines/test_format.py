@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import FormatError
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
 from pytest_gpumem.facts.values.module_calls import Calls
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
-from pytest_gpumem.judging.baselines.errors import FormatError
 from pytest_gpumem.judging.baselines.format import FORMAT, parse, render
 from pytest_gpumem.judging.gate.baseline import Baseline, Key
 from pytest_gpumem.measuring.timing.comparison import Runs
@@ -558,7 +558,7 @@ def test_runs_that_were_written_are_read_back_whole(runs, clock):
         ("0.01228,", "0.0,", "step_times is [0.01231, 0.0], expected finite numbers above zero"),
         ("0.01228,", "inf,", "step_times is [0.01231, inf], expected finite numbers above zero"),
         ("21790000.0,", "0,", "step_cycles is [21820000.0, 0], expected finite numbers above zero"),
-        ("    21790000.0,\n", "", "step_cycles: 2 runs in seconds and 1 in cycles"),
+        ("    21790000.0,\n", "", "step_cycles: there are seconds for 2 runs, but cycles for 1"),
         ("step_times =", "step_time_s =", "step_cycles exists, but step_times is missing"),
         (STEP_CYCLES, "step_cycle = []\n", "step_cycle: unknown key; did you mean 'step_cycles'?"),
     ],
@@ -675,7 +675,11 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (COMPOSITION, 'composition = "x"\n', "composition is 'x', expected an array of strings"),
         (COMPOSITION, "", "recomputed exists, but composition is missing"),
         (RECOMPUTED, "recomputed = true\n", "recomputed is True, expected an array of strings"),
-        ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is not a count of calls; write for example '4 x blocks.*'"),
+        (
+            '"4 x blocks.*"',
+            '"blocks.*"',
+            "recomputed: 'blocks.*' is not a count of calls; write for example '4 x blocks.*'",
+        ),
         (COMPOSITION + RECOMPUTED, "", "no_grad exists, but composition is missing"),
         (GRAPH, "no_grad = 5\n", "no_grad is 5, expected an array of strings"),
         (

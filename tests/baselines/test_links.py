@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.base.errors import BackendError
 from pytest_gpumem.base.open_folder import OpenFolder
-from pytest_gpumem.judging.baselines.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder, GitBackend
 from pytest_gpumem.tools.main import main
 from tests.git_store import Repository, entry

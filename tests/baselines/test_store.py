@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import StoreError
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.judging.baselines.bucket import Bucket
-from pytest_gpumem.judging.baselines.errors import StoreError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.store import Store, path_of
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from pytest_gpumem.reporting.reports.errors import ReportError
-from pytest_gpumem.tools.bisect.driver import NothingToSearch
+from pytest_gpumem.base.errors import NothingToSearch, ReportError
 from pytest_gpumem.tools.bisect.red_report import regressed_test_of
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import DeviceUnavailable, MeasuringError
 from pytest_gpumem.facts.values.events import AllocationEvent, Token
 from pytest_gpumem.measuring.devices import proc
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 from pytest_gpumem.measuring.step_config.config import CHECKPOINTS, PRECISIONS

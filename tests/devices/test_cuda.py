@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import DeviceUnavailable, MeasuringError
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.measuring.devices import proc
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable, Peak
+from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.devices.cuda import CudaDevice, cuda_slug
 from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
 from pytest_gpumem.measuring.devices.cuda_runtime import GpuProperties, RecordedRegion

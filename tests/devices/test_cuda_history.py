@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 from pytest_gpumem.measuring.devices.cuda_history import (
     HistoryEntry,

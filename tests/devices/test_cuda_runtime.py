@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.measuring.devices import cuda_runtime
 from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry, in_order_of_time

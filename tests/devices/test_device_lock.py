@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.measuring.devices import device_lock
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.cuda import CudaDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices, make_cuda
 

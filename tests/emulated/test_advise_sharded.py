@@ -78,6 +78,7 @@ from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import TRAINING
 from pytest_gpumem.plugin.relations.state import state_of
 from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.model_source import ModelFactory
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 
 named = named_model(model_name("hf:model"), batch_size("2x256"), TRAINING)
@@ -85,7 +86,8 @@ device = make_cuda()
 device.open()
 context = MeasuringContext(device, None)
 words = StepConfig.parse("fp32,shard=fsdp,world=8")
-with prepared_train_step(context, lambda: named.build(torch.float32), named.batch, config=words) as step:
+source = ModelFactory(lambda: named.build(torch.float32))
+with prepared_train_step(context, source, named.batch, config=words) as step:
     state = state_of(step, step.measure().figures)
 print([part.measured for part in (state.parameters, state.gradients, state.optimizer_state)])
 print([shards, shards, 2 * shards])

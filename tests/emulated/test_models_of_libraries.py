@@ -15,7 +15,7 @@ from pytest_gpumem.tools.advise.cards import begin, try_on
 from pytest_gpumem.tools.advise.trial import subject_by_name
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulating.emulation.load import become
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.name import batch_size
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import Task

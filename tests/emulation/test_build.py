@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.emulating.emulation.build import stand_ins
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.neighbours import needed_beside
 from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 from tests.emulation.conftest import calling, compile_library, compile_runtime

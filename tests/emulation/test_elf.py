@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.base.errors import NotElf
 from pytest_gpumem.emulating.emulation.elf import read_needs
-from pytest_gpumem.emulating.emulation.errors import NotElf
 
 
 def test_libraries_and_symbols_are_told_with_the_version_that_they_have_to_have(fake_torch):

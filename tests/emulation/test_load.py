@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.emulating.emulation import load
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.tools.main import main
 

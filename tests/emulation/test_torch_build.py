@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.emulating.emulation import torch_build
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.torch_build import installed_torch
 
 

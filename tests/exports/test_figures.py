@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.reporting.exports.figures import ExportError, figures_of
+from pytest_gpumem.base.errors import ExportError
+from pytest_gpumem.reporting.exports.figures import figures_of
 from tests.exports.values import CPU, H100, PEAK, TIMED, called, report, result, timed
 
 INFINITE = replace(timed(), metrics=tuple(replace(one, value=math.inf) if one.of else one for one in timed().metrics))

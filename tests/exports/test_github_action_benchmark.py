@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from pytest_gpumem.base.errors import ExportError
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.reporting.exports.figures import ExportError, figures_of
+from pytest_gpumem.reporting.exports.figures import figures_of
 from pytest_gpumem.reporting.exports.formats import github_action_benchmark, metrics_of
 from tests.exports.values import PEAK, TIMED, figure, from_utf8
 from tests.hostile import ALL

@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from pytest_gpumem.reporting.exports.figures import ExportError, figures_of
+from pytest_gpumem.base.errors import ExportError
+from pytest_gpumem.reporting.exports.figures import figures_of
 from pytest_gpumem.reporting.exports.tensorboard import commits, seconds, tag, write_scalars
 from tests.exports.values import CPU, H100, PEAK, called, figure, from_utf8, report, result
 from tests.hostile import TEXTS

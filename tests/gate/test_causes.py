@@ -16,7 +16,7 @@ from pytest_gpumem.judging.gate.causes import causes_of
 from pytest_gpumem.judging.gate.difference import Change, Difference
 from pytest_gpumem.judging.gate.growths import ENOUGH
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
-from pytest_gpumem.reporting.reports.causes import SessionCauses, cause_notes
+from pytest_gpumem.reporting.reports.causes import cause_notes
 
 MB = 10**6
 SCORES = Row("activation", 0, "blocks.*.attn", "model.py:38", "", "_softmax", "float32[8, 256, 256]", 4)
@@ -233,7 +233,7 @@ def test_a_single_line_is_no_cause_because_smaller_rows_may_have_grown(tensors):
     rows = [replace(SCORES, tensor=f"float32[8, {number}, 256]") for number in range(tensors)]
     found = causes_of([one_of("test_a", *rows)])
     assert found.causes == ()
-    assert cause_notes(SessionCauses(found, 1), "si") == [
+    assert cause_notes(found, "si") == [
         "not certain: model.py:38: peak allocated +6.00 MB in 1 test: test_it.py::test_a"
     ]
 
@@ -255,7 +255,7 @@ def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
     )
     measured = replace(measured, difference=replace(measured.difference, changes=changes))
     tests = [replace(test, verdicts=(measured,)), one_of("test_b", MLP, SCORES)]
-    assert cause_notes(SessionCauses(causes_of(tests), 2), "si") == [
+    assert cause_notes(causes_of(tests), "si") == [
         "not explained: peak allocated +48.00 MB in 1 test: test_it.py::test_a",
         "not certain: model.py:38 or model.py:60: peak allocated +18.00 MB in 2 tests: test_it.py::test_a and 1 other",
     ]
@@ -422,7 +422,7 @@ def leaking_at(name, row, nbytes, paths):
 def test_one_of_two_holders_is_no_cause_if_nothing_proves_which():
     found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER)])
     assert found.causes == ()
-    assert cause_notes(SessionCauses(found, 1), "si") == [
+    assert cause_notes(found, "si") == [
         "not certain: kept in Net.last or kept in Net.seen[...]: retained +6.00 MB in 1 test: test_it.py::test_a"
     ]
 

@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem.base.errors import GitHubError, NotAllowedError, UnavailableError
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.github.comment import (
     Api,
-    GitHubError,
-    NotAllowedError,
     PullRequest,
-    UnavailableError,
     marker,
     pull_request_of_event,
     put_comment,
@@ -422,7 +420,7 @@ BROKEN = {
     "cut off": ('{"format": 1', "it is cut off after 1 line;"),
     "of another program": ("[]", "it is JSON, but not a report of pytest-gpumem"),
     "that mentions somebody": ('{"format": "@maintainer", "terms": {}}', "<span>@</span>maintainer"),
-    "nested": ("[" * 100_000, "it is nested too deeply for a report"),
+    "nested": ("[" * 100_000, "its JSON is nested too deeply for a report"),
     "not UTF-8": (b"\xff", "cannot be read"),
     "large": (b" " * (32 * 2**20 + 1), "has 33,554,433 bytes, more than the limit of 33,554,432"),
 }

@@ -10,6 +10,7 @@ import torch
 
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.state import StateBytes, state_of
 from tests.steps.test_sharding import BLOCKS, F32, SHAPES, WIDTH, Net, shards
@@ -52,7 +53,7 @@ class LargeBlock(torch.nn.Module):
 def state(device: Device, config: str, model: Callable[[], torch.nn.Module] = Net, batch: Any = None) -> StateBytes:
     with prepared_train_step(
         MeasuringContext(device, time_budget=None),
-        model,
+        model_source(model),
         torch.ones(16, WIDTH) if batch is None else batch,
         config=StepConfig.parse(config),
         loss=lambda output, _batch: output.square().mean(),

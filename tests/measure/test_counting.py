@@ -19,6 +19,7 @@ from pytest_gpumem.measuring.measure.counting import CountResult, Counts, count_
 from pytest_gpumem.measuring.measure.syncs import HostTensors
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.measuring.steps.inference import quantized
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from tests.measuring import measure_infer_step
 
@@ -50,7 +51,7 @@ def bench(device):
 def trained(bench, model, batch, config: str, loss=None, optimizer=None) -> Counts:
     """The counts of a training step under a config, in the state that it repeats in."""
     parsed = StepConfig.parse(config)
-    with prepared_train_step(bench, model, batch, config=parsed, loss=loss, optimizer=optimizer) as ready:
+    with prepared_train_step(bench, model_source(model), batch, config=parsed, loss=loss, optimizer=optimizer) as ready:
         return counted(lambda: [phase.run() for phase in ready.phases])
 
 
@@ -206,7 +207,7 @@ def test_recomputing_cheap_operators_adds_calls_and_no_multiplications(bench):
 
 def test_counting_leaves_the_step_as_it_was(bench):
     parsed = StepConfig.parse("amp-bf16,checkpoint=blocks,accumulate=3")
-    with prepared_train_step(bench, Gpt, torch.randn(B, T, C), config=parsed) as ready:
+    with prepared_train_step(bench, model_source(Gpt), torch.randn(B, T, C), config=parsed) as ready:
         runs = [count_step(lambda: [phase.run() for phase in ready.phases], CPU) for _ in range(3)]
     assert runs[0] == runs[1] == runs[2]
 
@@ -361,7 +362,7 @@ def test_a_convolution_counts_each_product_of_a_weight_and_a_pixel():
 @pytest.mark.filterwarnings("ignore")  # importing torchao warns
 def test_int8_weights_count_as_the_products_that_they_are():
     pytest.importorskip("torchao")
-    model = quantized(torch.nn.Sequential(torch.nn.Linear(64, 32)), StepConfig(weights="int8"), is_given=False)
+    model = quantized(torch.nn.Sequential(torch.nn.Linear(64, 32)), StepConfig(weights="int8"))
     x = torch.ones(2, 64)
     assert counted(inferring(lambda: model(x))).flops == 2 * 2 * 64 * 32
 

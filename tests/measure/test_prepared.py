@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.base.errors import CannotRun, ConfigError
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.measure.prepared import MOST_SAMPLES, MeasuredStep
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.function import prepared_function
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from tests.measuring import measure_function, measure_infer_step, measure_train_step
@@ -71,7 +71,7 @@ def test_a_plain_config_is_the_step_without_one(bench):
 
 
 def test_without_compiling_the_model_is_called_itself_and_nothing_is_run(bench):
-    with prepared_train_step(bench, Model, batch) as prepared:
+    with prepared_train_step(bench, model_source(Model), batch) as prepared:
         assert prepared.training.run is prepared.model
         assert all(parameter.grad is None for parameter in prepared.model.parameters())
         assert not prepared.optimizer.state
@@ -126,7 +126,7 @@ def timed_as_often_as_it_may_be(prepared) -> MeasuredStep:
 
 @timed
 def test_a_step_that_is_timed_again_has_another_sample_and_the_same_bytes(bench):
-    with prepared_train_step(bench, Model, batch) as prepared:
+    with prepared_train_step(bench, model_source(Model), batch) as prepared:
         first = prepared.time(prepared.measure())
         again = prepared.time_again(first)
     assert len(first.figures.times.samples) == 1
@@ -138,7 +138,7 @@ def test_a_step_that_is_timed_again_has_another_sample_and_the_same_bytes(bench)
 @timed
 @pytest.mark.parametrize("prepare", [prepared_function, prepared_infer_step, prepared_train_step])
 def test_every_kind_of_step_is_timed_again_until_it_has_samples_enough(bench, prepare):
-    given = (lambda: torch.ones(SAMPLES),) if prepare is prepared_function else (Model, batch)
+    given = (lambda: torch.ones(SAMPLES),) if prepare is prepared_function else (model_source(Model), batch)
     with prepare(bench, *given) as prepared:
         step = timed_as_often_as_it_may_be(prepared)
     assert len(step.figures.times.samples) == MOST_SAMPLES == 3
@@ -214,10 +214,12 @@ def test_what_the_device_cannot_run_is_not_run(bench, config):
 
 def test_a_precision_that_the_device_emulates_is_measured_with_a_note(bench, monkeypatch):
     monkeypatch.setattr(type(bench.device), "emulates", lambda _, feature: "slow" if feature == "amp-bf16" else None)
-    with prepared_train_step(bench, Model, batch, config=StepConfig(precision="amp-bf16")) as training:
+    with prepared_train_step(bench, model_source(Model), batch, config=StepConfig(precision="amp-bf16")) as training:
         assert training.notes == ("slow",)
     for precision, notes in (("amp-bf16", ("slow",)), ("fp32", ())):
-        with prepared_infer_step(bench, Model, batch(), config=StepConfig(precision=precision)) as inference:
+        with prepared_infer_step(
+            bench, model_source(Model), batch(), config=StepConfig(precision=precision)
+        ) as inference:
             assert inference.notes == notes
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.devices.registry import make_cpu
 from pytest_gpumem.measuring.measure.context import MeasuringContext
-from pytest_gpumem.measuring.models.errors import ModelError
 from pytest_gpumem.measuring.models.images import cross_entropy
 from pytest_gpumem.measuring.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
 from pytest_gpumem.measuring.models.lora import Lora, lora
@@ -24,6 +24,7 @@ from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING, Task
 from pytest_gpumem.measuring.models.transformers import _shrink
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
+from pytest_gpumem.measuring.steps.model_source import ModelFactory
 from pytest_gpumem.tools.advise.trial import subject_by_name, try_config
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
 
@@ -142,8 +143,8 @@ def test_each_new_token_takes_its_keys_and_values_and_those_of_one_that_is_made_
         model = generating(name, BatchSize(3, 1), new_tokens)
         config = StepConfig.parse("fp32")
         context = MeasuringContext(device, None)
-        build = partial(model.build, torch.float32)
-        with prepared_infer_step(context, build, model.batch, config=config, new_tokens=new_tokens) as step:
+        source = ModelFactory(partial(model.build, torch.float32))
+        with prepared_infer_step(context, source, model.batch, config=config, new_tokens=new_tokens) as step:
             peaks.append(int(step.measure().metrics()["peak_allocated"]))
     device.close()
     layers, heads, head_dim, samples = SIZES["num_hidden_layers"], SIZES["num_attention_heads"], 16, 3

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.name import ModelName
 from pytest_gpumem.measuring.models.sources import named_model
 from pytest_gpumem.measuring.models.task import INFERENCE, TRAINING

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.base.errors import LaunchError
 from pytest_gpumem.facts.values.rank import Rank, in_words, name_on, rank_in, without_rank
-from pytest_gpumem.measuring.ranks.errors import LaunchError
 from pytest_gpumem.measuring.ranks.launch import launch_of
 
 TORCHRUN = {

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.plugin.relations.gradients import Gradients, assert_same_gradients, difference
 
 RTOL = 1e-2
@@ -134,7 +133,7 @@ class WithoutDropout(Model):
 def compare(model, config_a, config_b, **more):
     batch = torch.linspace(-1, 1, 64).view(8, 8)
     configs = (StepConfig.parse(config_a), StepConfig.parse(config_b))
-    return assert_same_gradients(CpuDevice(), model, batch, configs, **more)
+    return assert_same_gradients(CpuDevice(), model_source(model), batch, configs, **more)
 
 
 @pytest.mark.parametrize("config", ["checkpoint=blocks", "optimizer=sgd,clip=1,zero_grad=zero"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.plugin.relations import growth
 from pytest_gpumem.plugin.relations.growth import assert_no_growth, growth_text
 

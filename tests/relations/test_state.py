@@ -7,6 +7,7 @@ import torch
 
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.state import Share, StateBytes
 from pytest_gpumem.plugin.relations.state import state_of as state_of_step
@@ -25,7 +26,7 @@ def bench(device):
 def state_of(bench, config="fp32", model=None, optimizer=None) -> StateBytes:
     with prepared_train_step(
         bench,
-        model or (lambda: torch.nn.Linear(INPUTS, OUTPUTS)),
+        model_source(model or (lambda: torch.nn.Linear(INPUTS, OUTPUTS))),
         lambda: torch.ones(SAMPLES, INPUTS),
         config=StepConfig.parse(config),
         loss=lambda output, _batch: output.sum(),

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.reporting.reports.comparison_formats import failure_as_json
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.job_result import job_result
 from pytest_gpumem.reporting.reports.json_report import to_json
 from tests.hostile import TEXTS

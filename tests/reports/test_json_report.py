@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem import __version__
+from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import CATEGORIES
 from pytest_gpumem.facts.values.plain import to_plain
@@ -24,7 +25,6 @@ from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.comparison import compare_sides, side_of_report
 from pytest_gpumem.reporting.reports.comparison_formats import markdown
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.formats import FORMATS
 from pytest_gpumem.reporting.reports.json_report import FORMAT, from_json, mistake_in, report_schema, to_json
 from pytest_gpumem.reporting.reports.layout import Screen

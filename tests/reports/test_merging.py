@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import MergeError
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.selection import Selection
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.reporting.reports.errors import MergeError
 from pytest_gpumem.reporting.reports.json_report import from_json, to_json
 from pytest_gpumem.reporting.reports.matrix import matrices
 from pytest_gpumem.reporting.reports.merging import (

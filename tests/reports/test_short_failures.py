@@ -11,13 +11,13 @@ from pytest_gpumem.facts.values.rank import Rank, name_on
 from pytest_gpumem.judging.gate.causes import causes_of
 from pytest_gpumem.judging.gate.difference import Change, Difference
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.reporting.reports.causes import causes_in
 from pytest_gpumem.reporting.reports.github import annotation_lines
 from pytest_gpumem.reporting.reports.html.page import html, page_of
 from pytest_gpumem.reporting.reports.layout import Screen, text_of
 from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT, MOST_FOLDED, markdown
-from pytest_gpumem.reporting.reports.short_failures import explained_before, explained_by_causes, short_failures
+from pytest_gpumem.reporting.reports.short_failures import explained_before, short_failures
 from pytest_gpumem.reporting.reports.terminal import terminal_text
+from pytest_gpumem.tools.accept.by_cause import with_causes
 from tests.reports.rendered import read
 from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 
@@ -114,7 +114,7 @@ def test_a_budget_that_several_tests_exceed_is_told_once():
 
 def test_packages_that_explain_several_tests_are_told_once():
     tests = [by_packages(f"test_{n}") for n in range(3)]
-    assert [cause.kind for cause in causes_in(session(*tests)).causes.causes] == ["packages"]
+    assert [cause.kind for cause in session(*tests).causes.causes] == ["packages"]
     assert told(*tests) == ["test_1", "test_2"]
     assert len(annotation_lines(session(*tests))) == 1
     assert "2 more tests that failed only because of these causes" in read(markdown(session(*tests))).text
@@ -142,9 +142,9 @@ def test_shards_on_two_devices_have_growth_of_their_own():
         grown("test_a", SCORES),
         grown("test_a", replace(SCORES, nbytes=2 * GB), measurement={"environment": a100}),
     )
-    found = causes_in(session(*results, grown("test_b", LOSS)))
+    found = session(*results, grown("test_b", LOSS)).causes
     assert found.measured == 2
-    cause, _ = found.causes.causes
+    cause, _ = found.causes
     assert [(share.growth.device, share.amount) for share in cause.shares] == [
         ("A100", 2 * GB),
         ("NVIDIA H100 80GB HBM3", GB),
@@ -154,6 +154,46 @@ def test_shards_on_two_devices_have_growth_of_their_own():
         "tests/test_gpt.py::test_a",
         "tests/test_gpt.py::test_b",
     ]
+
+
+def test_a_test_on_two_devices_is_not_its_own_explanation():
+    on_both = [
+        grown("test_a", SCORES, measurement={"environment": replace(measured().measurement.environment, device=device)})
+        for device in ("A100", "H100")
+    ]
+    assert told(*on_both) == []
+    report = session(*on_both, grown("test_b", SCORES))
+    assert "1 more test that failed only because of these causes" in read(markdown(report)).text
+
+
+def test_a_single_test_is_explained_by_its_own_failure():
+    assert session(grown("test_a", SCORES)).causes.explained == frozenset()
+    assert len(session(grown("test_a", SCORES), grown("test_b", SCORES)).causes.explained) == 2
+
+
+def test_a_slower_test_is_only_partly_explained():
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
+    report = session(grown("test_a", SCORES), grown("test_b", SCORES, metrics=(slower,)))
+    assert names(report.causes.explained) == ["test_a"]
+    assert names(report.causes.partly_explained) == ["test_b"]
+    (_, accepted), (_, refused) = with_causes(report.causes, report.results, report.causes.causes, "si")
+    assert accepted is None
+    assert refused.why.startswith("the causes do not explain all of the test's growth")
+
+
+def test_growth_in_a_test_that_counts_as_unmeasured_has_no_cause():
+    causes = session(grown("test_a", SCORES, unmeasured="it was skipped"), grown("test_b", SCORES)).causes
+    assert names(causes.by_test) == ["test_b"]
+    assert causes.measured == 1
+
+
+def test_growth_that_an_update_accepts_has_no_cause():
+    accepted = replace(grown("test_a", SCORES), passed=True, failed=False)
+    report = session(accepted, grown("test_b", SCORES))
+    assert report.causes.causes[0].tests == ("tests/test_gpt.py::test_a", "tests/test_gpt.py::test_b")
+    report = replace(report, terms=replace(report.terms, update="all"))
+    assert report.causes.causes[0].tests == ("tests/test_gpt.py::test_b",)
+    assert report.causes.measured == 2
 
 
 def test_a_line_that_ran_in_a_model_and_alone_is_one_annotation():
@@ -227,4 +267,4 @@ def test_eight_hundred_tests_end_in_less_than_120_lines_and_fit_into_a_comment()
     whole = markdown(report)
     assert f"and {800 - 40 - MOST_FOLDED} others" in whole
     assert len(comment.encode()) <= COMMENT_LIMIT < len(whole.encode())
-    assert len(explained_by_causes(causes_in(report).causes, [one.verdict for one in results])) == 800
+    assert len(report.causes.explained) == 800

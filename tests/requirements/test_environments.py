@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
+from pytest_gpumem.base.errors import StopSignal
 from pytest_gpumem.base.git import plain_environment
-from pytest_gpumem.base.processes import Stop, StopSignal
+from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.base.requirements import environments
 from pytest_gpumem.base.requirements.environments import Environments, cache_folder, interpreter
 from pytest_gpumem.base.requirements.pip import pip_command

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.base.errors import RequirementError
 from pytest_gpumem.base.requirements.environments import _key
-from pytest_gpumem.base.requirements.errors import RequirementError
 from pytest_gpumem.base.requirements.installers import reason_in
 from pytest_gpumem.base.requirements.releases import releases_between
 from pytest_gpumem.base.requirements.requirement_set import requirement_set

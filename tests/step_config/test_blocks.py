@@ -7,8 +7,8 @@ import re
 import pytest
 from torch import nn
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.blocks import modules_matching, repeated_blocks
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 
 
 class Layer(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.facts.values.option_words import ROUTINGS
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS, CheckpointKind
 from pytest_gpumem.measuring.step_config.config import (
@@ -27,7 +28,6 @@ from pytest_gpumem.measuring.step_config.config import (
     as_config,
     combinations,
 )
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.step_config.shard_kinds import OFFLOADS, Sharding
 
 unhurried = settings(deadline=None)

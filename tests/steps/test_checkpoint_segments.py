@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.checkpointing import activation_checkpointing
 from pytest_gpumem.measuring.steps.segments import Segment
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.blocks import Block as Repeated
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import EXPENSIVE_OPS, KINDS, each_alone, in_segments
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
 
 if TYPE_CHECKING:

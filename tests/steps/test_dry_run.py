@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import ConfigError, MeasuringError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
 from pytest_gpumem.measuring.steps.inference import infer_phases
 from pytest_gpumem.measuring.steps.training import Training

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.generation import (
     generation_phases,
     generation_work,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.global_settings import caching
 from pytest_gpumem.measuring.steps.inference import infer_phases, quantized
 
@@ -197,7 +197,7 @@ def test_linear_layers_get_weights_of_a_byte_and_nearly_the_same_output():
     batch = torch.arange(10)
     with torch.inference_mode():
         before = model(batch)
-    assert quantized(model, INT8, is_given=False) is model
+    assert quantized(model, INT8) is model
     # A byte for each weight, and for each row its scale and zero point.
     weights, *of_rows = tensors_of(model[1].weight)
     assert weights.nbytes == 64 * 128
@@ -217,24 +217,19 @@ def tensors_of(tensor) -> list[torch.Tensor]:
 
 def test_without_a_word_for_the_weights_a_model_stays_as_it_is():
     model = torch.nn.Linear(1, 1)
-    assert quantized(model, StepConfig(), is_given=True) is model
+    assert quantized(model, StepConfig()) is model
     assert type(model.weight) is torch.nn.Parameter
-
-
-def test_a_given_model_is_not_changed():
-    with pytest.raises(ConfigError, match=r"^weights=int8 changes the model; pass a function that builds it$"):
-        quantized(torch.nn.Linear(1, 1), INT8, is_given=True)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_without_a_linear_layer_is_told():
     pytest.importorskip("torchao")
     with pytest.raises(ConfigError, match=r"^weights=int8: Conv2d has no torch\.nn\.Linear to quantise$"):
-        quantized(torch.nn.Conv2d(1, 1, 1), INT8, is_given=False)
+        quantized(torch.nn.Conv2d(1, 1, 1), INT8)
 
 
 def test_without_torchao_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     message = "weights=int8 needs torchao: pip install 'pytest-gpumem[torchao]'"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        quantized(torch.nn.Linear(1, 1), INT8, is_given=False)
+        quantized(torch.nn.Linear(1, 1), INT8)

@@ -8,6 +8,7 @@ import torch
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
 from pytest_gpumem.plugin.relations.state import state_of
@@ -81,7 +82,7 @@ def test_a_model_can_be_trained_after_it_was_first_used_in_inference(bench):
 
 def test_a_lazy_module_that_is_never_called_counts_nothing(bench):
     config = StepConfig.parse("fp32")
-    with prepared_train_step(bench, PartlyUsed, torch.ones(8, WIDTH), config=config) as prepared:
+    with prepared_train_step(bench, model_source(PartlyUsed), torch.ones(8, WIDTH), config=config) as prepared:
         step = prepared.measure()
         state = state_of(prepared, step.figures)
     assert step.workload.parameters == PARAMETERS
@@ -91,7 +92,7 @@ def test_a_lazy_module_that_is_never_called_counts_nothing(bench):
 def test_gradients_of_a_lazy_model_are_compared_with_equal_weights(bench):
     batch = torch.arange(8.0 * WIDTH).reshape(8, WIDTH).sin()
     configs = StepConfig.parse("fp32"), StepConfig.parse("checkpoint=modules:up")
-    assert assert_same_gradients(bench.device, Lazy, batch, configs) is None
+    assert assert_same_gradients(bench.device, model_source(Lazy), batch, configs) is None
 
 
 def test_an_uninitialised_parameter_has_no_elements():

@@ -1,8 +1,7 @@
-"""A model's step: what is made of a model, a loss and an optimizer, and what is said when they do not make a step."""
+"""A model's step: the optimizer, the loss and the precision, and the errors if they do not make a step."""
 
 from __future__ import annotations
 
-import random
 import re
 from types import SimpleNamespace
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 from pytest_gpumem.measuring.steps.global_settings import in_mode
-from pytest_gpumem.measuring.steps.model_step import build_model, build_optimizer, loss_of, parameters_of, precision_of
-
-CPU = torch.device("cpu")
-META = torch.device("meta")
+from pytest_gpumem.measuring.steps.model_source import model_source
+from pytest_gpumem.measuring.steps.model_step import build_optimizer, loss_of, parameters_of, precision_of
 
 
 class Tiny(torch.nn.Module):
@@ -28,105 +25,7 @@ class Tiny(torch.nn.Module):
         return self.linear(x).sum()
 
 
-# Models
-
-
-def test_a_model_that_was_given_is_taken_as_it_is():
-    model = Tiny()
-    assert build_model(model, CPU) is model
-
-
-def test_a_class_or_function_builds_the_model_on_the_device():
-    assert {p.device for p in build_model(Tiny, META).parameters()} == {META}
-    assert {p.device for p in build_model(lambda: torch.nn.Linear(1, 1, device="cpu"), CPU).parameters()} == {CPU}
-
-
-def test_a_model_that_is_built_on_the_device_is_not_built_elsewhere_first():
-    seen = []
-
-    def build():
-        seen.append(torch.empty(1).device)
-        return Tiny()
-
-    build_model(build, META)
-    assert seen == [META]
-
-
-def _through_numpy():
-    return torch.from_numpy(torch.linspace(0, 1, 2).numpy())
-
-
-def _mixed():
-    return torch.tensor([1.0, 2.0], device="cpu") + torch.ones(2)
-
-
-@pytest.mark.parametrize("draw", [_through_numpy, _mixed, lambda: [float(torch.ones(()))] * 2])
-def test_a_factory_that_fails_under_a_default_device_runs_without_and_is_moved(draw):
-    class Scaled(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.as_tensor(draw()))
-
-    model = build_model(Scaled, META)
-    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {META}
-
-
-def test_what_is_called_again_draws_the_same_random_numbers():
-    drawn = []
-
-    def build():
-        drawn.append((random.random(), float(torch.rand((), device="cpu"))))
-        _mixed()
-        return Tiny()
-
-    build_model(build, META)
-    assert len(drawn) == 2
-    assert drawn[0] == drawn[1]
-
-
-def test_a_function_that_fails_anyway_fails_with_the_error_of_a_plain_program():
-    def build():
-        _mixed()
-        raise KeyError("layers")
-
-    with pytest.raises(KeyError, match="layers") as caught:
-        build_model(build, META)
-    assert "device" in str(caught.value.__cause__)
-
-
-def test_a_model_that_has_no_room_is_not_built_again():
-    calls = []
-
-    def build():
-        calls.append(1)
-        raise torch.OutOfMemoryError("planted")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        build_model(build, META)
-    assert calls == [1]
-
-
-def test_a_model_on_another_device_is_told_how_to_get_here():
-    message = (
-        "the model is on meta, but this step is measured on cpu; "
-        "move it with model.to(gpumem.device), or pass a function that builds it"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        build_model(torch.nn.Linear(1, 1, device="meta"), CPU)
-
-
-def test_what_is_no_model_and_builds_none_is_named():
-    message = "expected a torch.nn.Module or a function that builds one, got 'Tiny'"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        build_model("Tiny", CPU)
-
-
-def test_a_function_that_builds_something_else_is_named():
-    def build_tensor():
-        return torch.ones(1)
-
-    with pytest.raises(TypeError, match=r"build_tensor returned Tensor, not a torch\.nn\.Module$"):
-        build_model(build_tensor, CPU)
+# Parameters
 
 
 def test_tied_parameters_count_once():
@@ -141,7 +40,7 @@ def test_tied_parameters_count_once():
 
 def test_the_optimizer_is_adamw_unless_told_otherwise():
     model = Tiny()
-    optimizer = build_optimizer(None, model, is_existing=False)
+    optimizer = build_optimizer(None, model, model_source(Tiny))
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
@@ -149,33 +48,37 @@ def test_the_optimizer_is_adamw_unless_told_otherwise():
 def test_only_trainable_parameters_are_optimized():
     model = Tiny()
     model.linear.bias.requires_grad_(False)
-    optimizer = build_optimizer(torch.optim.Adam, model, is_existing=True)
+    optimizer = build_optimizer(torch.optim.Adam, model, model_source(model))
     assert type(optimizer) is torch.optim.Adam
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model.linear.weight)]
 
 
 def test_a_function_makes_the_optimizer_of_the_parameters():
     model = Tiny()
-    optimizer = build_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=5.0), model, is_existing=False)
+    optimizer = build_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=5.0), model, model_source(Tiny))
     assert optimizer.param_groups[0]["lr"] == 5.0
 
 
-def test_an_optimizer_of_a_given_model_is_taken_as_it_is():
+def test_an_optimizer_of_an_existing_model_is_used():
     model = Tiny()
     optimizer = torch.optim.SGD(model.parameters())
-    assert build_optimizer(optimizer, model, is_existing=True) is optimizer
+    assert build_optimizer(optimizer, model, model_source(model)) is optimizer
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_an_optimizer_of_another_model_is_refused_with_what_to_pass(given):
+@pytest.mark.parametrize("optimized", ["another model", "what the factory returned"])
+def test_an_optimizer_of_another_model_is_refused_with_what_to_pass(optimized):
+    model = Tiny()
+    other, source = (
+        (Tiny(), model_source(model)) if optimized == "another model" else (model, model_source(lambda: model))
+    )
     message = "the optimizer was created for other parameters than the model's; pass a function: optimizer=lambda parameters: ..."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        build_optimizer(torch.optim.SGD(Tiny().parameters()), Tiny(), is_existing=given)
+        build_optimizer(torch.optim.SGD(other.parameters()), model, source)
 
 
 def test_a_frozen_model_is_told_how_it_can_be_measured():
     with pytest.raises(ValueError, match=r"no parameter that requires a gradient; measure it with gpumem\.infer_step$"):
-        build_optimizer(None, Tiny().requires_grad_(False), is_existing=True)
+        build_optimizer(None, Tiny().requires_grad_(False), model_source(Tiny))
 
 
 def test_a_function_that_makes_no_optimizer_is_named():
@@ -183,7 +86,7 @@ def test_a_function_that_makes_no_optimizer_is_named():
         return None
 
     with pytest.raises(TypeError, match=r"make_nothing returned NoneType, not a torch\.optim\.Optimizer$"):
-        build_optimizer(make_nothing, Tiny(), is_existing=True)
+        build_optimizer(make_nothing, Tiny(), model_source(Tiny))
 
 
 # Losses

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8

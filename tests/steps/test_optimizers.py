@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.config import OPTIMIZERS, StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_step import eight_bit_module, optimizer_named
 from pytest_gpumem.measuring.steps.sharded_optimizer import adapted_factory
 from pytest_gpumem.plugin.relations.state import state_bytes

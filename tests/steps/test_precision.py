@@ -7,14 +7,14 @@ import re
 import pytest
 import torch
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import ConfigError, MeasuringError
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.cuda import CudaDevice
 from pytest_gpumem.measuring.step_config.config import PRECISIONS
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.precision import (
     autocasting,
     batch_in_precision,
+    check_precision,
     float32_precision,
     in_precision,
     precision_named,
@@ -43,36 +43,35 @@ def test_every_word_is_a_precision_and_no_word_is_the_models_own():
 @pytest.mark.parametrize(("word", "dtype"), [*((word, torch.float32) for word in FLOAT32), *HALF])
 def test_a_model_that_was_built_here_gets_the_weights_of_the_precision(word, dtype):
     for built in (torch.float32, torch.float64, torch.bfloat16):
-        model = in_precision(linear(built), word, is_given=False)
+        model = in_precision(linear(built), word)
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_buffers_of_integers_stay_integers():
-    model = in_precision(torch.nn.BatchNorm1d(2), "bf16", is_given=False)
+    model = in_precision(torch.nn.BatchNorm1d(2), "bf16")
     assert model.running_mean.dtype == torch.bfloat16
     assert model.num_batches_tracked.dtype == torch.int64
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_without_a_precision_a_model_stays_as_it_is(given):
+def test_without_a_precision_a_model_stays_unchanged():
     model = linear(torch.float64)
-    assert in_precision(model, None, given) is model
+    check_precision(model, None)
+    assert in_precision(model, None) is model
     assert model.weight.dtype == torch.float64
 
 
-def test_a_given_model_in_the_right_dtype_is_taken_as_it_is():
-    model = linear(torch.bfloat16)
-    assert in_precision(model, "bf16", is_given=True) is model
+def test_an_existing_model_in_the_right_dtype_is_accepted():
+    check_precision(linear(torch.bfloat16), "bf16")
 
 
-def test_a_given_model_in_another_dtype_is_told_how_to_get_there_and_not_converted():
+def test_an_existing_model_in_another_dtype_is_refused_and_not_converted():
     model = torch.nn.Sequential(linear(), linear(torch.float16), linear(torch.bfloat16))
     message = (
         "bf16 needs bfloat16 parameters, but the model has float16, float32; "
         "pass a function that builds the model, or convert the model with model.to(torch.bfloat16)"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        in_precision(model, "bf16", is_given=True)
+        check_precision(model, "bf16")
     assert model[0].weight.dtype == torch.float32
 
 
@@ -201,8 +200,8 @@ def test_without_a_precision_and_on_another_device_matrix_products_are_left_alon
 def test_complex_numbers_are_not_made_real():
     model = torch.nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"^bf16: converting the model would drop the imaginary part of weight"):
-        in_precision(model, "bf16", is_given=False)
-    assert in_precision(model, "fp32", is_given=False) is model
+        in_precision(model, "bf16")
+    assert in_precision(model, "fp32") is model
 
 
 def test_only_float32_weights_that_compute_in_float16_scale_gradients():

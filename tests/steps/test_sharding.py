@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure import runner
 from pytest_gpumem.measuring.measure.context import MeasuringContext
@@ -24,7 +25,7 @@ from pytest_gpumem.measuring.measure.counting import NO_COUNTS
 from pytest_gpumem.measuring.measure.reading import run_one_step
 from pytest_gpumem.measuring.ranks.consensus import Alone, Consensus
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
@@ -93,7 +94,7 @@ def prepared(bench, config, model=Net, samples=SAMPLES, optimizer=None):
         pytest.skip(why)
     with prepared_train_step(
         bench,
-        model,
+        model_source(model),
         lambda: torch.ones(samples, WIDTH),
         config=parsed,
         loss=lambda output, _batch: output.square().mean(),
@@ -475,7 +476,7 @@ def test_a_model_without_attention_does_not_share_a_sequence(bench, monkeypatch)
         pytest.raises(ConfigError, match=r"^shard=cp:2: .*scaled_dot_product_attention, but the model never calls"),
         prepared_train_step(
             bench,
-            lambda: torch.nn.Linear(8, 8),
+            model_source(lambda: torch.nn.Linear(8, 8)),
             torch.ones(2, 16, 8),
             config=StepConfig.parse("fp32,shard=cp:2"),
             loss=lambda output, _batch: output.square().mean(),
@@ -503,7 +504,7 @@ def test_an_input_of_the_model_goes_to_the_first_stage_or_is_refused(bench, rank
         x, mask = torch.ones(SAMPLES, WIDTH), torch.ones(SAMPLES, WIDTH)
         with prepared_train_step(
             bench,
-            lambda: Masked(masked),
+            model_source(lambda: Masked(masked)),
             {"x": x, "mask": mask} if named else (x, mask),
             config=StepConfig.parse(f"fp32,shard=pp:2,accumulate=2,rank={rank}"),
             loss=lambda output, _batch: output.square().mean(),
@@ -579,5 +580,5 @@ def test_a_sharding_that_lacks_micro_batches_blocks_or_the_number_of_ranks_says_
 def test_gradients_of_a_rank_alone_are_not_compared(device):
     with pytest.raises(ConfigError, match=r"each rank has its own gradients; leave shard= out"):
         assert_same_gradients(
-            device, Net, torch.ones(SAMPLES, WIDTH), (StepConfig.parse("shard=ddp,world=2"), StepConfig())
+            device, model_source(Net), torch.ones(SAMPLES, WIDTH), (StepConfig.parse("shard=ddp,world=2"), StepConfig())
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.measuring.steps.model_source import model_source
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
 from pytest_gpumem.plugin.relations.state import state_of
@@ -97,7 +98,7 @@ def train(device, model, config):
 
 def same(device, model, one, other):
     return assert_same_gradients(
-        device, model, torch.randn(16, WIDTH), (StepConfig.parse(one), StepConfig.parse(other))
+        device, model_source(model), torch.randn(16, WIDTH), (StepConfig.parse(one), StepConfig.parse(other))
     )
 
 
@@ -161,7 +162,7 @@ def test_a_model_in_half_precision_is_compared_as_such(device):
 
     batch = torch.randn(16, WIDTH).bfloat16()
     configs = StepConfig.parse("plain"), StepConfig.parse("checkpoint=blocks")
-    assert assert_same_gradients(device, build, batch, configs) is None
+    assert assert_same_gradients(device, model_source(build), batch, configs) is None
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,6 @@ def test_gradients_that_the_optimizer_leaves_are_no_copy_of_its_state(device):
     model = Model()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
     context = MeasuringContext(device, time_budget=None)
-    with prepared_train_step(context, model, torch.ones(16, WIDTH), optimizer=optimizer) as prepared:
+    with prepared_train_step(context, model_source(model), torch.ones(16, WIDTH), optimizer=optimizer) as prepared:
         state = state_of(prepared, prepared.measure().figures)
     assert state.other == 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pytest_gpumem.base.errors import CompositionError
 from pytest_gpumem.facts.values.composition import (
     CATEGORIES,
     KEPT_SHARE,
@@ -18,7 +19,6 @@ from pytest_gpumem.facts.values.composition import (
     MOST_TIED,
     REST,
     Composition,
-    CompositionError,
     Explanation,
     Holder,
     Row,

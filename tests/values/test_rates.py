@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.facts.measurement import Environment, Measurement, MissingMetric, Workload
+from pytest_gpumem.base.errors import MissingMetric
+from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.rates import Rate, return_on
 
 saves, costs, roi = Measurement.saves, Measurement.costs, Measurement.roi

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import CacheError, InstallationError
 from pytest_gpumem.base.processes import POLL_SECONDS, run
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.installed import by_module
 from pytest_gpumem.base.requirements.installers import Installer
-from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base.user_cache import cache_root, check_private_folder, make_private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
 
+from pytest_gpumem.base.errors import InstallationError
 from pytest_gpumem.base.processes import run
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.pip import pip_command
 
 if TYPE_CHECKING:

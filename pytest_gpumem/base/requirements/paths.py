@@ -14,15 +14,13 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 
+from pytest_gpumem.base.errors import PathNotFound
+
 _ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar", ".tar.bz2", ".tar.xz")
 _WITH_EXTRAS = re.compile(r"(.+?)(\[[^\[\]]*\])?")
 _SPLITS = re.compile(r"[\s'\"\\]")
 _FIND_LINKS = ("-f", "--find-links")
 _EDITABLE = ("-e", "--editable")
-
-
-class PathNotFound(ValueError):
-    """Raised if a requirement is a path that does not exist. The message is the path."""
 
 
 def is_path(line: str) -> bool:

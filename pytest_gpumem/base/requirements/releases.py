@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
+from pytest_gpumem.base.errors import InstallationError
 from pytest_gpumem.base.processes import run
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.installers import reason_in
 from pytest_gpumem.base.requirements.pip import pip_command
 

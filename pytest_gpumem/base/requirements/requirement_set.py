@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from pytest_gpumem.base.requirements.errors import RequirementError
-from pytest_gpumem.base.requirements.paths import PathNotFound, is_path, named_path, option_from
+from pytest_gpumem.base.errors import PathNotFound, RequirementError
+from pytest_gpumem.base.requirements.paths import is_path, named_path, option_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

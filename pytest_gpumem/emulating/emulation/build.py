@@ -12,10 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.base.user_cache import CacheError, cache_root, check_private_folder, make_private_folder
+from pytest_gpumem.base.errors import CacheError, EmulationError, NotElf
+from pytest_gpumem.base.user_cache import cache_root, check_private_folder, make_private_folder
 from pytest_gpumem.base.variables import CACHE, COMPILER
 from pytest_gpumem.emulating.emulation.elf import read_needs
-from pytest_gpumem.emulating.emulation.errors import EmulationError, NotElf
 from pytest_gpumem.emulating.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulating.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulating.emulation.torch_build import needs_of_triton

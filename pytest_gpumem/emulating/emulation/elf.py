@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.emulating.emulation.errors import NotElf
+from pytest_gpumem.base.errors import NotElf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.emulating.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulating.emulation.cudnn import Cudnn
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import Gpu
 from pytest_gpumem.emulating.emulation.libraries import DRIVER, library_of
 from pytest_gpumem.emulating.emulation.torch_build import compiler_variables, installed_torch

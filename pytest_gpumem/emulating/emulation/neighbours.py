@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.base.errors import NotElf
 from pytest_gpumem.emulating.emulation.elf import read_needs
-from pytest_gpumem.emulating.emulation.errors import NotElf
 from pytest_gpumem.emulating.emulation.libraries import library_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.user_cache import CacheError, cache_root, make_private_folder
+from pytest_gpumem.base.errors import CacheError, EmulationError
+from pytest_gpumem.base.user_cache import cache_root, make_private_folder
 from pytest_gpumem.base.variables import COMPILER
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

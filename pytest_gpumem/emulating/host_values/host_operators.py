@@ -77,8 +77,8 @@ _MADE_OF_NOTHING = frozenset(
 """Operators that use only their first argument's shape, not its values."""
 
 _frombuffer = torch.frombuffer
-"""The original function. `watched_methods` replaces it by a function that notes the memory as shared with another library,
-which is not the case in `on_the_same_memory`."""
+"""The original ``torch.frombuffer``. `watched_methods` replaces it by a function that notes the memory as shared with another
+library. `on_the_same_memory` calls the original, because its memory is not shared with another library."""
 
 _STATISTICS = ("running_mean", "running_var")
 """Arguments to which normalisations write. Most operators' schemas do not say so."""

@@ -156,7 +156,7 @@ def _compute(
     *,
     has_known_inputs: bool,
 ) -> bool:
-    """Run a GPU operator again on the CPU, and return whether this wrote the values of its results."""
+    """Run a GPU operator again on the CPU to compute its results. Return whether the results now have these values."""
     operator = call.operator
     if operator.reads or operator.name in NO_VALUES or (operator.random and operator.name not in _DRAWN):
         return False

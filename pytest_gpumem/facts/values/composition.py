@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
+from pytest_gpumem.base.errors import CompositionError
 from pytest_gpumem.base.units import counted, format_bytes, nearest
 from pytest_gpumem.facts.values.layers import Layers, Numbers, kinds_of, numbers_in, split_layers, with_layers
 from pytest_gpumem.facts.values.module_calls import Caller, Calls, outermost
@@ -72,14 +73,6 @@ _DIGITS = re.compile(r"\d+")
 
 NOT_EXPLAINED = "the measured code could not be run again to explain its peak"
 """Prefix of the note in a report if the step raised an exception when the plugin ran it once more to record its memory."""
-
-
-class MissingComposition(AttributeError):
-    """Raised if a test reads a composition and none was recorded. The message says how to record the composition."""
-
-
-class CompositionError(ValueError):
-    """Raised if a text in the store is not a row. The message shows the expected form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.base.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

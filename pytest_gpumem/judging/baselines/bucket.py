@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import BackendError, WriteConflictError
 from pytest_gpumem.judging.baselines.backend import SUFFIX, Backend
-from pytest_gpumem.judging.baselines.errors import BackendError, WriteConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

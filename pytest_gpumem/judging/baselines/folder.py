@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.atomic_file import DRAFT, write_atomically
-from pytest_gpumem.base.git import GitError, contents, git
+from pytest_gpumem.base.errors import BackendError, GitError
+from pytest_gpumem.base.git import contents, git
 from pytest_gpumem.base.open_folder import open_folder
 from pytest_gpumem.judging.baselines.backend import LARGEST, SUFFIX, Backend
-from pytest_gpumem.judging.baselines.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,11 +31,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from pytest_gpumem.base.errors import CompositionError, FormatError
 from pytest_gpumem.base.toml import read_toml
 from pytest_gpumem.base.units import nearest
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
-from pytest_gpumem.facts.values.composition import Composition, CompositionError, Row, row_from_text
+from pytest_gpumem.facts.values.composition import Composition, Row, row_from_text
 from pytest_gpumem.facts.values.module_calls import Calls, calls_from_text
 from pytest_gpumem.facts.values.operator_counts import (
     MADE_OF_OPERATORS,
@@ -46,7 +47,6 @@ from pytest_gpumem.facts.values.operator_counts import (
     total,
 )
 from pytest_gpumem.judging.baselines.backend import LARGEST
-from pytest_gpumem.judging.baselines.errors import FormatError
 from pytest_gpumem.judging.gate.baseline import Baseline, Key
 from pytest_gpumem.measuring.timing.comparison import Runs
 

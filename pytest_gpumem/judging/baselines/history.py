@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import FormatError
 from pytest_gpumem.base.git import contents, git, is_shallow
-from pytest_gpumem.judging.baselines.errors import FormatError
 from pytest_gpumem.judging.baselines.format import parse
 
 if TYPE_CHECKING:

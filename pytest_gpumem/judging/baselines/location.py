@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.judging.baselines.errors import BackendError
+from pytest_gpumem.base.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder
 
 if TYPE_CHECKING:

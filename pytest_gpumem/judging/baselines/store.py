@@ -8,14 +8,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.base.errors import BackendError, FormatError, IncompleteChangeError, StoreError, WriteConflictError
 from pytest_gpumem.judging.baselines.backend import SUFFIX, Backend
-from pytest_gpumem.judging.baselines.errors import (
-    BackendError,
-    FormatError,
-    IncompleteChangeError,
-    StoreError,
-    WriteConflictError,
-)
 from pytest_gpumem.judging.baselines.format import parse, render
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline
 

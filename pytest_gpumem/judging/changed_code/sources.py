@@ -9,7 +9,8 @@ from importlib.util import decode_source
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pytest_gpumem.base.git import GitError, contents, git
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import contents, git
 from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:

@@ -13,13 +13,16 @@ import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import KEPT_IN
+from pytest_gpumem.facts.values.rank import in_words, rank_in
 from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
 from pytest_gpumem.judging.gate.growths import ENOUGH, KEPT_METRICS, LEAST, growths_of, with_proven_places
+from pytest_gpumem.judging.gate.verdict import FAILING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +43,11 @@ class Share:
     growth: Growth
     amount: float
     """The size of the part, in the metric's unit."""
+
+    @property
+    def needs_cause(self) -> bool:
+        """True if the part is above 20 % of its growth. A smaller part without a cause counts as a consequence."""
+        return self.amount > (1 - ENOUGH) * self.growth.amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,20 @@ class Cause:
         return tuple(sorted({share.growth.test for share in self.shares}))
 
     @property
+    def only_on(self) -> tuple[str, ...]:
+        """Clauses such as ``only on rank 1 of 4``, one for each job size, if only some ranks have the cause."""
+        ranks = {rank for share in self.shares if (rank := rank_in(share.growth.name)) is not None}
+        numbers_by_world = {
+            world: sorted(rank.number for rank in ranks if rank.world == world)
+            for world in sorted({rank.world for rank in ranks})
+        }
+        return tuple(
+            f"only on {in_words(numbers)} of {world}"
+            for world, numbers in numbers_by_world.items()
+            if len(numbers) < world
+        )
+
+    @property
     def metric(self) -> str:
         """The metric with the most growths from this cause. Among equals, the most important metric is returned.
 
@@ -139,29 +161,107 @@ class CandidateCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes of growth in a session, the cause with the most tests first.
+    """The causes of growth in a session, the cause with the most tests first, and the tests that they explain.
 
     For each growth, its shares in ``causes`` and ``not_explained`` add up to the growth exactly.
+
+    Example:
+        Six of 21 measured tests fail because of ``tiny_models/gpt.py:38``. One of them is also slower. There is one cause, the
+        other five tests are ``explained``, and the slower test is ``partly_explained``.
     """
 
-    causes: tuple[Cause, ...] = ()
-    not_explained: tuple[Share, ...] = ()
-    unproven: tuple[CandidateCause, ...] = ()
+    causes: tuple[Cause, ...]
+    not_explained: tuple[Share, ...]
+    unproven: tuple[CandidateCause, ...]
     """The possible causes of parts in ``not_explained``, sorted by their number of tests."""
+    by_test: Mapping[str, tuple[Cause, ...]]
+    """The causes of each test with a cause, by the test's id."""
+    partly_explained: frozenset[str]
+    """The ids of tests with a cause that also have growth, or a failing metric, without a cause."""
+    explained: frozenset[str]
+    """The ids of tests that fail only because of their causes; empty unless the causes `concern_several_tests`."""
+    concern_several_tests: bool
+    """True if several tests grew. If only a single test grew, its own failure text already explains the growth."""
+    measured: int
+    """The number of measured tests in the session."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
-        return tuple(cause for cause in self.causes if test in cause.tests)
+        return self.by_test.get(test, ())
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
         """The shares in ``not_explained`` above 20 % of their growth."""
-        return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
+        return tuple(share for share in self.not_explained if share.needs_cause)
 
 
-def causes_of(tests: Iterable[TestVerdict]) -> Causes:
-    """Return the causes of the growth in these tests. The order of the tests does not matter."""
-    growths = growths_of(tests)
+def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Causes:
+    """Return the causes of the growth in these tests. The order of the tests does not matter.
+
+    Args:
+        tests: The verdicts. A test that ran on several devices has several.
+        measured: The number of measured tests in the session, if ``tests`` lacks some of them. By default, the measured tests
+            in ``tests`` are counted.
+    """
+    tests = list(tests)
+    causes, not_explained, unproven = _causes(growths_of(test for test in tests if not test.unmeasured))
+    by_test: dict[str, tuple[Cause, ...]] = {}
+    for cause in causes:
+        for name in cause.tests:
+            by_test[name] = (*by_test.get(name, ()), cause)
+    unexplained = [share.growth for share in not_explained if share.needs_cause]
+    # No cause ever explains a time. So slower tests count only if the session has causes.
+    without_cause = {
+        growth.test for growth in unexplained if causes or METRICS[growth.metric].kind in ("memory", "work")
+    }
+    concern_several_tests = len(by_test.keys() | without_cause) > 1
+    with_cause = [test for test in tests if test.nodeid in by_test]
+    partly_explained = {growth.test for growth in unexplained if growth.test in by_test}
+    # If shards ran a test on several devices, the test has several verdicts. Each must have no other reason to fail.
+    partly_explained |= {test.nodeid for test in with_cause if _fails_for_more(test, by_test[test.nodeid])}
+    failed_otherwise = {test.nodeid for test in with_cause if test.missing or test.failed_by_itself}
+    return Causes(
+        causes,
+        not_explained,
+        unproven,
+        MappingProxyType(by_test),
+        frozenset(partly_explained),
+        frozenset(by_test.keys() - partly_explained - failed_otherwise if concern_several_tests else ()),
+        concern_several_tests,
+        len({test.nodeid for test in tests if not test.unmeasured}) if measured is None else measured,
+    )
+
+
+def _fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
+    """Return whether a test's metrics also fail for reasons that its causes do not explain.
+
+    Examples are a slower step, a budget without a cause, or more operators at an unrelated line.
+    """
+    failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
+    if any(METRICS[name].kind in ("time", "throughput") for name in failing):
+        return True
+    # A budget explains only its own metric. A line or a package may make other metrics grow as well.
+    if any(cause.kind == "budget" for cause in causes):
+        shares = [share for cause in causes for share in cause.shares if share.growth.test == test.nodeid]
+        if not failing <= {share.growth.metric for share in shares}:
+            return True
+    files = {file_and_line(line)[0] for cause in causes for line in cause.lines}
+    modules = {module for cause in causes for module in cause.modules}
+    grown = (
+        tally.place
+        for verdict in test.verdicts
+        for name, tallies in verdict.count_changes.items()
+        for tally in tallies
+        if name in failing and tally.amount > 0
+    )
+    lines = ((place.named or place.library or place.site, place.module) for place in grown)
+    return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)
+
+
+def _causes(
+    growths: Sequence[ExplainedGrowth],
+) -> tuple[tuple[Cause, ...], tuple[Share, ...], tuple[CandidateCause, ...]]:
+    """Return the causes of these growths, the parts without a cause, and the candidate causes."""
     growths = with_proven_places(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
     shares: dict[Place, list[tuple[ExplainedGrowth, float]]] = defaultdict(list)
@@ -180,7 +280,7 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
         for share in cause.shares:
             unexplained[share.growth] -= share.amount
     not_explained = tuple(Share(growth, amount) for growth, amount in unexplained.items() if amount)
-    return Causes(tuple(sorted(causes, key=_order)), not_explained, _unproven(growths))
+    return tuple(sorted(causes, key=_order)), not_explained, _unproven(growths)
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.values.interference import Conditions
 from pytest_gpumem.facts.values.unknown_reads import NOTHING_READ
 from pytest_gpumem.measuring.devices import proc
@@ -50,14 +50,6 @@ BlockIds = frozenset[tuple[int, int]]
 The number distinguishes a new block from an earlier block at the same address. For example, a tensor at ``0x7f00`` is
 ``(0x7f00, 12)``. After this tensor is freed, a new tensor at the same address is ``(0x7f00, 57)``.
 """
-
-
-class DeviceUnavailable(Exception):
-    """Raised if a device cannot be used on this machine. The message is the reason, for example ``no CUDA device: ...``."""
-
-
-class CannotRun(Exception):
-    """Raised if a device cannot run a step under its step config. The message is the reason, without a final period."""
 
 
 @dataclass(frozen=True, slots=True)

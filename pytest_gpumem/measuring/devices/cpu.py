@@ -13,11 +13,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.base.errors import DeviceUnavailable, MeasuringError
 from pytest_gpumem.base.variables import ONEDNN_MAX_CPU_ISA
-from pytest_gpumem.facts.measurement import Environment, MeasuringError
+from pytest_gpumem.facts.measurement import Environment
 from pytest_gpumem.facts.values.events import AllocationEvent
 from pytest_gpumem.measuring.devices import proc
-from pytest_gpumem.measuring.devices.contract import Device, DeviceUnavailable
+from pytest_gpumem.measuring.devices.contract import Device
 from pytest_gpumem.measuring.devices.live_blocks import FreeCallbacks, LiveBlocks
 from pytest_gpumem.measuring.devices.profiled import tokens_of
 from pytest_gpumem.measuring.devices.reference_workload import ReferenceWorkload

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.atomic_file import replacing
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.base.variables import ALLOC_CONF, CUDA_ALLOC_CONF
 from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.facts.measurement import Environment
 from pytest_gpumem.measuring.devices import proc
 from pytest_gpumem.measuring.devices.capability import lacking
-from pytest_gpumem.measuring.devices.contract import Device, DeviceUnavailable, Peak
+from pytest_gpumem.measuring.devices.contract import Device, Peak
 from pytest_gpumem.measuring.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.measuring.devices.cuda_workspaces import Workspaces, transient_in_peak
 from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory

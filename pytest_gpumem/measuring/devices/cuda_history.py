@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.values.events import NOWHERE, AllocationEvent, SpanBegin, SpanEnd, TensorRecord, Threads, Token
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.facts.values.option_words import NO_CUDA
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cuda_history import history_of
 from pytest_gpumem.measuring.devices.nvml import NvmlGpu
 from pytest_gpumem.measuring.devices.proc import is_of_session, workers_of_session

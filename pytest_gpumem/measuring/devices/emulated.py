@@ -73,7 +73,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        # Discard what was read before `open`, because no measured test has read it.
+        # Discard reads that were noted before `open`: code outside the measured tests made them.
         self.lost()
         self.take_reads()
 

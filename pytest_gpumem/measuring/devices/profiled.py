@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd, TensorRecord
 from pytest_gpumem.measuring.devices.cuda_history import numbered_by_thread
 from pytest_gpumem.torch_support.private_api.profiler import event_tree, quiet_kineto, span, threads_of_spans

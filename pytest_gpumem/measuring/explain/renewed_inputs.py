@@ -54,7 +54,10 @@ def renewals(timeline: Timeline) -> list[Renewal]:
 
 
 def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """Return the last following step's blocks with the same size, module and line as ``recorded_blocks``."""
+    """For each recorded block, return the block with the same size, module and line in the last step after the recorded step.
+
+    If the last step has no such block, the entry is ``None``.
+    """
     if not timeline.following:
         return recorded_blocks
     last = timeline.following[-1]

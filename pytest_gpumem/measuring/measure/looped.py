@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import word_form
-from pytest_gpumem.facts.measurement import MeasuringError
 from pytest_gpumem.measuring.explain.owners import parameters_of_optimizer
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_bytes_rarely

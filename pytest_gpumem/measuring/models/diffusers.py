@@ -11,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.configuration import read_configuration, without_links
-from pytest_gpumem.measuring.models.errors import WRITE, ModelError, nearest_of_many
 from pytest_gpumem.measuring.models.inputs import TARGET, Inputs, RandomTensor, by_sides
 from pytest_gpumem.measuring.models.library import library_of
 from pytest_gpumem.measuring.models.name import BatchSize
 from pytest_gpumem.measuring.models.named_model import NamedModel
+from pytest_gpumem.measuring.models.remedies import WRITE, nearest_of_many
 from pytest_gpumem.measuring.steps.model_step import quietly
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.inputs import TARGET
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.base.units import nearest, whole_number
-from pytest_gpumem.measuring.models.errors import ModelError
 from pytest_gpumem.measuring.step_config.config import in_an_id
 
 ALL_LINEAR = "all-linear"

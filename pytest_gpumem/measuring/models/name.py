@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

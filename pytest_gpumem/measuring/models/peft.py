@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.library import library_of
 from pytest_gpumem.measuring.models.lora import ALL_LINEAR
 from pytest_gpumem.measuring.models.named_model import on_meta

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.models.errors import ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.name import ModelName
 
 if TYPE_CHECKING:
@@ -32,17 +32,13 @@ class Source:
     """True if the library contains models that generate tokens."""
 
 
-_OF_TRANSFORMERS = Source(
-    "transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json", generates=True
-)
+_OF_TRANSFORMERS = Source("transformers", "{source}:ORG/NAME, or {source}:FOLDER with a config.json", generates=True)
 SOURCES = {
     "hf": _OF_TRANSFORMERS,
     "hf-tiny": _OF_TRANSFORMERS,
     "timm": Source("timm", "{source}:NAME, as timm.list_models() has them"),
     "torchvision": Source("torchvision", "{source}:NAME, as torchvision.models.list_models() has them"),
-    "diffusers": Source(
-        "diffusers", "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}: and a folder with config.json"
-    ),
+    "diffusers": Source("diffusers", "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}:FOLDER with a config.json"),
 }
 """Sources by the word before the colon.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.base.units import counted, whole_number
-from pytest_gpumem.measuring.models.errors import ModelError
 
 if TYPE_CHECKING:
     from pytest_gpumem.measuring.models.lora import Lora

@@ -7,12 +7,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.models.errors import WRITE, ModelError, nearest_of_many
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.images import check_side, cross_entropy, main_argument
 from pytest_gpumem.measuring.models.inputs import TARGET, Inputs, RandomTensor, by_sides
 from pytest_gpumem.measuring.models.library import library_of
 from pytest_gpumem.measuring.models.name import BatchSize
 from pytest_gpumem.measuring.models.named_model import NamedModel, on_meta
+from pytest_gpumem.measuring.models.remedies import WRITE, nearest_of_many
 
 if TYPE_CHECKING:
     from pytest_gpumem.measuring.models.name import ModelName

@@ -10,10 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.configuration import AUTO_MAP, read_configuration, without_links
-from pytest_gpumem.measuring.models.errors import WRITE, ModelError
 from pytest_gpumem.measuring.models.library import library_of
 from pytest_gpumem.measuring.models.named_model import NamedModel
+from pytest_gpumem.measuring.models.remedies import WRITE
 from pytest_gpumem.measuring.models.transformers_inputs import PIXELS, inputs_of, vision_part
 from pytest_gpumem.measuring.models.transformers_prompts import prompt_of
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.models.errors import WRITE, ModelError
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.measuring.models.inputs import Inputs, RandomTensor, by_sides
 from pytest_gpumem.measuring.models.name import BatchSize
+from pytest_gpumem.measuring.models.remedies import WRITE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pytest_gpumem.base.errors import ModelError
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.measuring.models.errors import WRITE, ModelError
 from pytest_gpumem.measuring.models.inputs import Inputs, by_sides
 from pytest_gpumem.measuring.models.name import BatchSize
+from pytest_gpumem.measuring.models.remedies import WRITE
 from pytest_gpumem.measuring.models.transformers_inputs import FEATURES, MOST_TOKENS, TOKENS, inputs_of, positions_of
 
 

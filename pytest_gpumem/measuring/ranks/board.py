@@ -8,7 +8,7 @@ import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.ranks.errors import BoardError
+from pytest_gpumem.base.errors import BoardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_gpumem.base.errors import RankLost
 from pytest_gpumem.facts.values.rank import Rank
-from pytest_gpumem.measuring.ranks.errors import RankLost
 from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 
 if TYPE_CHECKING:

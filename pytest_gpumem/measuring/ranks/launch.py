@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import LaunchError
 from pytest_gpumem.base.units import word_form
 from pytest_gpumem.base.variables import WORLD_SIZE
 from pytest_gpumem.facts.values.rank import Rank
-from pytest_gpumem.measuring.ranks.errors import LaunchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import BoardError
 from pytest_gpumem.facts.values.rank import Rank, in_words
 from pytest_gpumem.measuring.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
 from pytest_gpumem.measuring.ranks.board import Board
 from pytest_gpumem.measuring.ranks.consensus import Point, failure_key
-from pytest_gpumem.measuring.ranks.errors import BoardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +214,9 @@ class Watch(threading.Thread):
         os._exit(status)
 
     def _terminated(self, *_: object) -> None:
-        """Do nothing, because the main thread may never get to run this handler. The thread's socket receives the signal."""
+        """Do nothing. Python runs this handler in the main thread, which may be blocked, so the watching thread's socket
+        gets the signal.
+        """
 
     def _forget_in_child(self) -> None:
         """Restore the default handler for SIGTERM in a forked process. A DataLoader ends its workers with SIGTERM."""

@@ -6,7 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.torch_support.static_access import class_name, elements_of, parameters_of
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.base.units import nearest, number, whole_number
 from pytest_gpumem.facts.values.option_words import ROUTINGS, Routing
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS, Checkpointing
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.step_config.shard_kinds import NONE, OFFLOADS, SHARD_KINDS, Sharding, read_offload
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.base.units import word_form
 from pytest_gpumem.measuring.step_config.blocks import (
     Block,
@@ -19,7 +20,6 @@ from pytest_gpumem.measuring.step_config.blocks import (
     repeated_blocks,
 )
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import each_alone
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
 

@@ -7,10 +7,10 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.emulation.torch_build import missing_for_compiling
 from pytest_gpumem.measuring.measure.reading import run_phases
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs, compiles_within_modes, load_compiler
 

@@ -6,10 +6,10 @@ import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.base.units import counted, whole_number
 from pytest_gpumem.facts.measurement import TOKENS
 from pytest_gpumem.measuring.measure.reading import Phase
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import arguments_of, samples_in, work_in
 from pytest_gpumem.measuring.steps.precision import autocasting
 

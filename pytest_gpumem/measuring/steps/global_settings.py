@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.devices.contract import CannotRun
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import CannotRun, ConfigError
 from pytest_gpumem.measuring.steps.batches import call_model, micro_batches
 from pytest_gpumem.measuring.steps.precision import autocasting, float32_precision
 from pytest_gpumem.torch_support.private_api.numerics import outside_autocast

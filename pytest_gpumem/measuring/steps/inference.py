@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.prepared import PreparedStep
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import call_model, describe, on_device, work_in
 from pytest_gpumem.measuring.steps.compiling import compile_now, compiled_model
 from pytest_gpumem.measuring.steps.dry_run import dry_run_inference
@@ -26,14 +26,9 @@ from pytest_gpumem.measuring.steps.generation import (
     with_new_tokens,
 )
 from pytest_gpumem.measuring.steps.global_settings import can_run, global_settings, initialise
-from pytest_gpumem.measuring.steps.model_step import (
-    build_model,
-    existing_model_in,
-    import_quietly,
-    precision_of,
-    workload_of,
-)
-from pytest_gpumem.measuring.steps.precision import autocasting, batch_in_precision, in_precision
+from pytest_gpumem.measuring.steps.model_source import check_existing_model
+from pytest_gpumem.measuring.steps.model_step import import_quietly, precision_of, workload_of
+from pytest_gpumem.measuring.steps.precision import autocasting, batch_in_precision
 from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.measuring.measure.context import MeasuringContext
-    from pytest_gpumem.measuring.steps.model_step import ModelOrFactory
+    from pytest_gpumem.measuring.steps.model_source import ModelSource
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -145,7 +140,7 @@ def _cache_of(output: Any, name: str) -> Any:
     return cache
 
 
-def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> torch.nn.Module:
+def quantized(model: torch.nn.Module, config: StepConfig) -> torch.nn.Module:
     """Convert the weights of linear layers to int8 with torchao if the config has ``weights=int8``.
 
     Activations are not converted.
@@ -153,17 +148,14 @@ def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> tor
     Args:
         model: The model. It is changed.
         config: The step config.
-        is_given: True if the test passed this model, and not a function that builds it.
 
     Raises:
-        ConfigError: torchao is not installed, the test passed the model itself, or the model has no linear layer.
+        ConfigError: torchao is not installed, or the model has no linear layer.
     """
     import torch
 
     if config.weights is None:
         return model
-    if is_given:
-        raise ConfigError("weights=int8 changes the model; pass a function that builds it")
     try:
         torchao = import_quietly("torchao.quantization")
     except ImportError:
@@ -177,7 +169,7 @@ def quantized(model: torch.nn.Module, config: StepConfig, is_given: bool) -> tor
 @contextmanager
 def prepared_infer_step(
     context: MeasuringContext,
-    model_or_factory: ModelOrFactory,
+    source: ModelSource,
     batch: Any,
     *,
     config: StepConfig | None = None,
@@ -188,7 +180,7 @@ def prepared_infer_step(
 
     Args:
         context: The context in which the step is measured.
-        model_or_factory: The model, or a function that builds it.
+        source: The model's source, from `model_source`.
         batch: The batch, or a function that returns it.
         config: The step config.
         items: As in `work_in`.
@@ -202,18 +194,19 @@ def prepared_infer_step(
     if new_tokens is not None:
         new_tokens = number_of_tokens(new_tokens)
         only_for_generation(config)
+    if source.existing is not None:
+        check_existing_model(config)
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    existing_model = existing_model_in(model_or_factory)
     with ExitStack() as stack:
         stack.enter_context(restored_random_numbers(context.device))
-        other_bytes = context.bytes_of_other_code((existing_model, batch))
+        other_bytes = context.bytes_of_other_code((source.existing, batch))
         with context.creation_sites() as creation_sites:
-            model = in_precision(build_model(model_or_factory, device), config.precision, existing_model is not None)
+            model = source.model_on(device, config.precision)
             initialise(model, batch, config, context.device, training=False)
             precision = precision_of(model)
-            model = quantized(model, config, existing_model is not None)
+            model = quantized(model, config)
         stack.enter_context(global_settings(model, config, context.device, training=False))
 
         def phases_of(run: Callable[..., Any], tokens: int | None) -> list[Phase]:

@@ -6,9 +6,9 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.steps.global_settings import is_uninitialised
-from pytest_gpumem.measuring.steps.model_step import build_model, built_on, existing_model_in
+from pytest_gpumem.measuring.steps.model_source import ModelFactory, built_on
 from pytest_gpumem.measuring.steps.precision import in_precision
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.private_api.attributes import replaced
@@ -16,12 +16,12 @@ from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     import torch
 
     from pytest_gpumem.measuring.step_config.config import StepConfig
-    from pytest_gpumem.measuring.steps.model_step import ModelOrFactory
+    from pytest_gpumem.measuring.steps.model_source import ModelSource
 
 
 @contextmanager
@@ -49,36 +49,30 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def build_in_precision(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
+def build_in_precision(source: ModelSource, config: StepConfig, device: torch.device) -> torch.nn.Module:
     """Return the model in the config's precision: the model passed by the test, or a new model on the device.
 
     If sharding replaces the model's parameters, they are created on the meta device, unless building needs their values.
 
     Args:
-        factory: The model, or a function that builds it.
+        source: The model's source.
         config: The step config.
         device: The step's device.
 
     Raises:
-        ConfigError: Sharding would permanently change an existing model, because the test passed the model itself, or a
-            function that returned an existing model.
+        ConfigError: Sharding would permanently change an existing model, which the factory returned.
     """
     import torch
 
-    is_given = existing_model_in(factory) is not None
-    is_changed = config.sharding is not None and config.sharding.in_place
-    if is_changed and is_given:
-        raise ConfigError(
-            f"shard={config.shard} changes the model for good; pass a function that builds it, not the model"
-        )
-    if not is_changed:
-        return in_precision(build_model(factory, device), config.precision, is_given)
+    if config.sharding is None or not config.sharding.in_place:
+        return source.model_on(device, config.precision)
+    assert isinstance(source, ModelFactory), "an existing model is refused before"
     with everything_in_sight():
         # The existing modules are kept alive until the model is built, so Python does not reuse their ids.
         modules_before = alive(torch.nn.Module)
-    model = _built_on_meta(factory, device) or build_model(factory, device)
+    model = _built_on_meta(source.factory, device) or source.build(device)
     _refuse_existing(model, {id(module) for module in modules_before}, config)
-    return in_precision(model, config.precision, is_given)
+    return in_precision(model, config.precision)
 
 
 def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: StepConfig) -> None:
@@ -95,15 +89,13 @@ def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: 
             )
 
 
-def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:
+def _built_on_meta(factory: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module | None:
     """Return the model with its parameters on meta, or ``None`` if the model cannot be built with parameters on meta.
 
     This is the case for a model that creates parameters only in its first call, or reads parameters while it is built.
     """
     import torch
 
-    if not callable(factory):
-        return None
     # Ignore errors here. If the factory also fails without the meta device, the caller raises the second error.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)

@@ -1,22 +1,19 @@
-"""Create the parts of a step: the model on its device, the optimizer and the loss."""
+"""Create the parts of a step beside the model: the optimizer, the loss and the workload."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import logging
-import traceback
 import warnings
-import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.facts.measurement import Workload
-from pytest_gpumem.measuring.explain.recording import is_out_of_memory
-from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.step_config.config import OPTIMIZER_CLASSES
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import describe
+from pytest_gpumem.measuring.steps.model_source import factory_name
 from pytest_gpumem.torch_support.private_api.compiler import load_compiler
 from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, parameters_of, tensor_text
 
@@ -27,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.measuring.step_config.config import StepConfig
+    from pytest_gpumem.measuring.steps.model_source import ModelSource
 
-    ModelOrFactory = torch.nn.Module | Callable[[], torch.nn.Module]
     OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     OptimizerOrFactory = torch.optim.Optimizer | OptimizerFactory
     Loss = Callable[[Any, Any], torch.Tensor]
@@ -38,84 +35,8 @@ _CLASSES = {**OPTIMIZER_CLASSES, "adafactor": "Adafactor"}
 _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
-def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """Return the model that the test passed, or build a model on ``device``.
-
-    Args:
-        model_or_factory: The model, or a class or function that builds it.
-        device: The step's device.
-
-    Raises:
-        TypeError: ``model_or_factory`` is neither a model nor a function that returns a model.
-        NotAStep: The test passed a model on another device.
-    """
-    import torch
-
-    existing_model = existing_model_in(model_or_factory)
-    if existing_model is not None:
-        other_devices = {str(p.device) for p in existing_model.parameters() if p.device.type != device.type}
-        if other_devices:
-            raise NotAStep(
-                f"the model is on {', '.join(sorted(other_devices))}, but this step is measured on {device}; "
-                "move it with model.to(gpumem.device), or pass a function that builds it"
-            )
-        return existing_model
-    if not callable(model_or_factory):
-        raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
-    model = built_on(device, model_or_factory)
-    if not is_a(model, torch.nn.Module):
-        raise TypeError(f"{_name(model_or_factory)} returned {class_name(type(model))}, not a torch.nn.Module")
-    is_split = any(
-        parameter.device.type == device.type and parameter.device != device for parameter in model.parameters()
-    )
-    return model if is_split else model.to(device)
-
-
-def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
-    """Call ``factory`` with ``device`` as torch's default device for new tensors, and return the result.
-
-    Some factories fail with a default device, for example if they draw from a CPU generator or read a NumPy array. Such a
-    factory is called again without a default device and with the same random numbers. Then its result may be on another
-    device.
-
-    Args:
-        device: The default device for new tensors.
-        factory: A function without arguments.
-
-    Raises:
-        Exception: The factory ran out of memory, or also failed without a default device. In the second case, the exception's
-            cause is the error from the first call.
-    """
-    import torch
-
-    numbers = RandomNumbers.current(None)
-    try:
-        with torch.device(device):
-            return factory()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        with_device = error
-    # Free the tensors in the failed call's frames.
-    traceback.clear_frames(with_device.__traceback__)
-    numbers.restore()
-    try:
-        return factory()
-    except Exception as error:
-        raise error from with_device
-
-
-def existing_model_in(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """Return the model if the test passed a model, or ``None`` for a function. A `weakref.proxy` is replaced by its model."""
-    import torch
-
-    if is_a(model_or_factory, *weakref.ProxyTypes) and isinstance(model_or_factory, torch.nn.Module):
-        return next(model_or_factory.modules())
-    return model_or_factory if is_a(model_or_factory, torch.nn.Module) else None
-
-
 def build_optimizer(
-    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, is_existing: bool
+    optimizer: OptimizerOrFactory | None, model: torch.nn.Module, source: ModelSource
 ) -> torch.optim.Optimizer:
     """Return an optimizer for the model's trainable parameters.
 
@@ -123,7 +44,7 @@ def build_optimizer(
         optimizer: A class or function that takes the parameters, or an existing optimizer. The default is
             ``torch.optim.AdamW``.
         model: The model.
-        is_existing: True if the test passed this model. Only in this case may ``optimizer`` be an existing optimizer.
+        source: The model's source. Only for an `ExistingModel` may ``optimizer`` be an existing optimizer.
 
     Raises:
         NotAStep: The model has no trainable parameter, or the existing optimizer was created for other parameters.
@@ -136,7 +57,7 @@ def build_optimizer(
         raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
     if is_a(optimizer, torch.optim.Optimizer):
         optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not is_existing or optimized.isdisjoint(map(id, trainable)):
+        if source.existing is None or optimized.isdisjoint(map(id, trainable)):
             raise NotAStep(
                 "the optimizer was created for other parameters than the model's; pass a function: "
                 "optimizer=lambda parameters: ..."
@@ -146,7 +67,7 @@ def build_optimizer(
     new_optimizer: object = make(trainable)
     if not is_a(new_optimizer, torch.optim.Optimizer):
         returned = class_name(type(new_optimizer))
-        raise TypeError(f"optimizer={_name(optimizer)} returned {returned}, not a torch.optim.Optimizer")
+        raise TypeError(f"optimizer={factory_name(optimizer)} returned {returned}, not a torch.optim.Optimizer")
     return new_optimizer
 
 
@@ -265,10 +186,3 @@ def _kind(value: object) -> str:
     import torch
 
     return tensor_text(*dtype_and_shape(value)) if is_a(value, torch.Tensor) else class_name(type(value))
-
-
-def _name(argument: object) -> str:
-    try:
-        return str(getattr(argument, "__qualname__", None) or repr(argument))
-    except Exception:  # noqa: BLE001 - an error in repr() must not replace the message
-        return f"<{class_name(type(argument))}>"

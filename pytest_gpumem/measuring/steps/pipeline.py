@@ -9,9 +9,9 @@ import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import in_segments
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import arguments_of, map_tensors, micro_batches
 from pytest_gpumem.measuring.steps.global_settings import caching
 from pytest_gpumem.measuring.steps.model_step import loss_of

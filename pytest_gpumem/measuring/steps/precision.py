@@ -6,8 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError, MeasuringError
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
@@ -67,40 +66,52 @@ def dtype_of_weights(word: str | None) -> torch.dtype:
     return dtype
 
 
-def in_precision(model: torch.nn.Module, word: str | None, is_given: bool) -> torch.nn.Module:
-    """Return the model with floating-point parameters and buffers in the precision's weight dtype.
+def in_precision(model: torch.nn.Module, word: str | None) -> torch.nn.Module:
+    """Return the model with floating-point parameters and buffers converted to the precision's weight dtype.
 
     Args:
         model: The model.
         word: The word for ``precision=``, or ``None`` to leave the model unchanged.
-        is_given: True if the test passed this model. Only a model that a function built is converted.
 
     Raises:
-        ConfigError: The test passed a model in another dtype, or conversion would lose the imaginary part of a parameter.
+        ConfigError: Conversion would lose the imaginary part of a parameter.
     """
-    import torch
+    return model.to(dtype_of_weights(word)) if _other_dtypes(model, word) else model
 
-    precision = precision_named(word)
-    if precision is None:
-        return model
-    dtype = getattr(torch, precision.weights)
+
+def check_precision(model: torch.nn.Module, word: str | None) -> None:
+    """Check that an existing model has the precision's weight dtype, because a step converts only models that it built.
+
+    Args:
+        model: The model.
+        word: The word for ``precision=``, or ``None`` to accept every dtype.
+
+    Raises:
+        ConfigError: The model has parameters with another dtype.
+    """
+    other_dtypes = _other_dtypes(model, word)
+    if word is not None and other_dtypes:
+        names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
+        raise ConfigError(
+            f"{word} needs {dtype_of(word)} parameters, but the model has {names}; "
+            f"pass a function that builds the model, or convert the model with model.to(torch.{dtype_of(word)})"
+        )
+
+
+def _other_dtypes(model: torch.nn.Module, word: str | None) -> set[torch.dtype]:
+    """Return the floating-point dtypes of parameters that differ from the precision's weight dtype."""
+    if word is None:
+        return set()
+    dtype = dtype_of_weights(word)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     complex_names = [name for name, tensor in tensors if tensor.is_complex()]
     other_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
-    if complex_names and (other_dtypes or precision.weights != "float32"):
+    if complex_names and (other_dtypes or dtype_of(word) != "float32"):
         raise ConfigError(
             f"{word}: converting the model would drop the imaginary part of {complex_names[0]}; leave the precision out, or "
             "build the model in float32 for fp32 or AMP"
         )
-    if not other_dtypes:
-        return model
-    if is_given:
-        names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
-        raise ConfigError(
-            f"{word} needs {precision.weights} parameters, but the model has {names}; "
-            f"pass a function that builds the model, or convert the model with model.to(torch.{precision.weights})"
-        )
-    return model.to(dtype)
+    return other_dtypes
 
 
 def batch_in_precision(batch: Any, word: str | None) -> Any:

@@ -7,8 +7,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.base.variables import WORLD_SIZE
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api.distributed import (
     FAKE,
     forget_meshes,

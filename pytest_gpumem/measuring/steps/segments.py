@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.torch_support.static_access import class_name, is_a
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.measuring.step_config.errors import ConfigError
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.steps.model_step import import_quietly
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 

@@ -7,17 +7,15 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError
 from pytest_gpumem.emulating.emulation.load import current_emulation
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import map_tensors
 from pytest_gpumem.measuring.steps.built import BuiltModel
 from pytest_gpumem.measuring.steps.global_settings import initialise
 from pytest_gpumem.measuring.steps.meta_model import build_in_precision, materialise
-from pytest_gpumem.measuring.steps.model_step import build_model
 from pytest_gpumem.measuring.steps.pipeline import Pipeline
-from pytest_gpumem.measuring.steps.precision import dtype_of, in_precision, precision_named
+from pytest_gpumem.measuring.steps.precision import dtype_of, precision_named
 from pytest_gpumem.measuring.steps.process_group import is_alone
 from pytest_gpumem.torch_support.static_access import attribute, is_a
 
@@ -31,12 +29,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.context import MeasuringContext
     from pytest_gpumem.measuring.step_config.config import StepConfig
     from pytest_gpumem.measuring.step_config.shard_kinds import Layout
-    from pytest_gpumem.measuring.steps.model_step import Loss, ModelOrFactory
+    from pytest_gpumem.measuring.steps.model_source import ModelSource
+    from pytest_gpumem.measuring.steps.model_step import Loss
 
 
 def build_sharded(
     context: MeasuringContext,
-    factory: ModelOrFactory,
+    source: ModelSource,
     batch: Any,
     loss: Loss | None,
     config: StepConfig,
@@ -46,7 +45,7 @@ def build_sharded(
 
     Args:
         context: The context in which the step is measured.
-        factory: The model, or a function that builds it.
+        source: The model's source.
         batch: This rank's batch.
         loss: A function with the arguments output and batch.
         config: The step config.
@@ -63,8 +62,8 @@ def build_sharded(
     pipeline = None
     if sharding.staged:
         # Trace the model here, before `creation_sites` enters a mode, because torch.export cannot trace in this mode.
-        buffers = build_in_precision(factory, config, device).named_buffers()
-        full_model = in_precision(build_model(factory, torch.device("meta")), config.precision, is_given=False)
+        buffers = build_in_precision(source, config, device).named_buffers()
+        full_model = source.model_on(torch.device("meta"), config.precision)
         _refuse_ties(full_model, config)
         pipeline = Pipeline(full_model, buffers, batch, loss, config, mesh["pp"].get_group(), device)
         blocks = pipeline.blocks
@@ -73,7 +72,7 @@ def build_sharded(
         if pipeline is not None:
             model = pipeline.module
         else:
-            model = build_in_precision(factory, config, device)
+            model = build_in_precision(source, config, device)
             initialise(model, batch, config, context.device, training=True)
         if sharding.degree("tp") > 1:
             _refuse_ties(model, config)
@@ -136,7 +135,7 @@ def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
             f"shard={layout.sharding.text}: torch {torch.__version__} has no context parallelism"
         ) from None
     mesh = mesh_of(layout, device, sequence=True)["cp"]
-    # Pass a dummy, because context_parallel() requires a buffer to shard, and part_of_sequence() splits the batch.
+    # context_parallel() requires a buffer to shard, but part_of_sequence() already splits the batch. So pass a dummy.
     dummy = torch.zeros(2 * mesh.size(), device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
     try:

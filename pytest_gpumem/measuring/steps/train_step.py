@@ -6,24 +6,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.measure.prepared import PreparedStep
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import on_device, work_in
 from pytest_gpumem.measuring.steps.built import BuiltModel
 from pytest_gpumem.measuring.steps.checkpointing import activation_checkpointing
 from pytest_gpumem.measuring.steps.compiling import compile_now, compiled_model, warnings_of_compiling
 from pytest_gpumem.measuring.steps.dry_run import DryRun, counting_recomputation, dry_run
 from pytest_gpumem.measuring.steps.global_settings import can_run, global_settings, initialise
-from pytest_gpumem.measuring.steps.model_step import (
-    build_model,
-    build_optimizer,
-    existing_model_in,
-    optimizer_named,
-    workload_of,
-)
-from pytest_gpumem.measuring.steps.precision import batch_in_precision, in_precision
+from pytest_gpumem.measuring.steps.model_source import check_existing_model
+from pytest_gpumem.measuring.steps.model_step import build_optimizer, optimizer_named, workload_of
+from pytest_gpumem.measuring.steps.precision import batch_in_precision
 from pytest_gpumem.measuring.steps.process_group import layout_in_process_group
 from pytest_gpumem.measuring.steps.sharded_optimizer import adapted_factory, local_optimizer
 from pytest_gpumem.measuring.steps.sharding import build_sharded, part_of_sequence, sharing_sequences
@@ -34,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_gpumem.measuring.measure.context import MeasuringContext
-    from pytest_gpumem.measuring.steps.model_step import Loss, ModelOrFactory, OptimizerOrFactory
+    from pytest_gpumem.measuring.steps.model_source import ModelSource
+    from pytest_gpumem.measuring.steps.model_step import Loss, OptimizerOrFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +40,10 @@ class PreparedTrainStep(PreparedStep):
     training: Training
 
 
-def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> BuiltModel:
+def _build(context: MeasuringContext, source: ModelSource, batch: Any, config: StepConfig) -> BuiltModel:
     """Return the test's model, or build a model on the device in the config's precision."""
     with context.creation_sites() as creation_sites:
-        model = build_model(factory, context.device.torch_device)
-        model = in_precision(model, config.precision, existing_model_in(factory) is not None)
+        model = source.model_on(context.device.torch_device, config.precision)
         initialise(model, batch, config, context.device, training=True)
     return BuiltModel(model, model, config.blocks, creation_sites)
 
@@ -56,7 +51,7 @@ def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, confi
 @contextmanager
 def prepared_train_step(
     context: MeasuringContext,
-    model_or_factory: ModelOrFactory,
+    source: ModelSource,
     batch: Any,
     *,
     config: StepConfig | None = None,
@@ -71,7 +66,7 @@ def prepared_train_step(
 
     Args:
         context: The context in which the step is measured.
-        model_or_factory: The model, or a function that builds it.
+        source: The model's source, from `model_source`.
         batch: The batch, or a function that returns it.
         config: The step config.
         loss: A function with the arguments output and batch. See `loss_of` for the default.
@@ -95,16 +90,12 @@ def prepared_train_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    existing_model = existing_model_in(model_or_factory)
-    if existing_model is not None:
+    if source.existing is not None:
+        check_existing_model(config)
         # Free old gradients, because they would be live in the first step, but not in later steps.
-        existing_model.zero_grad(set_to_none=True)
+        source.existing.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
-    if "optimizer" in config.offloaded and existing_model is not None:
-        raise ConfigError(
-            f"{config}: the offloading optimizer's hooks would stay on the model; pass a function that builds the model"
-        )
     if maker is not None and shared:
         maker = adapted_factory(maker, config)
     with ExitStack() as stack:
@@ -114,13 +105,13 @@ def prepared_train_step(
             layout = stack.enter_context(layout_in_process_group(config, device))
             stack.enter_context(sharing_sequences(layout, device))
             batch = part_of_sequence(batch, layout)
-        other_bytes = context.bytes_of_other_code((existing_model, batch, optimizer))
+        other_bytes = context.bytes_of_other_code((source.existing, batch, optimizer))
         if layout is not None:
-            built = build_sharded(context, model_or_factory, batch, loss, config, layout)
+            built = build_sharded(context, source, batch, loss, config, layout)
         else:
-            built = _build(context, model_or_factory, batch, config)
+            built = _build(context, source, batch, config)
         model, run = built.model, built.run
-        built_optimizer = None if maker is None else build_optimizer(maker, model, existing_model is not None)
+        built_optimizer = None if maker is None else build_optimizer(maker, model, source)
         config = replace(config, blocks=built.blocks)
         training = Training(model, run, batch, built_optimizer, loss, config, device)
         training.pipeline, training.unreduced, training.buckets = built.pipeline, built.unreduced, built.buckets

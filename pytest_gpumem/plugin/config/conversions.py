@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.plugin.config.errors import SettingsError
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.plugin.config.kinds import DURATION, FOLDER, LINE, MODELS, PATTERNS, REPORTS, SECONDS, STORE
 from pytest_gpumem.reporting.reports.formats import ENDINGS, format_of
 
@@ -118,7 +118,7 @@ def _seconds(value: float | str, where: str) -> float:
 
 def model_of(text: str, where: str) -> ModelName:
     """Parse a model's name such as ``hf:ORG/NAME``. Raises `SettingsError`."""
-    from pytest_gpumem.measuring.models.errors import ModelError
+    from pytest_gpumem.base.errors import ModelError
     from pytest_gpumem.measuring.models.sources import SOURCES, model_name
 
     try:

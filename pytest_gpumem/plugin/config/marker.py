@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.base.errors import BudgetError
 from pytest_gpumem.base.units import nearest
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.baseline import Budget
-from pytest_gpumem.plugin.config.errors import BudgetError
 from pytest_gpumem.plugin.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.plugin.config.options import CELL, CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 
@@ -116,8 +116,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
     Raises ``pytest.UsageError`` for a wrong marker.
     """
+    from pytest_gpumem.base.errors import ConfigError
     from pytest_gpumem.measuring.step_config.config import combinations
-    from pytest_gpumem.measuring.step_config.errors import ConfigError
 
     mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
     has_argument = CONFIG_FIXTURE in metafunc.fixturenames

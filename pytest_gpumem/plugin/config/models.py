@@ -8,17 +8,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import BudgetError, ConfigError, ModelError, SettingsError
 from pytest_gpumem.base.units import nearest
-from pytest_gpumem.measuring.models.errors import ModelError
 from pytest_gpumem.measuring.models.lora import lora
 from pytest_gpumem.measuring.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.measuring.models.sources import check_task
 from pytest_gpumem.measuring.models.task import TRAINING, Task, TaskWords, task_of
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.generation import only_for_generation
 from pytest_gpumem.plugin.config.conversions import model_of
-from pytest_gpumem.plugin.config.errors import BudgetError, SettingsError
 from pytest_gpumem.plugin.config.keys import MODEL_KEYS
 from pytest_gpumem.plugin.config.marker import budget_from_arguments
 from pytest_gpumem.plugin.config.marker_arguments import MARKER_ARGUMENTS

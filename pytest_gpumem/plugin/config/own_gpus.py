@@ -9,12 +9,12 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.base.units import format_bytes, nearest, parse_size
 from pytest_gpumem.emulating.emulation import gpus
 from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.measuring.devices.cuda import cuda_slug
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.keys import GPU_KEYS
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.config.findpaths import determine_setup
 
+from pytest_gpumem.base.errors import SettingsError
 from pytest_gpumem.base.variables import PYTEST_ADDOPTS
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.options import OPTIONS, arguments_of
 from pytest_gpumem.plugin.config.settings import check_readable, read_table, settings_from
 from pytest_gpumem.plugin.config.unread import unread_around

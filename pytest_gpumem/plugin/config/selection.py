@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.base.errors import BudgetError
 from pytest_gpumem.facts.values.option_words import EMULATED, nearest_device
 from pytest_gpumem.judging.gate.baseline import Budget, Key
 from pytest_gpumem.judging.gate.verdict import Cell, Location, TestVerdict
-from pytest_gpumem.plugin.config.errors import BudgetError
 from pytest_gpumem.plugin.config.marker import TIMED_LIMITS, budget_of_marks, cell_of, check_of_a_call
 from pytest_gpumem.plugin.config.options import FIXTURE, MARKER, is_measured
 from pytest_gpumem.plugin.config.settings import matches_test

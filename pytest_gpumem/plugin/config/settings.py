@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.base.errors import BudgetError, SettingsError
 from pytest_gpumem.base.toml import read_toml
 from pytest_gpumem.base.units import UnitSystem, nearest, parse_ratio
 from pytest_gpumem.base.variables import PYTEST_ADDOPTS
@@ -24,7 +25,6 @@ from pytest_gpumem.facts.values.option_words import (
 from pytest_gpumem.judging.gate.baseline import Budget
 from pytest_gpumem.measuring.timing.sampling import DEFAULT_SECONDS
 from pytest_gpumem.plugin.config.conversions import check_in_file, convert, read_value
-from pytest_gpumem.plugin.config.errors import BudgetError, SettingsError
 from pytest_gpumem.plugin.config.keys import BUDGET_KEYS, OTHER_KEYS
 from pytest_gpumem.plugin.config.kinds import TABLE, Kind
 from pytest_gpumem.plugin.config.marker import budget_from_arguments

@@ -7,28 +7,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError
 from pytest_gpumem.base.units import counted, word_form
-from pytest_gpumem.facts.measurement import MeasuringError
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.steps.batches import on_device
 from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
 from pytest_gpumem.measuring.steps.compiling import compilation_required, compiled_model, warnings_of_compiling
 from pytest_gpumem.measuring.steps.dry_run import AutocastDetector
 from pytest_gpumem.measuring.steps.global_settings import can_run, global_settings, initialise
-from pytest_gpumem.measuring.steps.model_step import build_model, existing_model_in, precision_of
+from pytest_gpumem.measuring.steps.model_source import ExistingModel
+from pytest_gpumem.measuring.steps.model_step import precision_of
 from pytest_gpumem.measuring.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.measuring.steps.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import torch
 
     from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.steps.model_source import ModelFactory, ModelSource
     from pytest_gpumem.measuring.steps.model_step import Loss
 
 DEFAULT_TOLERANCES: Mapping[str, float] = {
@@ -63,7 +63,7 @@ class Gradients:
 
 def assert_same_gradients(
     device: Device,
-    model_factory: Callable[[], torch.nn.Module],
+    source: ModelSource,
     batch: Any,
     configs: tuple[StepConfig, StepConfig],
     *,
@@ -72,7 +72,7 @@ def assert_same_gradients(
     loss: Loss | None = None,
 ) -> None:
     """Run a step under two step configs, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
-    if existing_model_in(model_factory) is not None:
+    if isinstance(source, ExistingModel):
         raise TypeError(
             "assert_same_gradients builds the model twice: pass a class or function that builds it, not a model"
         )
@@ -86,7 +86,7 @@ def assert_same_gradients(
         raise CannotRun(no_values)
     batch = on_device(batch, device.torch_device)
     weights: dict[str, Any] = {}
-    first, second = (_gradients(device, model_factory, batch, config, loss, weights) for config in configs)
+    first, second = (_gradients(device, source, batch, config, loss, weights) for config in configs)
     if rtol is None:
         words = (*first.precisions, *second.precisions)
         rtol = max(DEFAULT_TOLERANCES.get(word, DEFAULT_TOLERANCES["fp32"]) for word in words)
@@ -188,7 +188,7 @@ def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) 
 
 def _gradients(
     device: Device,
-    model_factory: Callable[[], torch.nn.Module],
+    factory: ModelFactory,
     batch: Any,
     config: StepConfig,
     loss: Loss | None,
@@ -213,13 +213,13 @@ def _gradients(
         stack.enter_context(restored_random_numbers(device))
         # Loading the weights does not make buffers outside the state dict equal, so build both models with the same seed.
         torch.manual_seed(SEED)
-        model = build_model(model_factory, torch_device)
+        model = factory.build(torch_device)
         initialise(model, batch, StepConfig(), device, training=True)
         if weights:
             model.load_state_dict(weights)
         else:
             weights.update(copy.deepcopy(model.state_dict()))
-        model = in_precision(model, config.precision, is_given=False)
+        model = in_precision(model, config.precision)
         batch = batch_in_precision(batch, config.precision)
         training = Training(model, model, batch, None, loss, config, torch_device, before_optimizer=keep)
         training.scale_gradients()

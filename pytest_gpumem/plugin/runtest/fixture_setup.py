@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import DeviceUnavailable, MeasuringError
 from pytest_gpumem.facts.values.unknown_reads import NOTHING_READ, UnknownReads
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.plugin.runtest.ownership import Ownership, fixtures_used
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import HookError
 from pytest_gpumem.facts.metrics import Tolerance
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
 
 _RESERVED = ("slug", "device")
-
-
-class HookError(ValueError):
-    """Raised if a hook returned a wrong result.
-
-    The message names the hook, the plugins that implement the hook, and the expected result.
-    """
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:

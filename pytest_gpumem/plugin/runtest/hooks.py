@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.facts.measurement import MeasuringError, Workload
+from pytest_gpumem.base.errors import DeviceUnavailable, HookError, MeasuringError
+from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.judging.gate.verdict import WHY_FAILED
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.measuring.explain.artifacts import Artifacts
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from pytest_gpumem.plugin.runtest.explaining import ExplainPolicy
-from pytest_gpumem.plugin.runtest.hook_results import HookError, environment_of
+from pytest_gpumem.plugin.runtest.hook_results import environment_of
 from pytest_gpumem.plugin.runtest.judging import (
     Judging,
     complete_report,

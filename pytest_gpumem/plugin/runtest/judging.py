@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from pytest_gpumem.base.errors import BackendError, HookError, StoreError
 from pytest_gpumem.facts.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.facts.values.plain import to_plain
 from pytest_gpumem.facts.values.rank import rank_in
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.changed_code.marks import without_callers
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
@@ -30,7 +30,7 @@ from pytest_gpumem.plugin.config.command_line import COMMAND, Command
 from pytest_gpumem.plugin.config.marker import sets_itself
 from pytest_gpumem.plugin.config.options import ARGUMENT
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, options_to_repeat
-from pytest_gpumem.plugin.runtest.hook_results import HookError, checked_tolerance
+from pytest_gpumem.plugin.runtest.hook_results import checked_tolerance
 from pytest_gpumem.plugin.runtest.since_baseline import SinceBaselines
 from pytest_gpumem.reporting.reports.escaping import visible
 from pytest_gpumem.reporting.reports.failure import (

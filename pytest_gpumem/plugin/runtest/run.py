@@ -7,8 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
-from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
+from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, Workload, check_name
 from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
 from pytest_gpumem.judging.gate.baseline import Baseline
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run

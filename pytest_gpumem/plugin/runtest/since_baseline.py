@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.git import GitError, git
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import git
 from pytest_gpumem.judging.baselines.history import file_changes, texts_of
 from pytest_gpumem.judging.baselines.store import path_of
 from pytest_gpumem.judging.changed_code.marks import ChangedCode, with_changed_code

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import nearest
-from pytest_gpumem.facts.measurement import MeasuringError, Workload
+from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.measuring.measure.loop import EndOfLoop, Loop
 from pytest_gpumem.measuring.measure.looped import FEWEST_STEPS, FirstStep, PreparedLoop

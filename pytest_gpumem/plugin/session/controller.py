@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem import __version__
+from pytest_gpumem.base.errors import BackendError, StoreError
 from pytest_gpumem.base.git import commit_of
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.values.option_words import LACKS_WORKSPACES
 from pytest_gpumem.facts.values.plain import from_plain
 from pytest_gpumem.facts.values.selection import Selection
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.gate.verdict import SKIPPED, TestVerdict
 from pytest_gpumem.plugin.config.command_line import WORKER_IS_WHOLE, is_whole_run
 from pytest_gpumem.plugin.config.options import is_measured

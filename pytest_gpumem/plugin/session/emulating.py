@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.base.errors import EmulationError, SettingsError
 from pytest_gpumem.base.variables import EMULATED_CARD
 from pytest_gpumem.emulating.emulated_process.before_torch import described_gpus, install
 from pytest_gpumem.emulating.emulated_process.start import emulate
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.facts.values.option_words import EMULATED
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import named_device, own_gpus_in, read_table
 
 

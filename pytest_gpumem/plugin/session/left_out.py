@@ -194,9 +194,9 @@ def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
 
 def _tests_were(participle: str, tests: Collection[Test]) -> str:
     """Return ``"1 test that has baselines here was deselected, by -k of addopts: test_it.py::test_it"``."""
-    have = counted(len(tests), "test that has baselines here was", "tests that have baselines here were")
+    counted_tests = counted(len(tests), "test that has baselines here was", "tests that have baselines here were")
     nodeids = [f"{file}::{test}" for file, test in sorted(tests)]
-    return f"{have} {participle}: {', '.join(nodeids[:_MOST_NAMED] + ['...'] * (len(nodeids) > _MOST_NAMED))}"
+    return f"{counted_tests} {participle}: {', '.join(nodeids[:_MOST_NAMED] + ['...'] * (len(nodeids) > _MOST_NAMED))}"
 
 
 def selecting_options(config: pytest.Config) -> str | None:

@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
 from pytest_gpumem.judging.gate.baseline import Baseline
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.plugin.runtest.hook_results import environment_of
 
 if TYPE_CHECKING:

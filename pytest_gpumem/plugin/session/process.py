@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.base.errors import BudgetError, LaunchError, SettingsError
 from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.facts.values.plain import to_plain
 from pytest_gpumem.facts.values.selection import Selection
-from pytest_gpumem.measuring.ranks.errors import LaunchError
-from pytest_gpumem.plugin.config.errors import BudgetError, SettingsError
 from pytest_gpumem.plugin.config.marker import remember_markers
 from pytest_gpumem.plugin.config.options import OPTIONS, is_measured
 from pytest_gpumem.plugin.config.selection import (
@@ -266,7 +265,7 @@ class GpumemSession:
         """
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
-        from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+        from pytest_gpumem.base.errors import BackendError, StoreError
         from pytest_gpumem.plugin.session.no_longer_measured import no_longer_measured
 
         try:
@@ -281,7 +280,7 @@ class GpumemSession:
         config = self._config
         if not (self.settings.baseline or self.settings.update) or config.option.collectonly:
             return
-        from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+        from pytest_gpumem.base.errors import BackendError, StoreError
         from pytest_gpumem.plugin.config.command_line import is_whole_run, selects
         from pytest_gpumem.plugin.session.left_out import (
             CollectedFiles,
@@ -359,7 +358,7 @@ class GpumemSession:
 
     def _join(self, ranks: RankSession, items: list[pytest.Item], measured: Mapping[pytest.Item, MeasuredTest]) -> None:
         """Connect to the other ranks. Raises ``pytest.UsageError`` if they do not run and measure the same tests."""
-        from pytest_gpumem.measuring.ranks.errors import BoardError, RankLost
+        from pytest_gpumem.base.errors import BoardError, RankLost
         from pytest_gpumem.plugin.session.rank_hooks import RankHooks
 
         try:
@@ -465,10 +464,9 @@ class GpumemSession:
 
         Return False if the GPU cannot be shared because of an error.
         """
-        from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
+        from pytest_gpumem.base.errors import BackendError, HookError, StoreError
         from pytest_gpumem.measuring.devices.registry import Devices
         from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
-        from pytest_gpumem.plugin.runtest.hook_results import HookError
         from pytest_gpumem.plugin.runtest.hooks import Measuring
 
         devices = Devices(self._device_factories(), self.settings.routing)

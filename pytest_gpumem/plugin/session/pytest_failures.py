@@ -6,16 +6,17 @@ failure shows this cause in full. The other five are short and name the first te
 
 from __future__ import annotations
 
+from copy import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.reporting.reports.causes import causes_in
 from pytest_gpumem.reporting.reports.short_failures import short_failures
 from pytest_gpumem.reporting.reports.view import headline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     import pytest
 
@@ -46,7 +47,7 @@ def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
     }
     # Keep the order in which pytest shows the failures.
     failed = [verdicts[nodeid] for nodeid in failures]
-    texts = short_failures(causes_in(report).causes, failed, report.terms.units)
+    texts = short_failures(report.causes, failed, report.terms.units)
     for nodeid, text in texts.items():
         failures[nodeid].longrepr = ShortFailure(text)
     if len(texts) > MOST_SHORT and not verbosity:
@@ -56,27 +57,24 @@ def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
 def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
     """Do not show some failures in pytest's report and in its summary, but only their number.
 
-    ``stats`` keeps them for other plugins.
+    pytest's own statistics are not changed, because other plugins read them. A copy of the reporter shows the two sections.
     """
     left_out = set(map(id, failures))
     more = f"... and {counted(len(failures), 'more failure')} that the causes in the table explain (-v shows all)"
 
-    def shortened(section: Callable[[], None]) -> Callable[[], None]:
-        def show() -> None:
-            all_failures = reporter.stats["failed"]
-            reporter.stats["failed"] = [failure for failure in all_failures if id(failure) not in left_out]
-            try:
-                section()
-            finally:
-                reporter.stats["failed"] = all_failures
-            reporter.write_line(more)
-
-        return show
+    def show(section: str) -> None:
+        # A copy of an unfinished line's state would end the line twice.
+        reporter.ensure_newline()
+        copied = copy(reporter)
+        shown = [failure for failure in reporter.stats["failed"] if id(failure) not in left_out]
+        copied.stats = {**reporter.stats, "failed": shown}
+        getattr(type(reporter), section)(copied)
+        reporter.write_line(more)
 
     if reporter.config.option.tbstyle != "no":
-        reporter.summary_failures = shortened(reporter.summary_failures)
+        reporter.summary_failures = partial(show, "summary_failures")
     if reporter.hasopt("f"):
-        reporter.short_test_summary = shortened(reporter.short_test_summary)
+        reporter.short_test_summary = partial(show, "short_test_summary")
 
 
 class ShortFailure:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.base.errors import BoardError, RankLost
 from pytest_gpumem.facts.values.rank import Rank
 from pytest_gpumem.judging.gate.rank_verdicts import RankEnd
-from pytest_gpumem.measuring.ranks.errors import BoardError, RankLost
 from pytest_gpumem.plugin.runtest.judging import failure_of, record_verdict, unittest_errors
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import RankLost
 from pytest_gpumem.facts.values.plain import from_plain, to_plain
 from pytest_gpumem.facts.values.rank import Rank
 from pytest_gpumem.judging.gate.rank_verdicts import RankEnd, verdict_of_all
-from pytest_gpumem.measuring.ranks.errors import RankLost
 from pytest_gpumem.measuring.ranks.launch import launch_of
 from pytest_gpumem.plugin.runtest.one_process import OneProcess
 
@@ -172,7 +172,7 @@ class RankSession(OneProcess):
         """Wait until all ranks are about to exit, and end the watch."""
         if self._watch is None:
             return
-        from pytest_gpumem.measuring.ranks.errors import BoardError
+        from pytest_gpumem.base.errors import BoardError
 
         self._watch.where, self._watch.measures, self._watch.leaves = "the end of its session", False, True
         if self._writes:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.base.errors import BackendError, StoreError
 from pytest_gpumem.base.units import nearest
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.location import backend_of, is_url
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.reporting.reports.file_kinds import kind_of_file

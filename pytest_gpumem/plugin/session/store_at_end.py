@@ -7,10 +7,10 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.base.git import commit_of, restoring_command
 from pytest_gpumem.base.units import counted, word_form
 from pytest_gpumem.judging.baselines.changes import Source, changes_of
-from pytest_gpumem.judging.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.location import backend_of
 from pytest_gpumem.judging.baselines.selecting import unused_baselines, unused_line

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import ExportError
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 
 _MOST_NAMED = 3
-
-
-class ExportError(Exception):
-    """Error if figures cannot be exported. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)

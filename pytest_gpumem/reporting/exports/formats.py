@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
+from pytest_gpumem.base.errors import ExportError
 from pytest_gpumem.facts.metrics import METRICS, WHOLE, Metric, Unit
-from pytest_gpumem.reporting.exports.figures import ExportError, benchmark_name, utf8
+from pytest_gpumem.reporting.exports.figures import benchmark_name, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -12,9 +12,10 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.git import GitError, git, is_shallow
+from pytest_gpumem.base.errors import ExportError, GitError
+from pytest_gpumem.base.git import git, is_shallow
 from pytest_gpumem.base.open_folder import open_folder
-from pytest_gpumem.reporting.exports.figures import ExportError, utf8
+from pytest_gpumem.reporting.exports.figures import utf8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 
+from pytest_gpumem.base.errors import GitHubError, NotAllowedError, UnavailableError
 from pytest_gpumem.reporting.reports.markdown import COMMENT_LIMIT
 
 if TYPE_CHECKING:
@@ -28,23 +29,6 @@ _SECONDS = 30
 """Maximum seconds to wait for GitHub's answer to a request."""
 _VERSION = "2022-11-28"
 """The version of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
-
-
-class GitHubError(Exception):
-    """Error if GitHub refused a request. The message names the request."""
-
-
-class NotAllowedError(GitHubError):
-    """Error if the token lacks a permission (status 403). For example, a pull request from a fork has a read-only token."""
-
-
-class UnavailableError(GitHubError):
-    """Error if GitHub is down, cannot be reached, or limits the request rate. The same request may succeed later."""
-
-    def __init__(self, message: str, after: float | None = None) -> None:
-        super().__init__(message)
-        self.after = after
-        """Seconds to wait before the request is sent again, from GitHub's answer; ``None`` if the answer does not name them."""
 
 
 @dataclass(frozen=True, slots=True)

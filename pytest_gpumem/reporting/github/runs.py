@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pytest_gpumem.reporting.github.comment import GitHubError, persistently
+from pytest_gpumem.base.errors import GitHubError
+from pytest_gpumem.reporting.github.comment import persistently
 
 if TYPE_CHECKING:
     from pytest_gpumem.reporting.github.comment import Api

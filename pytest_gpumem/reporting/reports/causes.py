@@ -7,27 +7,22 @@ cause once, and not six times.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import FIRST_USE, HOLDER_NOT_FOUND, KEPT_IN
-from pytest_gpumem.facts.values.rank import in_words, rank_in
-from pytest_gpumem.judging.gate.causes import Causes, causes_of
-from pytest_gpumem.judging.gate.growths import ENOUGH
 from pytest_gpumem.reporting.reports import escaping
 from pytest_gpumem.reporting.reports.explanation import MOST_ROWS, PLURALS
 from pytest_gpumem.reporting.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reporting.reports.values import difference, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
-    from pytest_gpumem.judging.gate.causes import Cause
-    from pytest_gpumem.judging.gate.verdict import TestVerdict
-    from pytest_gpumem.reporting.reports.session_report import SessionReport
+    from pytest_gpumem.judging.gate.causes import Cause, Causes
 
 MOST_CAUSES = 10
 """A table shows at most this many causes, unless the user asks for all of them."""
@@ -54,43 +49,6 @@ _ALWAYS = 6
 """The number of first columns that the table shows even if all their cells are empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionCauses:
-    """The causes of growth in a session, and how many tests the session measured."""
-
-    causes: Causes
-    measured: int
-
-    @property
-    def concern_several_tests(self) -> bool:
-        """True if several tests grew. If only a single test grew, its own failure text already explains the growth.
-
-        A slower test without an explanation counts only if the session has causes, because no cause ever explains a time.
-        """
-        causes = self.causes
-        unexplained = [
-            share
-            for share in causes.unexplained
-            if causes.causes or METRICS[share.growth.metric].kind in ("memory", "work")
-        ]
-        shares = (*(share for cause in causes.causes for share in cause.shares), *unexplained)
-        return len({share.growth.test for share in shares}) > 1
-
-
-def causes_in(report: SessionReport) -> SessionCauses:
-    """Return the causes of growth in a session's tests. Growth is ignored if an update made it the new baseline."""
-    grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
-    return SessionCauses(
-        causes_of(verdict for verdict in grown if not verdict.unmeasured),
-        _measured(result.verdict for result in report.results),
-    )
-
-
-def _measured(tests: Iterable[TestVerdict]) -> int:
-    """Count the measured tests. A test that ran on several devices counts once."""
-    return len({test.nodeid for test in tests if not test.unmeasured})
-
-
 def name_of(cause: Cause, units: UnitSystem) -> str:
     """Return a cause's short name: its packages, budget, holder or line of code, or else the tensors' module or category."""
     if cause.kind == "packages":
@@ -104,13 +62,13 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
 
 
-def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+def cause_cells(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
     """Return the table's rows for the first ``most`` causes, or for all causes if ``most`` is ``None``."""
     return [
         CauseCells(
             str(number),
             name_of(cause, units),
-            f"{len(cause.tests)} of {session_causes.measured}",
+            f"{len(cause.tests)} of {causes.measured}",
             difference(cause.metric, cause.total, units),
             difference(cause.metric, cause.largest.amount, units),
             METRICS[cause.metric].title,
@@ -119,66 +77,51 @@ def cause_cells(session_causes: SessionCauses, units: UnitSystem, most: int | No
             cause.tensors if cause.has_tensors else "",
             cause.tests[0],
         )
-        for number, cause in enumerate(session_causes.causes.causes[:most], start=1)
+        for number, cause in enumerate(causes.causes[:most], start=1)
     ]
 
 
-def cause_notes(
-    session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
-) -> list[str]:
+def cause_notes(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = "") -> list[str]:
     """Return the notes below a table of causes.
 
     The notes add details to causes, count the omitted causes, and name growth without a cause.
 
     Args:
-        session_causes: The causes.
+        causes: The causes.
         units: The unit system for bytes.
         most: The number of causes to show; ``None`` for all.
         hint: How the user can see the omitted causes, such as ``-v shows all``; empty if no option shows them.
     """
     lines = []
-    causes = session_causes.causes.causes
-    for cause in causes[:most]:
+    for cause in causes.causes[:most]:
         made_at = cause.lines[:1] if cause.holder else ()
         also = cause.lines[1:]
         more = [
             *(f"made at {place}" for place in made_at),
             *([f"also {', '.join(also)}"] if also else []),
             *([cause.reason] if cause.reason not in ("", FIRST_USE) else []),
-            *_ranks(cause),
+            *cause.only_on,
             *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.has_tensors else []),
         ]
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
-    if most is not None and len(causes) > most:
-        lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
-    unproven = session_causes.causes.unproven
+    more_causes = 0 if most is None else len(causes.causes) - most
+    if more_causes > 0:
+        lines.append(f"... and {counted(more_causes, 'other cause')}{f' ({hint})' if hint else ''}")
     unproven_amounts = Counter[Any]()
-    for alternatives in unproven:
+    for alternatives in causes.unproven:
         unproven_amounts.update({share.growth: share.amount for share in alternatives.shares})
-    unexplained = [
-        replace(share, amount=share.amount - unproven_amounts[share.growth])
-        for share in session_causes.causes.unexplained
-        if share.amount - unproven_amounts[share.growth] > (1 - ENOUGH) * share.growth.amount
-    ]
+    rests = (replace(share, amount=share.amount - unproven_amounts[share.growth]) for share in causes.unexplained)
+    unexplained = [share for share in rests if share.needs_cause]
     notes: list[tuple[str, Sequence[Any]]] = [("not explained", unexplained)] if unexplained else []
     notes += [
         (f"not certain: {' or '.join(alternatives.lines[:MOST_ROWS])}", alternatives.shares)
-        for alternatives in unproven[:most]
+        for alternatives in causes.unproven[:most]
     ]
     for title, shares in notes:
         tests = sorted({share.growth.test for share in shares})
         other_tests = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
         lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{other_tests}")
     return lines
-
-
-def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield a clause such as ``only on rank 1 of 4`` if only some ranks in a distributed job have the cause."""
-    ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
-    for world in sorted({rank.world for rank in ranks}):
-        numbers = sorted(rank.number for rank in ranks if rank.world == world)
-        if len(numbers) < world:
-            yield f"only on {in_words(numbers)} of {world}"
 
 
 def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
@@ -189,7 +132,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
     )
 
 
-def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+def cause_table(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
     # In a narrow terminal the first column gets a line of its own, so the first column includes the cause's number.
     columns = (
@@ -203,11 +146,11 @@ def cause_table(session_causes: SessionCauses, units: UnitSystem, most: int | No
         Column(HEADER.tensors, left=True, weight=0),
         Column(HEADER.first, left=True, weight=1),
     )
-    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(session_causes, units, most)]
+    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(causes, units, most)]
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
 
 
-def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
+def causes_in_markdown(causes: Causes, units: UnitSystem) -> str:
     """Return a table of the causes in GitHub's Markdown, and the notes on the causes as a list below the table."""
     rows = [
         [
@@ -216,9 +159,9 @@ def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
             *map(escaping.plain, cells[2:6]),
             *(escaping.code_in_table(cell) if cell else "" for cell in cells[6:]),
         ]
-        for cells in cause_cells(session_causes, units)
+        for cells in cause_cells(causes, units)
     ]
-    notes = [f"- {escaping.plain(note)}" for note in cause_notes(session_causes, units)]
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(causes, units)]
     if not rows:
         return "\n".join(notes)
     header, rows = without_empty(HEADER, rows, range(_ALWAYS))
@@ -226,7 +169,7 @@ def causes_in_markdown(session_causes: SessionCauses, units: UnitSystem) -> str:
     return "\n".join([text, "", *notes]) if notes else text
 
 
-def plain_causes(session_causes: SessionCauses) -> dict[str, Any]:
+def plain_causes(causes: Causes) -> dict[str, Any]:
     """Return the causes as plain values for JSON. Amounts are in the unit of their metric: bytes or counts."""
 
     def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
@@ -259,7 +202,7 @@ def plain_causes(session_causes: SessionCauses) -> dict[str, Any]:
                 "tests": list(cause.tests),
                 "shares": plain_shares(cause.shares),
             }
-            for cause in session_causes.causes.causes
+            for cause in causes.causes
         ],
-        "not_explained": plain_shares(session_causes.causes.not_explained),
+        "not_explained": plain_shares(causes.not_explained),
     }

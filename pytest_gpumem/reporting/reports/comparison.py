@@ -7,6 +7,7 @@ side is the branch of a pull request.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.facts.measurement import Measurement
@@ -14,10 +15,11 @@ from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, baseline_of
+from pytest_gpumem.judging.gate.causes import Causes, causes_of
 from pytest_gpumem.judging.gate.changes import with_changes
 from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.speed import OUTCOMES
-from pytest_gpumem.judging.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict, worst
+from pytest_gpumem.judging.gate.verdict import COMPARED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.reporting.reports.view import rows_of
 
 if TYPE_CHECKING:
@@ -172,7 +174,7 @@ class ChangedPackage:
         return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ComparisonReport:
     """The result of comparing a new side with an old side, sorted by test.
 
@@ -195,6 +197,20 @@ class ComparisonReport:
     def speeds(self) -> dict[Key, ComparedChange]:
         """The changes in step times from `gpumem ab`, by measurement."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
+
+    @property
+    def grown(self) -> list[TestVerdict]:
+        """The gate's verdicts on the tests with a regressed measurement."""
+        verdicts_by_test: dict[tuple[str, str], list[Verdict]] = {}
+        for row in self.rows:
+            if row.verdict is not None and row.outcome is Outcome.REGRESSED:
+                verdicts_by_test.setdefault((row.key.file, row.key.test), []).append(row.verdict)
+        return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in verdicts_by_test.items()]
+
+    @cached_property
+    def causes(self) -> Causes:
+        """The causes of growth from the old side to the new side."""
+        return causes_of(self.grown, measured=len({(row.key.file, row.key.test) for row in self.rows}))
 
     @property
     def exit_status(self) -> int:

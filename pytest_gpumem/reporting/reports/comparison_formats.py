@@ -11,11 +11,9 @@ from pytest_gpumem.base.git import Revision
 from pytest_gpumem.base.units import counted, format_ratio
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.plain import to_plain
-from pytest_gpumem.judging.gate.causes import causes_of
-from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
+from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.reports import escaping
 from pytest_gpumem.reporting.reports.causes import (
-    SessionCauses,
     cause_notes,
     cause_table,
     causes_in_markdown,
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_gpumem.base.units import UnitSystem
-    from pytest_gpumem.judging.gate.verdict import Verdict
     from pytest_gpumem.reporting.reports.comparison import (
         ComparedChange,
         ComparedRow,
@@ -97,10 +94,9 @@ def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[L
     """Return a comparison's lines for a terminal: causes, table, explanations, remarks, and a last line with the counts."""
     form = _form(report)
     text: list[Line | str] = []
-    causes = causes_between(report)
-    if causes.concern_several_tests:
-        text += laid_out(cause_table(causes, units), screen) if causes.causes.causes else []
-        text += [*map(screen.legible, cause_notes(causes, units)), ""]
+    if report.causes.concern_several_tests:
+        text += laid_out(cause_table(report.causes, units), screen) if report.causes.causes else []
+        text += [*map(screen.legible, cause_notes(report.causes, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
     columns = (
@@ -116,8 +112,7 @@ def lines(report: ComparisonReport, units: UnitSystem, screen: Screen) -> list[L
 
 def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
     """Yield each regressed measurement's title, and the lines of its explanation. ``None`` is an empty line."""
-    causes = causes_between(report)
-    explained_tests = explained_before(causes.causes, _grown(report)) if causes.concern_several_tests else {}
+    explained_tests = explained_before(report.causes, report.grown)
     for row in report.rows:
         regressed_metrics = [change.metric for change in row.changes if change.outcome is Outcome.REGRESSED]
         if row.verdict is None or not regressed_metrics:
@@ -130,21 +125,6 @@ def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[
         blocks = [*([packages] if packages else []), *explanation_blocks(row.verdict, regressed_metrics, units)]
         if blocks:
             yield row.title, [line for block in blocks for line in (*block, None)][:-1]
-
-
-def causes_between(report: ComparisonReport) -> SessionCauses:
-    """Return the causes of growth from the old side to the new side."""
-    tests = _grown(report)
-    return SessionCauses(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
-
-
-def _grown(report: ComparisonReport) -> list[TestVerdict]:
-    """Return the gate's verdicts on the tests with a regressed measurement."""
-    verdicts_by_test: dict[tuple[str, str], list[Verdict]] = {}
-    for row in report.rows:
-        if row.verdict is not None and row.outcome is Outcome.REGRESSED:
-            verdicts_by_test.setdefault((row.key.file, row.key.test), []).append(row.verdict)
-    return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in verdicts_by_test.items()]
 
 
 def remarks(report: ComparisonReport) -> list[str]:
@@ -225,9 +205,8 @@ def _markdown(
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
     text = [title, "", *([] if finished else ["Not finished: the figures are incomplete.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
-    causes = causes_between(report)
-    if causes.concern_several_tests:
-        text += [causes_in_markdown(causes, units), ""]
+    if report.causes.concern_several_tests:
+        text += [causes_in_markdown(report.causes, units), ""]
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
@@ -329,7 +308,7 @@ def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
                 {"file": failure.file, "test": failure.test, "reason": failure.why} for failure in report.failed
             ],
         }
-    plain |= plain_causes(causes_between(report))
+    plain |= plain_causes(report.causes)
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
 
 

@@ -30,11 +30,10 @@ from pytest_gpumem.base.variables import GITHUB_ACTIONS
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.source_lines import file_and_line, package_of
 from pytest_gpumem.judging.gate.verdict import Outcome
-from pytest_gpumem.reporting.reports.causes import causes_in, name_of
+from pytest_gpumem.reporting.reports.causes import name_of
 from pytest_gpumem.reporting.reports.escaping import visible
 from pytest_gpumem.reporting.reports.markdown import LEAST_BYTES, SUMMARY_LIMIT, markdown
 from pytest_gpumem.reporting.reports.places import first_row
-from pytest_gpumem.reporting.reports.short_failures import explained_by_causes
 from pytest_gpumem.reporting.reports.values import difference
 from pytest_gpumem.reporting.reports.view import rows_of
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.gate.causes import Cause
-    from pytest_gpumem.reporting.reports.causes import SessionCauses
     from pytest_gpumem.reporting.reports.session_report import SessionReport
     from pytest_gpumem.reporting.reports.view import ReportRow
 
@@ -79,26 +77,22 @@ def annotation_lines(
         At most `MOST_ANNOTATIONS` lines of each kind. If there are more, the last line counts the others.
     """
     failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
-    session_causes = causes_in(report)
-    causes_by_test = (
-        explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
-        if session_causes.concern_several_tests
-        else {}
-    )
-    shown_causes = {cause: None for row in failed for cause in causes_by_test.get(row.title, ())}
+    causes = report.causes
+    explained = [row.title for row in failed if row.title in causes.explained]
+    shown_causes = {cause for test in explained for cause in causes.of(test)}
     at_first_line = partial(_at_first_line, units=report.terms.units, folder=folder, can_show=can_show)
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
         *(
             line
-            for cause in session_causes.causes.causes
+            for cause in causes.causes
             if cause in shown_causes
-            for line in _of_a_cause(cause, session_causes, report, folder, at_first_line)
+            for line in _of_a_cause(cause, report, folder, at_first_line)
         ),
         *(
             line
             for row in failed
-            if row.title not in causes_by_test
+            if row.title not in causes.explained
             for line in (_of_a_test("error", row, row.why, folder), *at_first_line(row))
         ),
     ]
@@ -141,7 +135,6 @@ def _why_uncertain(row: ReportRow) -> str:
 
 def _of_a_cause(
     cause: Cause,
-    session_causes: SessionCauses,
     report: SessionReport,
     folder: str,
     at_first_line: Callable[[ReportRow], Iterable[str]],
@@ -152,7 +145,7 @@ def _of_a_cause(
     """
     units = report.terms.units
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
-    title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {session_causes.measured} tests"
+    title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {report.causes.measured} tests"
     details = " ".join(
         filter(None, [cause.module, cause.operator, cause.tensors if cause.has_tensors else "", cause.reason])
     )

@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.base.units import counted, format_ratio
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.reports import escaping
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.json_report import from_json
 from pytest_gpumem.reporting.reports.markdown import markdown
 from pytest_gpumem.reporting.reports.values import shown

@@ -13,12 +13,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
+from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.base.units import counted, nearest
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS
 from pytest_gpumem.facts.values.plain import from_plain, to_plain
-from pytest_gpumem.reporting.reports.causes import causes_in, plain_causes
-from pytest_gpumem.reporting.reports.errors import ReportError
+from pytest_gpumem.reporting.reports.causes import plain_causes
 from pytest_gpumem.reporting.reports.file_kinds import SESSION, STORED, kind_of, kind_of_json
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank
 from pytest_gpumem.reporting.reports.session_report import SessionReport
@@ -65,7 +65,7 @@ def to_json(report: SessionReport) -> str:
         "passed": report.passed,
         "problems": list(report.problems),
         "ranks": [_plain_ranks(row) for row in peaks_by_rank(report.results)],
-        **plain_causes(causes_in(report)),
+        **plain_causes(report.causes),
         **to_plain(report),
     }
     lines = [

@@ -109,6 +109,8 @@ def _last(text: str, width: int) -> str:
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
 """The meaning of a text, shown by a colour. The words say the same, so a terminal without colours loses nothing."""
 
+LEAST_NAME = 30
+"""A test's id may be shortened to this width, in cells."""
 _GAP = 2
 _HANGING = 4
 """The indentation of figures below their row's name, in cells."""
@@ -166,6 +168,12 @@ class _Plan:
     hanging: bool = False
 
 
+Piece = Table | Line
+"""A part of an output: a table, or a line between tables."""
+NOTHING: Line = ()
+"""An empty line."""
+
+
 def laid_out(table: Table, screen: Screen) -> list[Line]:
     """Return a table's lines, beginning with the header. If columns did not fit, a last line names them.
 
@@ -179,6 +187,17 @@ def laid_out(table: Table, screen: Screen) -> list[Line]:
     if left_out:
         note = f"too narrow to show: {', '.join(title for title in left_out if title)}"
         lines.append((Span(" " * table.indent + note, "aside"),))
+    return lines
+
+
+def as_lines(pieces: Iterable[Piece], screen: Screen) -> list[Line]:
+    """Lay out tables and lines for a screen."""
+    lines: list[Line] = []
+    for piece in pieces:
+        if isinstance(piece, Table):
+            lines += laid_out(piece, screen)
+        else:
+            lines.append(tuple(Span(screen.legible(span.text), span.style) for span in piece))
     return lines
 
 

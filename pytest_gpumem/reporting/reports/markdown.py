@@ -14,7 +14,7 @@ from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.selecting import unused_line
 from pytest_gpumem.judging.gate.verdict import CHANGED, FAILING, Outcome
-from pytest_gpumem.reporting.reports.causes import causes_in, causes_in_markdown
+from pytest_gpumem.reporting.reports.causes import causes_in_markdown
 from pytest_gpumem.reporting.reports.escaping import block, code, code_in_table, details, html_code, plain, table
 from pytest_gpumem.reporting.reports.explanation import explained_tables, grown_counts
 from pytest_gpumem.reporting.reports.layout import without_empty
@@ -23,11 +23,11 @@ from pytest_gpumem.reporting.reports.places import first_row
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.short_failures import explained_before
 from pytest_gpumem.reporting.reports.summary import device_lines, reasons
-from pytest_gpumem.reporting.reports.values import change, peaks_by_device, shown, texts_of
+from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, shown, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.facts.measurement import Environment
@@ -289,12 +289,10 @@ def _part_table(part_table: PartTable) -> str:
 
 def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
     """Yield the causes if several tests grew, and then each failed test. Tests that these causes fully explain are folded."""
-    session_causes, units = causes_in(report), report.terms.units
-    verdicts = [row.result.verdict for row in rows if row.result is not None]
-    explained_tests: Collection[str] = ()
-    if session_causes.concern_several_tests:
-        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(session_causes, units)}")
-        explained_tests = explained_before(session_causes.causes, verdicts)
+    units = report.terms.units
+    if report.causes.concern_several_tests:
+        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(report.causes, units)}")
+    explained_tests = explained_before(report.causes, (row.result.verdict for row in rows if row.result is not None))
     folded = [row for row in rows if row.result is not None and row.result.verdict.nodeid in explained_tests]
     for row in rows:
         if row in folded:
@@ -333,8 +331,9 @@ def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
     metrics = {name: [metric for verdict in verdicts if (metric := verdict.of(name)) is not None] for name in METRICS}
     used = [
         name
-        for name, row in METRICS.items()
-        if row.has_column(
+        for name in METRICS
+        if has_column(
+            name,
             [metric.value for metric in metrics[name]],
             changed=any(metric.outcome in CHANGED for metric in metrics[name]),
         )

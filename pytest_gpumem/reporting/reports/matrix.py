@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes, format_ratio, format_seconds
 from pytest_gpumem.facts.values.rates import WORTH_IT, return_on
-from pytest_gpumem.reporting.reports.layout import columns
+from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Table, columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.reporting.reports.layout import Piece
     from pytest_gpumem.reporting.reports.results import TestResult
 
 EFFICIENT = "*"
 """The mark for a Pareto-efficient row: every other row needs more memory or more time, or exactly as much memory and time."""
+
+_WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
+"""The weights of the columns in a matrix. A narrow terminal omits columns with smaller weights first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,21 @@ def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> li
     return [*lines, f"  {legend}"] if legend else lines
 
 
+def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
+    """Return the table for a matrix of step configs, followed by a legend."""
+    note = legend_of(rows)
+    header, lines = matrix_cells(rows, units)
+    table_columns = (
+        Column(title, left=True, least=LEAST_NAME),
+        *(Column(name, weight=_WEIGHTS.get(name)) for name in header[:-1]),
+        Column(header[-1], left=True, least=12),
+    )
+    return [
+        Table(table_columns, tuple(tuple(map(Span, line)) for line in lines)),
+        *([(Span(f"  {note}", "aside"),)] if note else []),
+    ]
+
+
 def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
     """Return the titles of all columns but the first, and each row's cells. The first column contains the configs."""
     first = next((row for row in rows if row.peak is not None), None)
@@ -103,19 +122,19 @@ def _cells(row: MatrixRow, first: MatrixRow | None, units: UnitSystem, *, timed:
         return [row.config, *["-"] * (5 if timed else 2)]
     # A report from another program may contain a value of 0, which cannot be a divisor.
     saving = (first.peak - row.peak) / first.peak if first.peak else None
+    cost = (row.time - first.time) / first.time if row.time is not None and first.time else None
+    roi = None if saving is None or cost is None else return_on(saving, cost)
     is_first = row is first
-    cells = [row.config, format_bytes(row.peak, units), "" if is_first else _ratio(saving)]
+    cells = [
+        row.config,
+        format_bytes(row.peak, units),
+        "" if is_first else "-" if saving is None else format_ratio(saving),
+    ]
     if not timed:
         return cells
     if row.time is None or first.time is None:
         return [*cells, "-", "-", "-"]
     if is_first:
         return [*cells, format_seconds(row.time), "", ""]
-    cost = (row.time - first.time) / first.time if first.time else None
-    roi = None if saving is None or cost is None else return_on(saving, cost)
     shown = "-" if roi is None else "free" if roi == float("inf") else f"{roi:.1f}"
-    return [*cells, format_seconds(row.time), _ratio(cost), shown]
-
-
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else format_ratio(ratio)
+    return [*cells, format_seconds(row.time), "-" if cost is None else format_ratio(cost), shown]

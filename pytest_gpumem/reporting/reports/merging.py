@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import MergeError
 from pytest_gpumem.facts.values.selection import Selection
 from pytest_gpumem.judging.baselines.selecting import is_of_script
-from pytest_gpumem.reporting.reports.errors import MergeError
 from pytest_gpumem.reporting.reports.renamed import with_renamings
 from pytest_gpumem.reporting.reports.results import badness
 from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.values.rank import rank_in, without_rank
+from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,6 +85,17 @@ def rank_cells(rows: Sequence[RankPeaks], units: UnitSystem) -> tuple[list[str],
     return ["test", *header, "imbalance"], [
         [row.title, *line, imbalance_text(row)] for row, line in zip(rows, cells, strict=True)
     ]
+
+
+def rank_table(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
+    """Return a table with the peaks on all ranks. A narrow terminal omits the columns with peaks."""
+    header, lines = rank_cells(rows, units)
+    columns = (
+        Column("peaks of ranks", left=True, least=LEAST_NAME),
+        *(Column(name, weight=1) for name in header[1:-1]),
+        Column(header[-1], left=True),
+    )
+    return Table(columns, tuple(tuple(map(Span, line)) for line in lines))
 
 
 def imbalance_text(row: RankPeaks) -> str:

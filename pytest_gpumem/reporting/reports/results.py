@@ -339,7 +339,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: The outcomes whose figures the session records. Tests with these outcomes are ignored.
+        accepts: If a test has one of these outcomes, the session stores its figures as a baseline. These tests are ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):
@@ -373,27 +373,6 @@ def _reasons_of(results: Iterable[TestResult]) -> str:
             reason = next((part.reason for part in result.verdict.verdicts if part.reason), default)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
     return "; ".join(f"{counted(count, 'test')} {reason}" for reason, count in counts.most_common())
-
-
-_MOST_NOTES = 3
-
-
-def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return each note on the recording of an explanation once, with its first test.
-
-    A note is omitted if its test's failure text already contains it.
-    """
-    notes: dict[str, str] = {}
-    for result in results:
-        for part in result.verdict.verdicts:
-            explanation = part.measurement.explanation
-            for note in explanation.peak.notes if explanation is not None else ():
-                if result.verdict.failure is not None and note in result.verdict.failure:
-                    continue
-                notes.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
-    distinct = list(notes.values())
-    more = len(distinct) - _MOST_NOTES
-    return [*distinct[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:

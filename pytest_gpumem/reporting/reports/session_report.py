@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 from pytest_gpumem.base.units import UnitSystem, counted
@@ -13,6 +14,7 @@ from pytest_gpumem.facts.values.selection import Selection
 from pytest_gpumem.judging.baselines.selecting import unused_baselines
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.baseline import Key
+from pytest_gpumem.judging.gate.causes import Causes, causes_of
 from pytest_gpumem.judging.gate.verdict import SKIPPED, MetricVerdict
 from pytest_gpumem.reporting.reports.results import TestResult, accounting, nothing_gated, nothing_recorded
 from pytest_gpumem.reporting.reports.values import change, shown
@@ -89,7 +91,7 @@ class StoreState:
     """pytest's setting ``python_functions``. A baseline whose function has another name belongs to a script."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SessionReport:
     """A session's report, or the merged report from all its shards."""
 
@@ -132,6 +134,19 @@ class SessionReport:
     def accounting(self) -> str:
         """The line that accounts for every measured test."""
         return accounting(self.results, len(self.not_run), self.terms.update)
+
+    @property
+    def not_accepted(self) -> list[TestResult]:
+        """The results without the tests whose figures became the new baseline."""
+        return [result for result in self.results if not result.is_accepted_by(self.terms.update)]
+
+    @cached_property
+    def causes(self) -> Causes:
+        """The causes of growth in the tests. Growth is ignored if an update made it the new baseline."""
+        return causes_of(
+            (result.verdict for result in self.not_accepted),
+            measured=len({result.verdict.nodeid for result in self.results if not result.verdict.unmeasured}),
+        )
 
     @property
     def of_store(self) -> tuple[str, ...]:

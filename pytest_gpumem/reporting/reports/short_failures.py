@@ -9,10 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.facts.values.source_lines import file_and_line
 from pytest_gpumem.judging.gate.growths import LEAST
-from pytest_gpumem.judging.gate.verdict import FAILING
 from pytest_gpumem.reporting.reports.causes import name_of
 from pytest_gpumem.reporting.reports.values import difference
 from pytest_gpumem.reporting.reports.view import headline
@@ -53,62 +50,23 @@ def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units:
     return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]
 
 
-def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return each test that fails only because of known causes, by node id, with these causes."""
-    causes_by_test: dict[str, list[Cause]] = {}
-    unexplained_tests = {share.growth.test for share in causes.unexplained}
-    for cause in causes.causes:
-        for test in cause.tests:
-            causes_by_test.setdefault(test, []).append(cause)
-    candidates = [test for test in tests if test.nodeid in causes_by_test]
-    # If shards ran a test on several devices, the test has several verdicts. Each must have no other reason to fail.
-    unexplained_tests |= {
-        test.nodeid
-        for test in candidates
-        if test.missing or test.failed_by_itself or fails_for_more(test, causes_by_test[test.nodeid])
-    }
-    return {test.nodeid: causes_by_test[test.nodeid] for test in candidates if test.nodeid not in unexplained_tests}
+def explained_before(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
+    """Return the tests that need only a short failure, with each cause and the id of the test that explains the cause.
 
-
-def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
-    """Return whether a test also fails for reasons that ``causes`` do not explain.
-
-    Examples are a slower step, a budget without a cause, or more operators at an unrelated line.
+    Args:
+        causes: The session's causes.
+        tests: The failed tests, in the order in which their failures are shown.
     """
-    failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
-    if any(METRICS[name].kind in ("time", "throughput") for name in failing):
-        return True
-    # A budget explains only its own metric. A line or a package may make other metrics grow as well.
-    by_causes = {share.growth.metric for cause in causes for share in cause.shares if share.growth.test == test.nodeid}
-    if any(cause.kind == "budget" for cause in causes) and not failing <= by_causes:
-        return True
-    files = {file_and_line(line)[0] for cause in causes for line in cause.lines}
-    modules = {module for cause in causes for module in cause.modules}
-    grown = (
-        tally.place
-        for verdict in test.verdicts
-        for name, tallies in verdict.count_changes.items()
-        for tally in tallies
-        if name in failing and tally.amount > 0
-    )
-    lines = ((place.named or place.library or place.site, place.module) for place in grown)
-    return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)
-
-
-def explained_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
-    """Return the tests that need only a short failure, with each cause and the id of the test that explains the cause."""
-    explained = explained_by_causes(session_causes, tests)
     explained_in: dict[Cause, str] = {}
     short_tests = {}
-    for test in tests:
-        causes = explained.get(test.nodeid, [])
-        if causes and all(cause in explained_in for cause in causes):
-            short_tests[test.nodeid] = [(cause, explained_in[cause]) for cause in causes]
+    for test in dict.fromkeys(verdict.nodeid for verdict in tests):
+        if test in causes.explained and all(cause in explained_in for cause in causes.of(test)):
+            short_tests[test] = [(cause, explained_in[cause]) for cause in causes.of(test)]
             continue
-        for cause in session_causes.of(test.nodeid):
-            shares = [share for share in cause.shares if share.growth.test == test.nodeid]
+        for cause in causes.of(test):
+            shares = [share for share in cause.shares if share.growth.test == test]
             if any(share.amount >= LEAST * share.growth.amount for share in shares):
-                explained_in.setdefault(cause, test.nodeid)
+                explained_in.setdefault(cause, test)
     return short_tests
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.reporting.reports.layout import Column, Span, Table
-from pytest_gpumem.reporting.reports.values import shown
+from pytest_gpumem.reporting.reports.values import has_column, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +110,7 @@ def _plain(baseline: StoredBaseline) -> dict[str, Any]:
 
 def _has_column(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
     values = [baseline.entry.metrics[name] for baseline in baselines if name in baseline.entry.metrics]
-    return bool(values) if everything else METRICS[name].has_column(values)
+    return bool(values) if everything else has_column(name, values)
 
 
 def _cell(name: str, entry: Baseline, units: UnitSystem) -> str:

@@ -10,8 +10,8 @@ from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.speed import not_compared_with
 from pytest_gpumem.judging.gate.verdict import CHANGED, Outcome, worst
-from pytest_gpumem.reporting.reports.layout import Column, Span, Style, Table
-from pytest_gpumem.reporting.reports.values import deciding_change, peaks_by_device, shown
+from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Style, Table
+from pytest_gpumem.reporting.reports.values import deciding_change, has_column, peaks_by_device, shown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.facts.values.option_words import UpdateMode
     from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
+    from pytest_gpumem.reporting.reports.results import TestResult
     from pytest_gpumem.reporting.reports.session_report import SessionReport
     from pytest_gpumem.reporting.reports.view import ShownMeasurement
 
@@ -28,8 +29,7 @@ MOST_EXPLAINED = 30
 """The table shows at most this many measurements whose growth has a known cause, unless the user asks for all."""
 MOST_REMARKS = 20
 """At most this many reasons and notes follow the table, unless the user asks for all."""
-LEAST_NAME = 30
-"""A test's id may be shortened to this width, in terminal cells."""
+_MOST_NOTES = 3
 STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.RECORDED, Outcome.NEW)),
     **dict.fromkeys((Outcome.OK, Outcome.IMPROVED), "good"),
@@ -105,7 +105,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
         available = [verdict for verdict in verdicts if verdict is not None]
         has_changed = any(verdict.outcome in CHANGED for verdict in available)
         changed = has_changed or (everything and bool(available))
-        if metric.has_column([verdict.value for verdict in available], changed=changed):
+        if has_column(name, [verdict.value for verdict in available], changed=changed):
             # A narrow terminal omits the columns of changed metrics last.
             weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if has_changed else 0)
             texts = ("-" if verdict is None else shown(name, verdict.value, units, verdict.of) for verdict in verdicts)
@@ -224,6 +224,24 @@ def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
         ):
             titles_by_note.setdefault(note, []).append(measurement.title)
     return [f"note: {_first_of(titles)}: {note}" for note, titles in titles_by_note.items()]
+
+
+def recording_notes(results: Iterable[TestResult]) -> list[str]:
+    """Return each note on the recording of an explanation once, with its first test.
+
+    A note is omitted if its test's failure text already contains it.
+    """
+    notes: dict[str, str] = {}
+    for result in results:
+        for part in result.verdict.verdicts:
+            explanation = part.measurement.explanation
+            for note in explanation.peak.notes if explanation is not None else ():
+                if result.verdict.failure is not None and note in result.verdict.failure:
+                    continue
+                notes.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
+    distinct = list(notes.values())
+    more = len(distinct) - _MOST_NOTES
+    return [*distinct[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
 
 
 def first_remarks(remarks: Sequence[str]) -> list[str]:

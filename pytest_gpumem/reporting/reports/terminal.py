@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.values.option_words import NO_CUDA
-from pytest_gpumem.reporting.reports.causes import MOST_CAUSES, cause_notes, cause_table, causes_in
+from pytest_gpumem.reporting.reports.causes import MOST_CAUSES, cause_notes, cause_table
 from pytest_gpumem.reporting.reports.explanation import composition_table, part_layout
-from pytest_gpumem.reporting.reports.layout import Column, Line, Span, Style, Table, laid_out
-from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_cells
-from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
-from pytest_gpumem.reporting.reports.results import recording_notes
-from pytest_gpumem.reporting.reports.short_failures import explained_by_causes
+from pytest_gpumem.reporting.reports.layout import NOTHING, Column, Span, Table, as_lines
+from pytest_gpumem.reporting.reports.matrix import matrices, matrix_pieces
+from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_table
 from pytest_gpumem.reporting.reports.summary import (
-    LEAST_NAME,
     STYLES,
     device_lines,
     first_remarks,
     not_shown,
     notes,
     reasons,
+    recording_notes,
     summary_table,
     to_be_shown,
     unstored_times,
@@ -31,25 +29,20 @@ from pytest_gpumem.reporting.reports.values import change, shown
 from pytest_gpumem.reporting.reports.view import rows_of, shown_measurements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.facts.values.composition import Explanation
     from pytest_gpumem.judging.gate.verdict import MetricVerdict
-    from pytest_gpumem.reporting.reports.layout import Screen
-    from pytest_gpumem.reporting.reports.matrix import MatrixRow
-    from pytest_gpumem.reporting.reports.ranks import RankPeaks
+    from pytest_gpumem.reporting.reports.layout import Line, Piece, Screen, Style
     from pytest_gpumem.reporting.reports.session_report import SessionReport
     from pytest_gpumem.reporting.reports.view import ShownMeasurement
 
-
-Piece = Table | Line
 
 MOST_COMPOSITIONS = 10
 MOST_ROWS = 5
 MOST_ROWS_OF_ALL = 15
 PHASES = ("forward", "backward", "optimizer")
-NOTHING: Line = ()
 _UNEXPLAINED = "compositions of other peaks were not recorded; --gpumem-explain=always records them"
 
 
@@ -133,8 +126,6 @@ MARKUP: dict[Style | None, dict[str, bool]] = {
     "aside": {"light": True},
 }
 """The arguments to pytest's terminal writer for each style."""
-_WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
-"""The weights of the columns in a matrix. A narrow terminal omits columns with smaller weights first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +148,15 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = shown_measurements(report.results, report.terms.update)
-    session_causes = causes_in(report)
-    explained = (
-        explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
-        if session_causes.concern_several_tests
-        else ()
-    )
-    chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
+    causes = report.causes
     pieces: list[Piece] = []
-    if session_causes.concern_several_tests and not quiet:
+    if causes.concern_several_tests and not quiet:
         most = None if everything else MOST_CAUSES
-        pieces += [cause_table(session_causes, units, most)] if session_causes.causes.causes else []
-        pieces += [*map(_line, cause_notes(session_causes, units, most, hint="-v shows all")), NOTHING]
+        pieces += [cause_table(causes, units, most)] if causes.causes else []
+        pieces += [*map(_line, cause_notes(causes, units, most, hint="-v shows all")), NOTHING]
+    chosen = [] if quiet else measured
+    if not quiet and not everything:
+        chosen = to_be_shown(measured, causes.explained, gating=report.terms.baseline)
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
@@ -179,7 +167,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
-        pieces += [_ranks(ranks, units), NOTHING] if ranks else []
+        pieces += [rank_table(ranks, units), NOTHING] if ranks else []
         if everything or not report.terms.baseline:
             for title, rows in matrices(report.results).items():
                 # If no config in the matrix was measured, the accounting line gives the reason.
@@ -209,32 +197,6 @@ def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
     )
 
 
-def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
-    """Return the table for a matrix of step configs, followed by a legend."""
-    header, lines = matrix_cells(rows, units)
-    columns = (
-        Column(title, left=True, least=LEAST_NAME),
-        *(Column(name, weight=_WEIGHTS.get(name)) for name in header[:-1]),
-        Column(header[-1], left=True, least=12),
-    )
-    note = legend_of(rows)
-    return [
-        Table(columns, tuple(tuple(map(Span, line)) for line in lines)),
-        *([_line(f"  {note}", "aside")] if note else []),
-    ]
-
-
-def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
-    """Return a table with the peaks on all ranks. A narrow terminal omits the columns with peaks."""
-    header, lines = rank_cells(rows, units)
-    columns = (
-        Column("peaks of ranks", left=True, least=LEAST_NAME),
-        *(Column(name, weight=1) for name in header[1:-1]),
-        Column(header[-1], left=True),
-    )
-    return Table(columns, tuple(tuple(map(Span, line)) for line in lines))
-
-
 WITHOUT_GPU = (
     "gpumem: without a GPU, choose where steps run, here or as `device` in [tool.gpumem]:",
     f"  --gpumem-device=emulated:h100   an emulated GPU: see `{command_name()} doctor` for what it needs on this machine",
@@ -261,8 +223,7 @@ def _ending(report: SessionReport) -> list[Line]:
 
 def _style_of(report: SessionReport) -> Style | None:
     """Return the accounting line's style, which is the worst outcome's style. It is ``good`` only if a test was gated."""
-    results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
-    styles = {STYLES[result.verdict.outcome] for result in results}
+    styles = {STYLES[result.verdict.outcome] for result in report.not_accepted}
     # Ignore failed tests that are not measured, because the line does not count them.
     if "bad" in styles or not replace(report, unmeasured_failures=0).passed:
         return "bad"
@@ -273,14 +234,3 @@ def _style_of(report: SessionReport) -> Style | None:
 
 def _line(text: str, style: Style | None = None) -> Line:
     return (Span(text, style),)
-
-
-def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
-    """Lay out tables and lines for a screen."""
-    lines: list[Line] = []
-    for piece in pieces:
-        if isinstance(piece, Table):
-            lines += laid_out(piece, screen)
-        else:
-            lines.append(tuple(Span(screen.legible(span.text), span.style) for span in piece))
-    return lines

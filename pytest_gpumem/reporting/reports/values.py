@@ -14,12 +14,13 @@ from pytest_gpumem.base.units import (
     format_rate,
     format_ratio,
     format_seconds,
-    is_percentage,
 )
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.judging.gate.verdict import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pytest_gpumem.facts.measurement import Measurement
     from pytest_gpumem.judging.gate.verdict import MetricVerdict, Verdict
 
@@ -81,6 +82,20 @@ def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = 
     return format_flops(int(value)) if metric == "flops" else format_count(int(value))
 
 
+def has_column(metric: str, values: Collection[float], *, changed: bool = False) -> bool:
+    """Return whether a table has a column for a metric.
+
+    Args:
+        metric: The metric's name.
+        values: The values of the measurements in the table.
+        changed: Whether a value in the table differs from its baseline, or the table should have all columns.
+    """
+    mode = METRICS[metric].shown
+    if mode == "if changed":
+        return changed
+    return any(values) if mode == "if nonzero" else mode == "always" and bool(values)
+
+
 def difference(metric: str, change: float, units: UnitSystem) -> str:
     """Return a signed difference in bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
     return ("+" if change >= 0 else "") + shown(metric, change, units)
@@ -92,8 +107,8 @@ def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
 
 
 def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
-    is_ratio = bool(old) and is_percentage(change / old)
-    return format_ratio(change / old) if is_ratio else difference(metric, change, units)
+    amount = difference(metric, change, units)
+    return format_ratio(change / old, large=amount) if old else amount
 
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.reporting.reports.layout import Span
-from pytest_gpumem.reporting.reports.matrix import matrices
-from pytest_gpumem.reporting.reports.terminal import NOTHING, as_lines, matrix_pieces, terminal_text
+from pytest_gpumem.reporting.reports.layout import NOTHING, Span, as_lines
+from pytest_gpumem.reporting.reports.matrix import matrices, matrix_pieces
+from pytest_gpumem.reporting.reports.terminal import terminal_text
 from pytest_gpumem.reporting.reports.view import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_gpumem.reporting.reports.layout import Line, Screen
+    from pytest_gpumem.reporting.reports.layout import Line, Piece, Screen
     from pytest_gpumem.reporting.reports.session_report import SessionReport
-    from pytest_gpumem.reporting.reports.terminal import Piece
     from pytest_gpumem.reporting.reports.view import ReportRow
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pytest_gpumem.base.git import GitError, plain_environment
+from pytest_gpumem.base.errors import GitError, RequirementError
+from pytest_gpumem.base.git import plain_environment
 from pytest_gpumem.base.processes import recorded_signals
 from pytest_gpumem.base.requirements.environments import Environments, cache_folder
-from pytest_gpumem.base.requirements.errors import RequirementError
 from pytest_gpumem.base.requirements.requirement_set import requirement_set
 from pytest_gpumem.base.units import counted, parse_ratio
 from pytest_gpumem.reporting.reports.comparison_formats import (

@@ -12,19 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.git import GitError
-from pytest_gpumem.base.processes import StopSignal
-from pytest_gpumem.base.requirements.errors import InstallationError
+from pytest_gpumem.base.errors import GitError, InstallationError, RunFailed, SettingsError, StopSignal
 from pytest_gpumem.base.terminals import can_redraw
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.judging.changed_code.marks import ChangedCode
 from pytest_gpumem.judging.changed_code.sources import Folders
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.timing.comparison import FEWEST_PAIRS
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.reporting.reports.comparison import NOTHING_COMPARED
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import Runner
 from pytest_gpumem.tools.ab.variants import Provisioner, Variant, changed_packages, why_no_difference
 from pytest_gpumem.tools.ab.verdicts import compare_runs, with_marked_lines

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 
+from pytest_gpumem.base.errors import RunFailed
 from pytest_gpumem.base.git import plain_environment
 from pytest_gpumem.base.processes import run
 from pytest_gpumem.reporting.reports.results import PROPERTY, Results
 from pytest_gpumem.tools.ab import collector
-from pytest_gpumem.tools.ab.errors import RunFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

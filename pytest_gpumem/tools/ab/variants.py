@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
 
+from pytest_gpumem.base.errors import InstallationError
 from pytest_gpumem.base.requirements.environments import site_folders_here
-from pytest_gpumem.base.requirements.errors import InstallationError
 from pytest_gpumem.base.requirements.installed import versions
 from pytest_gpumem.reporting.reports.comparison import ChangedPackage
 from pytest_gpumem.tools.checkout import worktrees

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import UnknownCause
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.reporting.reports.causes import name_of
-from pytest_gpumem.reporting.reports.short_failures import fails_for_more
 from pytest_gpumem.tools.accept.selection import Refusal
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.gate.causes import Cause, Causes
     from pytest_gpumem.reporting.reports.results import TestResult
-
-
-class UnknownCause(Exception):
-    """Raised if a report has no cause with a given number. The message lists the existing causes."""
 
 
 def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:
@@ -61,15 +57,10 @@ def with_causes(
         Each test with the reason for refusing it, or with ``None`` if the accepted causes explain all of its growth.
     """
     numbers = {cause: number for number, cause in enumerate(causes.causes, start=1)}
-    of_test: dict[str, list[Cause]] = {}
-    for cause in causes.causes:
-        for test in cause.tests:
-            of_test.setdefault(test, []).append(cause)
-    unexplained = {share.growth.test for share in causes.unexplained}
     tests: list[tuple[TestResult, Refusal | None]] = []
     for result in results:
         test = result.verdict.nodeid
-        test_causes = of_test.get(test, [])
+        test_causes = causes.of(test)
         if not any(cause in accepted for cause in test_causes):
             continue
         other_causes = [cause for cause in test_causes if cause not in accepted]
@@ -77,7 +68,7 @@ def with_causes(
         if other_causes:
             words = ", ".join(f"cause {numbers[cause]} ({name_of(cause, units)})" for cause in other_causes)
             reason = Refusal("other causes", f"the test also grew because of {words}")
-        elif test in unexplained or fails_for_more(result.verdict, test_causes):
+        elif test in causes.partly_explained:
             reason = Refusal(
                 "other causes", "the causes do not explain all of the test's growth; name the test to accept it"
             )

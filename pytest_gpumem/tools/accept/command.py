@@ -9,24 +9,31 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.base.errors import (
+    BackendError,
+    IncompleteChangeError,
+    SettingsError,
+    StoreError,
+    UnfitReport,
+    UnknownCause,
+    UnknownTest,
+)
 from pytest_gpumem.base.git import commit_of
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.changes import Source
-from pytest_gpumem.judging.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.baseline import Baseline
 from pytest_gpumem.plugin.config.conversions import convert
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.kinds import LINE
-from pytest_gpumem.reporting.reports.causes import cause_cells, causes_in
+from pytest_gpumem.reporting.reports.causes import cause_cells
 from pytest_gpumem.reporting.reports.values import shown
 from pytest_gpumem.reporting.reports.view import why_failed
-from pytest_gpumem.tools.accept.by_cause import UnknownCause, numbered_causes, with_causes
+from pytest_gpumem.tools.accept.by_cause import numbered_causes, with_causes
 from pytest_gpumem.tools.accept.commit import why_other_commit
 from pytest_gpumem.tools.accept.from_report import Candidate, by_device, candidates_of
-from pytest_gpumem.tools.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, selected_results
+from pytest_gpumem.tools.accept.selection import Refusal, check_report, selected_results
 from pytest_gpumem.tools.console import completion
 from pytest_gpumem.tools.console.files import FilePath, name_of
 from pytest_gpumem.tools.console.project import backend_in
@@ -38,8 +45,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.baselines.backend import Backend
-    from pytest_gpumem.judging.gate.causes import Cause
-    from pytest_gpumem.reporting.reports.causes import SessionCauses
+    from pytest_gpumem.judging.gate.causes import Cause, Causes
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 _ANSWERS = ("a", "s", "q")
@@ -175,13 +181,12 @@ def accept(
     with input_errors(UnfitReport):
         check_report(report, name_of(report_file))
     source = _source(report, reason, backend, force=force_commit)
-    growth_causes = causes_in(report)
     apart: list[Candidate] = []
     with input_errors(UnknownTest, UnknownCause):
         results = selected_results(report, tests)
         if causes:
-            named = numbered_causes(growth_causes.causes, causes, units)
-            explained = with_causes(growth_causes.causes, results, named, units)
+            named = numbered_causes(report.causes, causes, units)
+            explained = with_causes(report.causes, results, named, units)
             results = [result for result, why in explained if why is None]
             apart = [Candidate(result, refused=why) for result, why in explained if why is not None]
     current_store = Store(backend)
@@ -192,7 +197,7 @@ def accept(
     asks = not (tests or causes) and _is_terminal()
     changing = [candidate for candidate in candidates if candidate.changes_store and (candidate.is_noticed or not asks)]
     try:
-        accepted = _accepted_by_a_person(changing, growth_causes, units) if asks else changing
+        accepted = _accepted_by_a_person(changing, report.causes, units) if asks else changing
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
@@ -266,9 +271,7 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
         )
 
 
-def _accepted_by_a_person(
-    changing: Sequence[Candidate], growth_causes: SessionCauses, units: UnitSystem
-) -> list[Candidate]:
+def _accepted_by_a_person(changing: Sequence[Candidate], causes: Causes, units: UnitSystem) -> list[Candidate]:
     """Ask the user about each cause of growth in several tests, then about each remaining test, and return the accepted tests.
 
     Raises:
@@ -278,9 +281,7 @@ def _accepted_by_a_person(
     remaining = list(changing)
     taken: list[Cause] = []
     shown_causes = (
-        zip(growth_causes.causes.causes, cause_cells(growth_causes, units, None), strict=True)
-        if growth_causes.concern_several_tests
-        else ()
+        zip(causes.causes, cause_cells(causes, units, None), strict=True) if causes.concern_several_tests else ()
     )
     for cause, cells in shown_causes:
         of_cause = [candidate for candidate in remaining if candidate.title in cause.tests]
@@ -302,7 +303,7 @@ def _accepted_by_a_person(
             remaining = [candidate for candidate in remaining if candidate not in of_cause]
             continue
         taken.append(cause)
-        explained = with_causes(growth_causes.causes, [candidate.result for candidate in remaining], taken, units)
+        explained = with_causes(causes, [candidate.result for candidate in remaining], taken, units)
         ready = [result for result, why in explained if why is None]
         accepted += [candidate for candidate in remaining if candidate.result in ready]
         remaining = [candidate for candidate in remaining if candidate.result not in ready]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_gpumem.base.git import GitError, commit_of, git
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import commit_of, git
 from pytest_gpumem.base.units import counted
 
 

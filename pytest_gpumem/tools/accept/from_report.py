@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import FormatError, StoreError
 from pytest_gpumem.facts.measurement import check_name
 from pytest_gpumem.judging.baselines.changes import Changes, changes_of
-from pytest_gpumem.judging.baselines.errors import FormatError, StoreError
 from pytest_gpumem.judging.baselines.format import parse, render
 from pytest_gpumem.judging.baselines.store import path_of
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import UnfitReport, UnknownTest
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.selecting import nearest_tests, selected_keys
 from pytest_gpumem.judging.baselines.update import ACCEPTS
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
-
-
-class UnfitReport(Exception):
-    """Raised if no test in a report can be accepted. The message gives the reason, and says which report is expected."""
-
-
-class UnknownTest(Exception):
-    """Raised if a report lacks a named test. The message names tests with a similar spelling."""
 
 
 class Refusal(NamedTuple):

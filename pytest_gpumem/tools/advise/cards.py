@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import NotAStep, SubjectError, TrialFailed
 from pytest_gpumem.base.processes import end_with_parent
 from pytest_gpumem.emulating.emulated_process.before_torch import install
 from pytest_gpumem.emulating.emulated_process.start import emulate, environment_for
@@ -26,9 +27,8 @@ from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES, become, curren
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.measuring.devices.emulated import why_no_kernels
 from pytest_gpumem.measuring.devices.registry import make_cuda
-from pytest_gpumem.measuring.step_config.errors import NotAStep
 from pytest_gpumem.tools.advise.search_order import Trial
-from pytest_gpumem.tools.advise.trial import AdviceSubject, SubjectError, TrialFailed, explain_config, try_config
+from pytest_gpumem.tools.advise.trial import AdviceSubject, explain_config, try_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from pytest_gpumem.base.errors import (
+    ConfigError,
+    DeviceUnavailable,
+    EmulationError,
+    ModelError,
+    SubjectError,
+    TrialFailed,
+)
 from pytest_gpumem.base.units import parse_size
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus, nearest_device_or_emulated
 from pytest_gpumem.emulating.emulation.load import current_emulation, prepare
 from pytest_gpumem.facts.values.option_words import DEFAULT_DEVICE, EMULATED
-from pytest_gpumem.measuring.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN, Devices, factories
-from pytest_gpumem.measuring.models.errors import ModelError
 from pytest_gpumem.measuring.models.lora import DTYPE_OF_ADAPTERS, Lora, lora
 from pytest_gpumem.measuring.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.measuring.models.sources import model_name, named_model
 from pytest_gpumem.measuring.models.task import TaskWords, task_of
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.tools.advise.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.tools.advise.formats import html, markdown, to_json
 from pytest_gpumem.tools.advise.largest import OPTIONS
@@ -33,15 +37,7 @@ from pytest_gpumem.tools.advise.search_order import Search
 from pytest_gpumem.tools.advise.shard_option import PER_RANK, named_configs, sharding_of
 from pytest_gpumem.tools.advise.snippet import code_of
 from pytest_gpumem.tools.advise.texts import lines
-from pytest_gpumem.tools.advise.trial import (
-    AdviceSubject,
-    SubjectError,
-    TrialFailed,
-    explain_config,
-    subject_by_name,
-    subject_of,
-    try_config,
-)
+from pytest_gpumem.tools.advise.trial import AdviceSubject, explain_config, subject_by_name, subject_of, try_config
 from pytest_gpumem.tools.advise.trials import Trials
 from pytest_gpumem.tools.console import completion
 from pytest_gpumem.tools.console.named_function import check_form, named_function
@@ -64,6 +60,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.facts.values.composition import Explanation
+    from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.models.named_model import NamedModel
     from pytest_gpumem.measuring.step_config.config import StepConfig
     from pytest_gpumem.tools.advise.largest import SizeAxis, SizeTrial

@@ -159,7 +159,7 @@ def _steps(entries: Sequence[HistoryEntry], borders: Sequence[int]) -> Iterator[
     """Split the recorded entries into steps at the indices ``borders``, and yield each step's allocations and frees.
 
     Raises:
-        _NotForetold: A block from before the recording was freed.
+        _NotForetold: A block that already existed when the recording began was freed.
     """
     made_at: dict[int, tuple[int, int]] = {}
     for number, (begin, end) in enumerate(zip([0, *borders], [*borders, len(entries)], strict=True)):

@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.base.units import word_form
 from pytest_gpumem.facts.values.rates import return_on
 from pytest_gpumem.measuring.step_config.checkpoint_kinds import KINDS
 from pytest_gpumem.measuring.step_config.config import StepConfig, combinations
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

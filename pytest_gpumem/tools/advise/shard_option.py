@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.base.units import whole_number
 from pytest_gpumem.measuring.step_config.config import StepConfig
-from pytest_gpumem.measuring.step_config.errors import ConfigError
 from pytest_gpumem.measuring.step_config.shard_kinds import NONE
 from pytest_gpumem.tools.advise.search_order import Trial, with_blocks, with_sharding
 

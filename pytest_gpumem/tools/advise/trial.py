@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import CannotRun, ConfigError, MeasuringError, NotAStep, SubjectError, TrialFailed
 from pytest_gpumem.base.units import counted, format_large_count
-from pytest_gpumem.facts.measurement import MeasuringError
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
-from pytest_gpumem.measuring.devices.contract import CannotRun
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
@@ -23,10 +22,9 @@ from pytest_gpumem.measuring.models.attention import attention_of
 from pytest_gpumem.measuring.models.sources import named_model
 from pytest_gpumem.measuring.models.task import TRAINING, Task
 from pytest_gpumem.measuring.step_config.blocks import repeated_blocks
-from pytest_gpumem.measuring.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.steps.batches import on_device, samples_in
 from pytest_gpumem.measuring.steps.inference import prepared_infer_step
-from pytest_gpumem.measuring.steps.model_step import built_on
+from pytest_gpumem.measuring.steps.model_source import ModelFactory, built_on, factory_name
 from pytest_gpumem.measuring.steps.precision import dtype_of_weights
 from pytest_gpumem.measuring.steps.train_step import prepared_train_step
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
@@ -57,14 +55,6 @@ _NO_BLOCKS = (
     "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
     "name them with --blocks PATTERN"
 )
-
-
-class TrialFailed(Exception):
-    """Error if the model's own code raised an error in or before the first trial. The message is a sentence."""
-
-
-class SubjectError(ValueError):
-    """Error if a project's function returns no model and batch, or if no blocks in the model match the pattern."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ def subject_of(
     """
     import torch
 
-    _needs_no_arguments(factory, _name(factory))
+    _needs_no_arguments(factory, factory_name(factory))
 
     result = built_on(device, factory)
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], torch.nn.Module):
@@ -163,11 +153,11 @@ def subject_of(
             else type(result).__name__
         )
         raise SubjectError(
-            f"expected (model, batch) or (model, batch, loss) from {_name(factory)}(), got {result_type}"
+            f"expected (model, batch) or (model, batch, loss) from {factory_name(factory)}(), got {result_type}"
         )
     model, batch, *loss = result
     if callable(batch):
-        _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
+        _needs_no_arguments(batch, f"the batch that {factory_name(factory)}() returns")
     containers = _containers(model, blocks)
     first_model = [model] if keeps_model else []
     return AdviceSubject(
@@ -345,10 +335,7 @@ def _prepared(
     device does not report peaks.
     """
     device, dtype = context.device, dtype_of_weights(config.precision)
-
-    def build() -> torch.nn.Module:
-        return subject.build(dtype)
-
+    source = ModelFactory(lambda: subject.build(dtype))
     with ExitStack() as stack:
         if not keeps_model:
             subject = subject.here(device.torch_device, keeps_model=False)
@@ -360,9 +347,9 @@ def _prepared(
         stack.callback(device.close)
         stack.callback(device.quiesce)
         step: AbstractContextManager[PreparedStep] = (
-            prepared_train_step(context, build, subject.batch, config=config, loss=subject.loss)
+            prepared_train_step(context, source, subject.batch, config=config, loss=subject.loss)
             if subject.task.trains
-            else prepared_infer_step(context, build, subject.batch, config=config, new_tokens=subject.task.new_tokens)
+            else prepared_infer_step(context, source, subject.batch, config=config, new_tokens=subject.task.new_tokens)
         )
         try:
             with step as prepared:
@@ -448,7 +435,3 @@ def _container(model: torch.nn.Module, blocks: list[Block]) -> BlockContainer:
     ]:
         return path
     return tuple(block.path for block in blocks)
-
-
-def _name(factory: object) -> str:
-    return getattr(factory, "__qualname__", repr(factory))

@@ -7,13 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import ModelError, NotAStep, SubjectError, TrialFailed
 from pytest_gpumem.base.units import format_bytes
-from pytest_gpumem.measuring.models.errors import ModelError
-from pytest_gpumem.measuring.step_config.errors import NotAStep
 from pytest_gpumem.tools.advise.largest import OPTIONS, Largest, SizeTrial, largest_of, next_size
 from pytest_gpumem.tools.advise.results import DeviceTrials
 from pytest_gpumem.tools.advise.search_order import OUT_OF_MEMORY, Trial, recommended
-from pytest_gpumem.tools.advise.trial import SubjectError, TrialFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from pytest_gpumem.base.git import GitError, Revision, git
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import Revision, git
 from pytest_gpumem.base.requirements.releases import is_same_release, releases_between, without_local_version
 from pytest_gpumem.base.requirements.requirement_set import RequirementSet
 from pytest_gpumem.tools.ab.variants import Variant

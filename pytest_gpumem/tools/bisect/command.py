@@ -12,9 +12,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.base.command_name import command_name
-from pytest_gpumem.base.git import GitError, Revision, plain_environment
-from pytest_gpumem.base.processes import StopSignal, recorded_signals
-from pytest_gpumem.base.requirements.errors import InstallationError, RequirementError
+from pytest_gpumem.base.errors import (
+    GitError,
+    InstallationError,
+    NothingToSearch,
+    ReportError,
+    RequirementError,
+    RunFailed,
+    StopSignal,
+)
+from pytest_gpumem.base.git import Revision, plain_environment
+from pytest_gpumem.base.processes import recorded_signals
 from pytest_gpumem.base.requirements.installed import versions
 from pytest_gpumem.base.requirements.releases import is_same_release, releases_of, without_local_version
 from pytest_gpumem.base.requirements.requirement_set import requirement_set
@@ -23,7 +31,6 @@ from pytest_gpumem.facts.measurement import changed_releases
 from pytest_gpumem.judging.baselines.history import events_of, file_changes, texts_of
 from pytest_gpumem.judging.baselines.selecting import selected_keys
 from pytest_gpumem.judging.baselines.store import path_of
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.tools.ab.command import (
     PYTEST_ARGUMENTS,
     WithPytestArguments,
@@ -36,11 +43,10 @@ from pytest_gpumem.tools.ab.command import (
     write_reports,
 )
 from pytest_gpumem.tools.ab.compare_variants import set_up
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import SETUP_NOTE, reason_to_refuse, without_baseline_options
 from pytest_gpumem.tools.bisect import candidates
 from pytest_gpumem.tools.bisect.candidates import ADDRESS_PREFIX, commits, pins_of, releases, same_release_notes
-from pytest_gpumem.tools.bisect.driver import JUDGED_METRICS, STEP_TIME, NothingToSearch, Search
+from pytest_gpumem.tools.bisect.driver import JUDGED_METRICS, STEP_TIME, Search
 from pytest_gpumem.tools.bisect.journal import Journal
 from pytest_gpumem.tools.bisect.red_report import regressed_test_of
 from pytest_gpumem.tools.bisect.report import failure_as_json, failure_as_markdown, lines, markdown, to_json

@@ -12,15 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.git import GitError
-from pytest_gpumem.base.requirements.errors import InstallationError
+from pytest_gpumem.base.errors import GitError, InstallationError, NothingToSearch, RunFailed
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reporting.reports.values import shown
 from pytest_gpumem.tools.ab.compare_variants import changed_code, reports_in_turns, settings_in
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.variants import why_no_difference
 from pytest_gpumem.tools.ab.verdicts import compare_runs, with_marked_lines
 from pytest_gpumem.tools.bisect.candidates import graph_of
@@ -50,10 +48,6 @@ _MOST_PAIRS = 8
 
 _ERROR = re.compile(r"(?:E\s+|ERROR: )(.+)")
 """Pattern for an output line with an exception, or with pytest's own error: ``"ERROR: not found: test_it.py::test_gone"``."""
-
-
-class NothingToSearch(Exception):
-    """A bisection has nothing to search for. The message says why, and often what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.base.errors import RunFailed
 from pytest_gpumem.base.requirements.environments import packages_here
 from pytest_gpumem.base.user_cache import cache_root
-from pytest_gpumem.tools.ab.errors import RunFailed
 from pytest_gpumem.tools.ab.runs import Run, run_of
 
 if TYPE_CHECKING:

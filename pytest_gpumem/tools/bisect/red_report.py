@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.errors import NothingToSearch, ReportError
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import UNKNOWN_RELEASE, Outcome
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.json_report import from_json
 from pytest_gpumem.tools.bisect.candidates import ADDRESS_PREFIX
-from pytest_gpumem.tools.bisect.driver import JUDGED_METRICS, STEP_TIME, NothingToSearch
+from pytest_gpumem.tools.bisect.driver import JUDGED_METRICS, STEP_TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

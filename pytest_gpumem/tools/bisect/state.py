@@ -8,7 +8,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.git import GitError, git
+from pytest_gpumem.base.errors import GitError
+from pytest_gpumem.base.git import git
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

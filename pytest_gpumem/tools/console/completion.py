@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
+from pytest_gpumem.base.errors import BackendError, SettingsError, StoreError
 from pytest_gpumem.emulating.emulation.gpus import EVERY, known_words
 from pytest_gpumem.facts.values.option_words import EMULATED
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.location import backend_of, is_url
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.options import DEFAULT_STORE
 from pytest_gpumem.plugin.config.settings import read_table
 from pytest_gpumem.tools.console.project import own_gpus_around

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pytest_gpumem.base.atomic_file import write_atomically
-from pytest_gpumem.base.open_folder import SymbolicLinkError
+from pytest_gpumem.base.errors import SymbolicLinkError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import pytest
 
-from pytest_gpumem.base.git import GitError, restoring_command
+from pytest_gpumem.base.errors import BackendError, GitError, SettingsError, StoreError
+from pytest_gpumem.base.git import restoring_command
 from pytest_gpumem.base.units import nearest
 from pytest_gpumem.emulating.emulated_process.before_torch import described_gpus
 from pytest_gpumem.facts.values.option_words import DEFAULT_DEVICE
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.folder import Folder, GitBackend
 from pytest_gpumem.judging.baselines.location import backend_of, is_url
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.baseline import Baseline
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.project_files import project_files
 from pytest_gpumem.plugin.config.settings import check_readable, is_loaded, own_gpus_in, read_table
 from pytest_gpumem.reporting.reports.file_kinds import kind_of_file

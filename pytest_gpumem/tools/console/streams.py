@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.base.terminals import can_redraw
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.json_report import from_json
 from pytest_gpumem.reporting.reports.layout import Screen
 from pytest_gpumem.tools.console.files import name_of, path_of, read_text

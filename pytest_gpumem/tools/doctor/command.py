@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.base.errors import BackendError, SettingsError
 from pytest_gpumem.base.git import restoring_command
 from pytest_gpumem.emulating.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulating.emulation.gpus import DEFAULT, described, emulated_gpu
 from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.baselines.bucket import without_credentials
-from pytest_gpumem.judging.baselines.errors import BackendError
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.measuring.devices.registry import AUTO, BUILT_IN
-from pytest_gpumem.plugin.config.errors import SettingsError
 from pytest_gpumem.plugin.config.settings import check_device, read_table
 from pytest_gpumem.tools.console.project import (
     NOT_LOADED,

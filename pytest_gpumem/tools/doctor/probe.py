@@ -12,14 +12,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.errors import DeviceUnavailable, EmulationError
 from pytest_gpumem.emulating.emulated_process.before_torch import described_gpus
 from pytest_gpumem.emulating.emulated_process.start import emulate
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.facts.values.option_words import EMULATED, NO_CUDNN
 from pytest_gpumem.facts.values.plain import to_plain
-from pytest_gpumem.measuring.devices.contract import DeviceUnavailable
 from pytest_gpumem.measuring.devices.registry import factories
 from pytest_gpumem.tools.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 

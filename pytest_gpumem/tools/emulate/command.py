@@ -6,9 +6,9 @@ import os
 
 import click
 
+from pytest_gpumem.base.errors import EmulationError
 from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulating.emulated_process.start import environment_for
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulating.emulation.load import prepare
 from pytest_gpumem.tools.console import completion

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.base.processes import StopSignal, recorded_signals
+from pytest_gpumem.base.errors import EmulationError, StopSignal
+from pytest_gpumem.base.processes import recorded_signals
 from pytest_gpumem.base.units import counted, word_form
-from pytest_gpumem.emulating.emulation.errors import EmulationError
 from pytest_gpumem.emulating.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.reporting.reports.layout import laid_out

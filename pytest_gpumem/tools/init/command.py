@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import click
 
 from pytest_gpumem.base.command_name import command_name
-from pytest_gpumem.base.git import USUAL_BRANCH, GitError, default_branch
-from pytest_gpumem.base.processes import StopSignal
+from pytest_gpumem.base.errors import GitError, ProposalError, StopSignal
+from pytest_gpumem.base.git import USUAL_BRANCH, default_branch
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.judging.baselines.location import is_url
 from pytest_gpumem.measuring.devices.registry import BUILT_IN
@@ -37,7 +37,6 @@ from pytest_gpumem.tools.init.proposal import (
     WORKFLOW,
     Machine,
     Project,
-    ProposalError,
     counts,
     proposal,
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import ProposalError
 from pytest_gpumem.base.git import USUAL_BRANCH
 from pytest_gpumem.base.toml import read_toml
 from pytest_gpumem.base.units import counted, word_form
@@ -49,10 +50,6 @@ SETTINGS, ATTRIBUTES, WORKFLOW, COMMENT_WORKFLOW, GATE_REQUIREMENTS = (
 )
 _NO_END = "\\ No newline at end of file"
 _PINNED = "# The gate's packages. Figures depend on the version of torch: change it together with the baselines."
-
-
-class ProposalError(Exception):
-    """Error if lines cannot be added to a file. The message names the file and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import GitHubError, NotAllowedError, ReportError
 from pytest_gpumem.base.variables import GITHUB_TOKEN
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.github.comment import (
     Api,
-    GitHubError,
-    NotAllowedError,
     PullRequest,
     close_issue,
     pull_request_of_event,
@@ -26,7 +25,6 @@ from pytest_gpumem.reporting.github.comment import (
     room_in_comment,
 )
 from pytest_gpumem.reporting.github.runs import find_run, pull_request_of_run
-from pytest_gpumem.reporting.reports.errors import ReportError
 from pytest_gpumem.reporting.reports.escaping import block, details, plain
 from pytest_gpumem.reporting.reports.github import is_github, notice_line
 from pytest_gpumem.reporting.reports.job_result import MOST_BYTES, job_result

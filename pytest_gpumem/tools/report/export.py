@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import ExportError
 from pytest_gpumem.base.units import nearest
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.reporting.exports.figures import ExportedFigures, ExportError, Figure, figures_of
+from pytest_gpumem.reporting.exports.figures import ExportedFigures, Figure, figures_of
 from pytest_gpumem.reporting.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
 from pytest_gpumem.reporting.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.reporting.reports.layout import Screen

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import MergeError
 from pytest_gpumem.base.units import counted, word_form
 from pytest_gpumem.judging.baselines.selecting import unused_line
-from pytest_gpumem.reporting.reports.errors import MergeError
 from pytest_gpumem.reporting.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 from pytest_gpumem.reporting.reports.github import report_to_github
 from pytest_gpumem.reporting.reports.layout import Span

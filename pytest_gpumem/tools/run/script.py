@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.facts.measurement import MeasuringError
+from pytest_gpumem.base.errors import MeasuringError, ScriptFailed
 from pytest_gpumem.measuring.measure.loop import EndOfLoop
 from pytest_gpumem.plugin.config.command_line import COMMAND, Command
 from pytest_gpumem.plugin.config.options import FIXTURE
@@ -153,10 +153,6 @@ class ScriptItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.name
-
-
-class ScriptFailed(Exception):
-    """Raised if a script ends with an exit status other than 0. The message is a sentence."""
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:

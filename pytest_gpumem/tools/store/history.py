@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.base.command_name import command_name
-from pytest_gpumem.base.git import GitError, is_shallow
+from pytest_gpumem.base.errors import BackendError, GitError
+from pytest_gpumem.base.git import is_shallow
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.judging.baselines.errors import BackendError
 from pytest_gpumem.judging.baselines.history import (
     Event,
     events_of,

@@ -8,8 +8,8 @@ import click
 import pytest
 
 from pytest_gpumem.base.command_name import command_name
+from pytest_gpumem.base.errors import BackendError, StoreError
 from pytest_gpumem.base.units import counted, word_form
-from pytest_gpumem.judging.baselines.errors import BackendError, StoreError
 from pytest_gpumem.judging.baselines.selecting import unused_baselines
 from pytest_gpumem.plugin.config.options import is_measured
 from pytest_gpumem.plugin.config.selection import without_group

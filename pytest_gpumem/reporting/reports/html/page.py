@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.verdict import FAILING, Outcome
-from pytest_gpumem.reporting.reports.causes import cause_cells, cause_notes, causes_in
+from pytest_gpumem.reporting.reports.causes import cause_cells, cause_notes
 from pytest_gpumem.reporting.reports.html.charts import matrix_chart
 from pytest_gpumem.reporting.reports.html.document import document
 from pytest_gpumem.reporting.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
-from pytest_gpumem.reporting.reports.results import recording_notes
+from pytest_gpumem.reporting.reports.summary import recording_notes
 from pytest_gpumem.reporting.reports.values import change, change_or_value, shown
 from pytest_gpumem.reporting.reports.view import rows_of, state_of
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
+    from pytest_gpumem.judging.gate.causes import Causes
     from pytest_gpumem.judging.gate.verdict import MetricVerdict, Verdict
-    from pytest_gpumem.reporting.reports.causes import CauseCells, SessionCauses
+    from pytest_gpumem.reporting.reports.causes import CauseCells
     from pytest_gpumem.reporting.reports.matrix import MatrixRow
     from pytest_gpumem.reporting.reports.session_report import SessionReport
     from pytest_gpumem.reporting.reports.view import ReportRow, Status
@@ -181,7 +182,7 @@ def page_of(report: SessionReport) -> Page:
         key=lambda status_count: -status_count[0].severity,
     )
     failed = sum(result.failed for result in report.results)
-    session_causes = causes_in(report)
+    causes = report.causes
     unsuccessful = ((failed, "failed"), (len(report.not_run), "did not finish"))
     return Page(
         verdict=state_of(report),
@@ -190,8 +191,8 @@ def page_of(report: SessionReport) -> Page:
             *(f"{counted(count, 'test')} {outcome}" for count, outcome in unsuccessful if count),
         ),
         facts=_facts(report),
-        causes=tuple(_causes(session_causes, tests, units)) if session_causes.concern_several_tests else (),
-        cause_notes=tuple(cause_notes(session_causes, units, None)) if session_causes.concern_several_tests else (),
+        causes=tuple(_causes(causes, tests, units)) if causes.concern_several_tests else (),
+        cause_notes=tuple(cause_notes(causes, units, None)) if causes.concern_several_tests else (),
         statuses=tuple(statuses),
         tests=tuple(tests),
         timed=any(row.cells[2].text for row in tests),
@@ -204,7 +205,7 @@ def page_of(report: SessionReport) -> Page:
     )
 
 
-def _causes(session_causes: SessionCauses, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
+def _causes(causes: Causes, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
     anchors: dict[str, str] = {}
     charts = {}
     for row in tests:
@@ -212,7 +213,7 @@ def _causes(session_causes: SessionCauses, tests: Sequence[TestRow], units: Unit
             measurement = measured.verdict.measurement
             anchors.setdefault(measured.test.nodeid, row.anchor)
             charts[measured.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
-    for cause, cells in zip(session_causes.causes.causes, cause_cells(session_causes, units, None), strict=True):
+    for cause, cells in zip(causes.causes, cause_cells(causes, units, None), strict=True):
         most = cause.largest.growth
         named = tuple((test, anchors.get(test, "")) for test in cause.tests)
         chart = charts.get((most.test, most.name, most.device))

@@ -1,4 +1,4 @@
-"""Errors about models by name."""
+"""Remedies in messages about models by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ WRITE = (
     "the three values to gpumem.train_step"
 )
 """The remedy in messages if a model cannot be built from its name."""
-
-
-class ModelError(ValueError):
-    """Error if a model or its batch cannot be built from a name. The message is a sentence with a remedy."""
 
 
 def nearest_of_many(word: str, valid: Iterable[str], listing: str) -> str:
