@@ -333,7 +333,7 @@ def test_a_pytest_that_does_not_load_the_plugin_ends_with_2(seen_once, tmp_path,
 def test_a_device_that_a_conftest_adds_is_looked_at(seen_once, tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "tpu"\n')
     (tmp_path / "conftest.py").write_text(
-        "from pytest_gpumem.measuring.devices.contract import DeviceUnavailable\n\n\ndef make():\n"
+        "from pytest_gpumem import DeviceUnavailable\n\n\ndef make():\n"
         "    raise DeviceUnavailable('its firmware is asleep')\n\n\n"
         "def pytest_gpumem_devices(config):\n    return {'tpu': make}\n"
     )

@@ -213,7 +213,7 @@ def test_the_last_entry_is_removed_without_losing_what_another_process_adds(s3_u
     assert keys(s3_url) == [key("test_new")]
 
 
-def test_a_file_that_never_stops_changing_ends_the_change_and_names_what_was_not_written(s3_url, monkeypatch):
+def test_a_file_that_never_stops_changing_ends_the_change_and_is_named(s3_url, monkeypatch):
     monkeypatch.setattr(store_module, "_FIRST_PAUSE", 0)
     other = Bucket(s3_url)
     rounds = []
@@ -284,7 +284,7 @@ def test_a_bucket_that_does_not_exist_is_named_and_not_made(s3):
     assert "no-such-bucket" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]
 
 
-def test_wrong_credentials_are_named_with_the_needed_permissions_and_without_the_secret(s3_url):
+def test_wrong_credentials_are_named_with_the_needed_permissions_and_no_secret(s3_url):
     from moto.core.authorization import enable_iam_authentication
 
     backend = Bucket(s3_url)

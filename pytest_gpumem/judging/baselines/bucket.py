@@ -2,7 +2,7 @@
 
 A bucket has no lock. Each write has a condition instead: the file still has the version that this process read, or still does
 not exist. The server checks the condition and writes in a single step, so no write replaces an entry that this process has not
-read. For example, processes A and B read version 1 of a file. A writes version 2. The server refuses B's write, so B reads
+read. For example, processes A and B read a file's version 1. A writes version 2. The server refuses B's write, so B reads
 version 2, adds its entries and writes version 3.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 EXTRA = "bucket"
-"""The extra of pytest-gpumem that installs obstore."""
+"""The extra for ``pip install`` with obstore."""
 _SERVICES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """The storage service for each URL scheme."""
 _CREDENTIALS = {
@@ -39,7 +39,7 @@ _PERMISSIONS = {
     "az": "Storage Blob Data Reader to read, Storage Blob Data Contributor to write",
 }
 _NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]*")
-"""The name of a bucket. Other characters could change the host of a request."""
+"""A bucket's name. Other characters could change the host that a request reaches."""
 _ACCOUNT = re.compile(r"([a-z0-9]+)(\.(blob|dfs)\.core\.windows\.net)?")
 # obstore asks the cloud's metadata server for credentials if the environment has none.
 _METADATA_REQUEST = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity/")
@@ -197,7 +197,7 @@ def without_credentials(url: str) -> str:
     Example: ``https://ada:secret@host/x?token=1`` becomes ``https://***@host/x?***``.
     """
     scheme = url.partition("://")[0].rpartition("::")[2].lower()
-    # In a bucket, a question mark is a normal character in the name of an object. Only HTTP URLs have a query.
+    # In a bucket, a question mark is a normal character in an object's name. Only HTTP URLs have a query.
     query = url.partition("?")[2] if scheme in ("http", "https") else ""
     for secret in filter(None, (_authority(url).rpartition("@")[0], query)):
         url = url.replace(secret, _HIDDEN)

@@ -74,7 +74,7 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests that grew because of cause N, for example `1`. N is a row's number in the session's table of "
+    help="Accept the tests with growth from cause N, for example `1`. N is a row's number in the session's table of "
     "causes. May be repeated.",
 )
 @store_option

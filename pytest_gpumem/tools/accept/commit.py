@@ -54,7 +54,7 @@ def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> s
 
 
 def _differing(commit: str, checkout: Path, store: Path | None) -> list[str]:
-    """Return the files outside the store that differ between a commit and HEAD.
+    """Return the files outside the store with differences between a commit and HEAD.
 
     Raises:
         GitError: Git failed.
