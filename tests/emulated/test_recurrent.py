@@ -55,7 +55,7 @@ def test_published_sizes_are_met(on_gpu):
         KEPT + "x = torch.empty(500, 50, 123, device='cuda')\n"
         "for layer in (nn.LSTM, nn.GRU):\n"
         "    y, state = layer(123, 320, 4).cuda()(x)\n"
-        "    print(cudnn.lacking().rpartition(' is ')[2])\n"
+        "    print(cudnn.lacking().rpartition(' at most ')[2])\n"
     )
     assert told.split() == ["736.00", "MB", "864.00", "MB"]
 
