@@ -39,6 +39,15 @@ def test_a_recipe_names_every_file_that_its_patch_changes(name):
     assert {file for file in files_of(name) if file not in page} == set()
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_git_applies_every_line_that_a_patch_adds(name):
+    """A hunk whose header counts too few lines is cut short without an error."""
+    patch = patch_of(name)
+    done = subprocess.run(["git", "apply", "--numstat", patch], capture_output=True, text=True, check=True)
+    applied = sum(int(line.split()[0]) for line in done.stdout.splitlines())
+    assert applied == len(re.findall(r"^\+(?!\+\+ )", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
 def test_a_patch_that_does_not_apply_is_named_with_the_file_and_the_way_to_redo_it(tmp_path):
     (tmp_path / "pytest_gpumem/measuring/step_config").mkdir(parents=True)
     (tmp_path / "pytest_gpumem/measuring/step_config/checkpoint_kinds.py").write_text("changed = 1\n")
