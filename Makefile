@@ -46,7 +46,7 @@ help:
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make replays   compare releases of packages in which one needs more memory, on the CPU and an emulated GPU, by gpumem ab:"
 	@echo "               needs the package index, and 11 GB for their environments; ARGS=llama_mask runs one"
-	@echo "make lint      check format, style, types, which room imports which, prose and names (.ci/voice.py), and workflows"
+	@echo "make lint      check format, style, types, which house and room imports which, prose and names (.ci/voice.py), and workflows"
 	@echo "make reference make docs/reference/ from the code: docstrings, help texts and tables; lint fails when a page is stale"
 	@echo "make size      print lines by room, files of a training step, tests and seconds (THAN=folder: and the difference to another"
 	@echo "               checkout), then how prose and names read, which lint checks"

@@ -117,7 +117,10 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def rooms(package: Path) -> dict[str, Room]:
-    """Return the rooms of a package by name; the modules beside the rooms are the room `.`."""
+    """Return the rooms of a package by name, for example `judging/gate`.
+
+    The modules beside the rooms of a house have the house's name, for example `plugin`, and those beside the houses have `.`.
+    """
     counted: dict[str, Room] = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).parts

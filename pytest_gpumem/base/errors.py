@@ -1,4 +1,9 @@
-"""All exceptions that the package raises for others to catch, by house. Exceptions of one file stay in that file."""
+"""All exceptions that the package raises for others to catch, by house.
+
+Exceptions of one file stay in that file. `InputError` stays in `tools/console/streams.py`, because it derives from an exception
+in click, which this house does not import. The signals between a loop and the measuring code stay in
+`measuring/measure/loop.py`.
+"""
 
 from __future__ import annotations
 

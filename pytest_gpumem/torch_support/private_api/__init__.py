@@ -1,1 +1,1 @@
-"""All uses of torch's private names, each in a function. A test checks every function with every supported torch release."""
+"""All uses of torch's private names, each in a function. Tests check them with every supported torch release."""
