@@ -1,4 +1,4 @@
-"""Where the store's files lie: a folder, or a bucket. Nothing is half written, and mistakes are told by file."""
+"""The store in a folder or a bucket: a file is written whole or not at all, and a message names a broken file."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ class TensorNotes:
 
     def routing_of(self, tensor: torch.Tensor) -> Routing | None:
         """Return the assumed routing on which a tensor's values depend; ``None`` if there is none."""
-        known = self._known.of(tensor) if self.choosing.made and tensor.is_cuda else None
-        return None if known is None else known.routing
+        note = self._known.of(tensor) if self.choosing.made and tensor.is_cuda else None
+        return None if note is None else note.routing
 
     def routing_among(self, tensors: Iterable[torch.Tensor]) -> Routing | None:
         """Return the first assumed routing on which one of the tensors depends; ``None`` if there is none."""
@@ -215,17 +215,17 @@ class TensorNotes:
 
     def knows(self, address: int) -> bool:
         """Return whether the value at a GPU address is known. If the value depends on an assumed routing, record the read."""
-        known = self._known.around(address)
-        if known is not None:
-            self.note_routing(known[1].routing)
-        return known is not None
+        entry = self._known.around(address)
+        if entry is not None:
+            self.note_routing(entry[1].routing)
+        return entry is not None
 
     def forget_at(self, address: int) -> None:
         """Mark the GPU storage around ``address`` as unknown."""
-        known = self._known.around(address)
-        if known is not None:
-            self._known.delete(known[0])
-            self.constants.forget(known[0])
+        entry = self._known.around(address)
+        if entry is not None:
+            self._known.delete(entry[0])
+            self.constants.forget(entry[0])
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark tensors as unknown after code has written to them without an operator visible to `HostValues`."""

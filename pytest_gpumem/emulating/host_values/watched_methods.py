@@ -192,7 +192,7 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
     try:
         with outside_torch_function():  # a subclass may override the methods called here
             return mode.notes.is_unknown(tensor)
-    except (RuntimeError, NotImplementedError):  # a tensor inside a `torch.func` transformation has no storage
+    except RuntimeError:  # a tensor inside a `torch.func` transformation has no storage
         return False
 
 

@@ -60,9 +60,9 @@ class Bucket(Backend):
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0].lower()
         if scheme not in _SERVICES:
-            known = ", ".join(f"{name}://" for name in _SERVICES)
+            schemes = ", ".join(f"{name}://" for name in _SERVICES)
             raise BackendError(
-                f"{self.shown()}: a store is a folder or a bucket, and a bucket's URL begins with {known}"
+                f"{self.shown()}: a store is a folder or a bucket, and a bucket's URL begins with {schemes}"
             )
         self._service = _SERVICES[scheme]
         if self._service != "az" and "@" in _authority(url):

@@ -27,7 +27,7 @@ class Outcome(str, Enum):
     """
 
     RECORDED = "recorded"
-    """Measured and shown, but not compared, because there is no budget and the session does not compare with baselines.
+    """The figure is shown, but not compared, because there is no budget and the session does not compare with baselines.
     ``--gpumem-strict`` fails a test if none of its figures was compared."""
     OK = "ok"
     """Within the budget, and within the tolerance of the baseline. A test without a measurement is ``ok`` if it asserts a true
@@ -51,7 +51,7 @@ class Outcome(str, Enum):
     """The baseline belongs to another workload, for example to another batch size, and no figure in bytes grew by more than its
     tolerance. The output says what differs, and shows both figures."""
     UNMEASURED = "unmeasured"
-    """Nothing could be measured, for example because the machine has no GPU, or because the test put no tensor on the device.
+    """The test measured nothing, for example because the machine has no GPU, or because the test put no tensor on the device.
     The output says why. ``--gpumem-strict`` does not fail a test that pytest skipped."""
     UNCERTAIN = "uncertain"
     """Worse than the baseline, but perhaps not because of the code. There are four such cases:
