@@ -70,6 +70,16 @@ CASES = {
         12,
         {"num_beams": 1, "no_repeat_ngram_size": 0, "pad_token_id": None, "forced_eos_token_id": None},
     ),
+    # With the pad token from its configuration, the program has two more blocks of 512 bytes: the token, and a flag.
+    "state-space": Case(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1024, "num_heads": 8, "head_dim": 64, "n_groups": 1},
+        "bf16",
+        (16, 24),
+        90,
+        {"pad_token_id": None},
+    ),
 }
 LONG = Case("LlamaForCausalLM", "llama", CASES["grouped-query"].values | {"num_hidden_layers": 1}, "bf16", (32, 4), 90)
 FORETOLD = """
