@@ -56,6 +56,22 @@ LETS_GO = """\
             most = torch.cat([x] * 20).mean()
         return x.sum() + mean + most
 """
+DETACHED = """\
+        hidden = self.fc(x)
+        hidden = hidden.detach()
+        return self.head(hidden).sum()
+"""
+DEEP = """\
+torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
+        self.head = torch.nn.Linear(64, 1)"""
+WIDE = """\
+        x = self.fc(x)
+        wide = widened(
+            x,
+            factor=2,
+        )
+        return (wide * wide).sum()
+"""
 CALL, CAT = "model.py:15", "helper.py:6"
 
 
@@ -113,6 +129,19 @@ def test_a_result_that_is_no_longer_deleted_is_named_with_what_is_gone(project, 
     first = grown(red(project))[0]
     assert f"model.py:20, which calls {CAT}" in first
     assert "changed line: `del large` is gone" in first
+
+
+def test_a_removed_detach_is_named_with_the_calls_whose_activations_are_kept(project, repository):
+    edit(project, "torch.nn.Linear(64, 64)", DEEP)
+    edit(project, WIDE, DETACHED)
+    shutil.rmtree(project.store)
+    accept(project)
+    repository.commit("Detach, and record anew")
+    edit(project, "        hidden = hidden.detach()\n", "")
+    text = red(project)
+    sentence = next(line for line in text.splitlines() if "Backward did not reach" in line)
+    assert "`fc` (called at model.py:15)" in sentence
+    assert sentence.endswith(", because `hidden.detach()` is gone.")
 
 
 def test_what_grew_at_lines_that_are_as_they_were_is_not_said_to_have_changed(project, repository):

@@ -417,6 +417,61 @@ def test_a_replaced_with_block_marks_its_body_although_its_first_line_changed():
     assert [numbers_of(file, number) for number in (3, 4, 5, 6, 7)] == [3, 4, 3, 3, None]
 
 
+ENCODED = """\
+def forward(self, x, y):
+    hidden = self.up(x)
+    other = self.side(y)
+    scaled = hidden * 2
+    {statement}
+    return self.head({argument}, other)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "removed"),
+    [
+        pytest.param(("scaled = scaled.detach()", "scaled"), ("", "scaled"), "scaled.detach()", id="rebound"),
+        pytest.param(("scaled.detach_()", "scaled"), ("", "scaled"), "scaled.detach_()", id="in place"),
+        pytest.param(("scaled = scaled.data", "scaled"), ("", "scaled"), "scaled.data", id="its data"),
+        pytest.param(("", "scaled.detach()"), ("", "scaled"), "scaled.detach()", id="an argument"),
+        pytest.param(("", "scaled[0].detach()"), ("", "scaled[0]"), "scaled[0].detach()", id="a part"),
+        pytest.param(("free = scaled.detach()", "free"), ("", "scaled"), "scaled.detach()", id="another name"),
+        pytest.param(("self.log(scaled.item())", "x"), ("self.log(scaled)", "x"), "scaled.item()", id="a number"),
+    ],
+)
+def test_lines_whose_result_is_no_longer_detached_have_changed(old, new, removed):
+    before, after = (
+        ENCODED.format(statement=statement or "pass", argument=argument).split("\n")
+        for statement, argument in (old, new)
+    )
+    versions = TwoVersions(before, after)
+    assert [versions.changed_at(number) for number in (2, 3, 4)] == [(2, removed), None, (4, removed)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(("print(scaled.item())", "scaled"), ("", "scaled"), id="a print that goes"),
+        pytest.param(("shown = scaled.detach()", "scaled"), ("", "scaled"), id="a name that nothing used"),
+        pytest.param(("scaled = scaled.detach()", "scaled"), ("", "scaled.detach()"), id="moved into an argument"),
+        pytest.param(
+            ("scaled = scaled.detach()", "scaled"), ("scaled = scaled.detach().clone()", "scaled"), id="cloned"
+        ),
+        pytest.param(("scaled = scaled.data", "scaled"), ("scaled = scaled.detach()", "scaled"), id="another spelling"),
+        pytest.param(
+            ("scaled = scaled.detach()", "scaled"), ("scaled = 2 * x.detach()", "scaled"), id="computed otherwise"
+        ),
+    ],
+)
+def test_a_result_that_is_still_detached_or_unused_has_not_changed(old, new):
+    before, after = (
+        ENCODED.format(statement=statement or "pass", argument=argument).split("\n")
+        for statement, argument in (old, new)
+    )
+    versions = TwoVersions(before, after)
+    assert [versions.changed_at(number) for number in (2, 3)] == [None, None]
+
+
 def test_a_marker_of_pytest_changes_nothing_in_its_test():
     text = "@pytest.mark.gpumem(max_gb=1)\ndef test_it(x):\n    x.step()\n"
     assert TwoVersions(text.split("\n"), text.replace("=1", "=2").split("\n")).changed_at(3) is None

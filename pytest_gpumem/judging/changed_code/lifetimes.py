@@ -36,14 +36,14 @@ class _Step(NamedTuple):
     is_left: bool
 
 
-class _StatementInBlocks(NamedTuple):
+class StatementInBlocks(NamedTuple):
     """A statement in a function, with the blocks around the statement, the outermost first. ``bound`` are the bound names."""
 
     node: ast.stmt
     steps: tuple[_Step, ...]
     bound: tuple[str, ...]
 
-    def can_reach(self, later: _StatementInBlocks) -> bool:
+    def can_reach(self, later: StatementInBlocks) -> bool:
         """Return whether a single call of the function can run this statement and afterwards ``later``."""
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
         own, later_steps = self.steps[shared:], later.steps[shared:]
@@ -60,7 +60,7 @@ class Values:
     """The values of names and attributes in a function. Nested functions are ignored."""
 
     def __init__(self, function: Function) -> None:
-        self._statements = sorted(_placed(function.body, ()), key=lambda statement: statement.node.lineno)
+        self._statements = statements_in(function)
 
     def longer_lived_than(self, old: Values, is_changed: Callable[[ast.stmt], bool]) -> dict[str, str]:
         """Return the variables whose first assigned value is kept longer than in the old version of the function.
@@ -88,14 +88,14 @@ class Values:
                 endings[name] = ast.unparse(end.node).partition("\n")[0] if name in end.bound else f"del {name}"
         return endings
 
-    def _first(self, name: str) -> _StatementInBlocks | None:
+    def _first(self, name: str) -> StatementInBlocks | None:
         """Return the first statement that binds a name to a value other than None."""
         return next(
             (statement for statement in self._statements if name in statement.bound and not _is_none(statement.node)),
             None,
         )
 
-    def _end(self, name: str) -> _StatementInBlocks | None:
+    def _end(self, name: str) -> StatementInBlocks | None:
         """Return the statement that ends the first value of a name, or ``None`` if no statement ends this value."""
         first = self._first(name)
         if first is None:
@@ -110,7 +110,7 @@ class Values:
             None,
         )
 
-    def _last_use(self, name: str, until: _StatementInBlocks | None) -> _StatementInBlocks | None:
+    def _last_use(self, name: str, until: StatementInBlocks | None) -> StatementInBlocks | None:
         """Return the last statement up to ``until`` that reads or binds a name. With ``None``, search the whole function."""
         last = None
         for statement in self._statements:
@@ -120,11 +120,11 @@ class Values:
                 break
         return last
 
-    def _depth_until(self, name: str, end: _StatementInBlocks) -> int:
+    def _depth_until(self, name: str, end: StatementInBlocks) -> int:
         last = self._last_use(name, end)
         return -1 if last is None else _depth(last.node, name)
 
-    def _is_followed(self, name: str, statement: _StatementInBlocks) -> bool:
+    def _is_followed(self, name: str, statement: StatementInBlocks) -> bool:
         """Return whether code after a statement can allocate memory. If so, the peak may include the name's value."""
         if "." in name or "[" in name:
             return True
@@ -140,9 +140,14 @@ class Values:
         """Return whether a changed statement calls a method on the object ``name``. A method may replace attributes' values."""
         return any(
             is_changed(statement.node)
-            and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(statement.node))
+            and any(isinstance(part, ast.Call) and _root(part.func) == name for part in parts_of(statement.node))
             for statement in self._statements
         )
+
+
+def statements_in(function: Function) -> list[StatementInBlocks]:
+    """Return all statements in a function, ordered by line. Statements in nested functions and classes are left out."""
+    return sorted(_placed(function.body, ()), key=lambda statement: statement.node.lineno)
 
 
 def bound(node: ast.AST) -> list[str]:
@@ -156,7 +161,9 @@ def bound(node: ast.AST) -> list[str]:
     targets: list[ast.AST | None] = (
         list(node.targets) if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     )
-    targets += [part for part in _parts(node) if isinstance(part, ast.NamedExpr)] if isinstance(node, ast.stmt) else []
+    targets += (
+        [part for part in parts_of(node) if isinstance(part, ast.NamedExpr)] if isinstance(node, ast.stmt) else []
+    )
     return [
         ast.unparse(part)
         for target in filter(None, targets)
@@ -165,9 +172,9 @@ def bound(node: ast.AST) -> list[str]:
     ]
 
 
-def _placed(body: list[ast.stmt], steps: tuple[_Step, ...]) -> Iterator[_StatementInBlocks]:
+def _placed(body: list[ast.stmt], steps: tuple[_Step, ...]) -> Iterator[StatementInBlocks]:
     for node in body:
-        yield _StatementInBlocks(node, steps, tuple(bound(node)))
+        yield StatementInBlocks(node, steps, tuple(bound(node)))
         if not isinstance(node, _Scope):
             for block, inner in _blocks(node):
                 yield from _placed(inner, (*steps, _Step(node, block, isinstance(inner[-1], _Leaving))))
@@ -191,7 +198,7 @@ def _are_alternatives(step: _Step, other: _Step) -> bool:
     return step.block != other.block and not (isinstance(step.parent, ast.Try) and kinds == {"body", "orelse"})
 
 
-def _parts(node: ast.stmt) -> Iterator[ast.AST]:
+def parts_of(node: ast.stmt) -> Iterator[ast.AST]:
     """Yield a statement's syntax nodes, except statements in its blocks. For a nested function or class, yield all nodes."""
     for child in ast.iter_child_nodes(node):
         if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
@@ -199,7 +206,7 @@ def _parts(node: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _works(node: ast.stmt) -> bool:
-    return not isinstance(node, _Scope) and any(isinstance(part, _Work) for part in _parts(node))
+    return not isinstance(node, _Scope) and any(isinstance(part, _Work) for part in parts_of(node))
 
 
 def _depth(node: ast.AST, name: str) -> int:

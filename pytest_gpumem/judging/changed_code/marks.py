@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from pytest_gpumem.facts.values.composition import explanation_without_callers
 from pytest_gpumem.facts.values.operator_counts import NOWHERE, tallies_without_callers
 from pytest_gpumem.facts.values.source_lines import alternatives_clause, chains_of, file_and_line, package_of
-from pytest_gpumem.judging.changed_code.statements import TwoVersions
+from pytest_gpumem.judging.changed_code.statements import ChangedLine, TwoVersions
 from pytest_gpumem.judging.gate.difference import CHANGED_LINE, with_changed_lines, with_named_lines
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.operator_counts import Tally
     from pytest_gpumem.facts.values.source_lines import Chain
     from pytest_gpumem.judging.changed_code.sources import Source
-    from pytest_gpumem.judging.changed_code.statements import ChangedLine
     from pytest_gpumem.judging.gate.difference import Change
     from pytest_gpumem.judging.gate.verdict import Verdict
 
@@ -69,6 +68,11 @@ class ChangedCode:
             return ""
         removed = {line.removed for line in changed.values()}
         return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
+
+    def removed_at(self, lines: Iterable[str]) -> str:
+        """Return the code whose removal changed all of these lines, such as ``hidden.detach()``, or an empty text."""
+        removed = {changed.removed for line in lines for changed in self._changed(line).values() or [ChangedLine(0)]}
+        return removed.pop() if len(removed) == 1 else ""
 
     def is_own(self, place: Place) -> bool:
         """Return whether the line of the place itself has changed, in the user's code or in a library."""
@@ -145,6 +149,8 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
     if difference is not None:
         difference = with_changed_lines(difference, changed.mark, changed.is_own)
         difference = with_named_lines(difference, changed.named)
+        graph = tuple(replace(change, removed=changed.removed_at(change.lines)) for change in difference.graph)
+        difference = replace(difference, graph=graph)
     counts = {
         name: tuple(_marked(tally, changed) for tally in tallies) for name, tallies in verdict.count_changes.items()
     }

@@ -17,6 +17,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.judging.changed_code.detached import lines_before_lost_detach
 from pytest_gpumem.judging.changed_code.lifetimes import Values, bound
 
 if TYPE_CHECKING:
@@ -95,11 +96,13 @@ class TwoVersions:
         The first condition that is true decides:
 
         1. The statement with the line has changed. The result is the line itself.
-        2. A value that the statement binds lives longer, because for example a ``del`` was removed. The result is the line
+        2. A result of the statement is no longer detached, because a later ``hidden.detach()`` was removed. The result is the
+           line itself.
+        3. A value that the statement binds lives longer, because for example a ``del`` was removed. The result is the line
            itself.
-        3. A ``with`` around the line has changed, or another block has replaced the ``with``. The result is the first line of
+        4. A ``with`` around the line has changed, or another block has replaced the ``with``. The result is the first line of
            the new block.
-        4. A decorator on the function with the line has changed. The result is the function's first line. For example,
+        5. A decorator on the function with the line has changed. The result is the function's first line. For example,
            ``@torch.no_grad()`` decides whether the function's calls save tensors.
         """
         statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
@@ -112,7 +115,8 @@ class TwoVersions:
             default="",
         )
         ends = self._longer_lived.get(function, {})
-        removed = next((ends[name] for name in innermost.bound if name in ends), "")
+        removed = self._not_detached.get(self.common_lines[innermost.first], "")
+        removed = removed or next((ends[name] for name in innermost.bound if name in ends), "")
         if removed:
             return ChangedLine(number, removed)
         within = _first(self._functions[function]) if function else 0
@@ -150,6 +154,15 @@ class TwoVersions:
             )
             for name, values in ((name, Values(node)) for name, node in self._functions.items() if name in old)
         }
+
+    @cached_property
+    def _not_detached(self) -> dict[int, str]:
+        """The old lines whose results are no longer detached, with the expression that is gone: ``{2: "hidden.detach()"}``."""
+        lines: dict[int, str] = {}
+        for name, node in _functions(_parsed(self.old)):
+            if name in self._functions:
+                lines |= lines_before_lost_detach(node, self._functions[name])
+        return lines
 
     @cached_property
     def _functions(self) -> dict[str, _Function]:

@@ -56,6 +56,8 @@ class GraphChange:
     ``[0, 12]``."""
     within: tuple[str, ...] = ()
     """The modules with growing rows: ``teacher.blocks.*``. For a function, the lines with growing rows."""
+    removed: str = ""
+    """The removed code that is the cause: ``hidden.detach()`` or ``@torch.no_grad()``. Empty if the cause is not known."""
 
     @property
     def sentence(self) -> str:
@@ -64,6 +66,14 @@ class GraphChange:
         Example: ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
         activations for backward.``
         """
+        return (
+            self._sentence
+            if not self.removed
+            else f"{self._sentence.removesuffix('.')}, because `{self.removed}` is gone."
+        )
+
+    @property
+    def _sentence(self) -> str:
         whose = "their" if _AND in self.module else "its"
         if is_function(self.module):
             part = "a part of " if self.is_of_a_part else ""
