@@ -42,8 +42,8 @@ def lines_before_lost_detach(old: Function, new: Function) -> dict[int, str]:
     """Return old lines whose results are detached in the old version, and used without detaching them in the new version.
 
     A line counts if the detached tensor depends on a name bound by the line. The methods ``item``, ``tolist`` and ``numpy`` and
-    the attribute ``data`` count like ``detach``. A removed ``print(loss.item())`` is no lost detach, because nothing uses ``loss``
-    in its place.
+    the attribute ``data`` count like ``detach``. A removed ``print(loss.item())`` is no lost detach, because nothing uses
+    ``loss`` in its place.
 
     Returns:
         For each line number in the old version, the expression that is gone: ``{2: "hidden.detach()"}``.
