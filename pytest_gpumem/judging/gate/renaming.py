@@ -1,4 +1,4 @@
-"""Find former names of a new test: unused baselines with the same step, config, batch and device. Pure."""
+"""Find a new test's former names, from unused baselines with the same step, config, batch and device. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MOST_CANDIDATES = 20
 def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline) -> bool:
     """Return whether a new test may be a deleted test under another name.
 
-    Both measurements must have the same name, step, config and batch. The two tests must be in the same file, or have the same
-    name in different files. For example, ``tests/test_gpt.py::test_train`` may have been ``tests/test_gpt.py::test_step`` or
-    ``tests/test_old.py::test_train``.
+    The new measurement and the unused baseline must have the same name, step, config and batch. The two tests must be in the
+    same file, or have the same name in different files. For example, ``tests/test_gpt.py::test_train`` may have been
+    ``tests/test_gpt.py::test_step`` or ``tests/test_old.py::test_train``.
 
     Args:
         key: The key of the new measurement.
