@@ -42,8 +42,8 @@ class Attribution(NamedTuple):
 def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -> Attribution:
     """Return which of ``rows`` grew since the baseline.
 
-    If only one set of blocks adds up to the growth, in bytes and in number, the rows with these blocks certainly grew. If
-    several sets do, a row certainly grew only if it has more bytes than the baseline's sum.
+    If only one set of blocks has ``growth`` bytes and the number ``blocks``, the rows with these blocks certainly grew. If
+    there are several such sets, a row certainly grew only if it has more bytes than the baseline's sum.
 
     Example:
         A baseline lists a workspace of 33.5 MB, and its sum over smaller rows has 65.5 kB. Now there is a row with 6.5 MB. It
@@ -80,7 +80,7 @@ class _Blocks(NamedTuple):
 
 
 def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
-    """Return the only blocks that add up to the growth in bytes and in number; an empty list if several sets of blocks do.
+    """Return the only set of blocks with ``growth`` bytes and the number ``blocks``; empty if there are several such sets.
 
     Example:
         4 blocks and 8 MB are new. If the 4 largest blocks have 2 MB each, they must be new, because any other 4 blocks have

@@ -41,7 +41,7 @@ class Figure:
     config: str | None = None
     """The step config as a text, for example ``"amp-bf16"``; ``None`` if the test measures its own code without a config."""
     interval: tuple[float, float] | None = None
-    """The two ends of the 95 % confidence interval; ``None`` if the metric is not a time or throughput."""
+    """The lower and the upper end of the 95 % confidence interval; ``None`` unless the metric is a time or a throughput."""
     of: str | None = None
     """For a throughput, the items that are counted: ``samples``, ``tokens``, ``steps`` or ``items``."""
     ended: str = ""
@@ -62,13 +62,13 @@ class ExportedFigures:
     tests_without_figure: int = 0
     """Number of tests without a figure. They were not measured, did not finish, or only compare two measurements."""
     disturbed: tuple[str, ...] = ()
-    """For each measurement whose times are invalid, the reason, for example another process on the GPU."""
+    """The reason why times are invalid, for each measurement with invalid times. Example: another process used the GPU."""
     not_finite: tuple[str, ...] = ()
     """For each infinite or NaN value, a clause that names the metric and the test."""
 
     @property
     def summary(self) -> str:
-        """Return a line for the user: ``"24 figures of 6 tests; 1 test without a figure"``. It also counts invalid times."""
+        """Return a line with the counts, also of left-out values: ``"24 figures of 6 tests; 1 test without a figure"``."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.tests_without_figure:
@@ -88,7 +88,7 @@ def figures_of(
     Args:
         reports: The reports, by a name for messages, for example the file's path.
         metrics: Names of metrics to export. If the collection is empty, all metrics are exported.
-        over_time: True if the reports may contain the same figure, from sessions that ended at different times.
+        over_time: True if several reports may contain the same figure, because their sessions ended at different times.
 
     Raises:
         ExportError: No report contains a figure, or two reports contain the same figure.
@@ -169,7 +169,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
 """Backslashes before a lone surrogate, or before a text that looks like a written surrogate, ``ud800``.
 
-They are doubled. Otherwise, the text ``\\ud800`` and the surrogate itself would be written in the same way.
+`utf8` doubles these backslashes. Without doubling, the text ``\\ud800`` and the surrogate itself would be written in the same
+way.
 """
 
 

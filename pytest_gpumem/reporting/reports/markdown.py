@@ -132,7 +132,7 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
         left_out.append(remaining.pop(number))
         size -= _size(left_out[-1].text) + 2
     text = _joined(list(remaining.values()), left_out)
-    # The accounting line can be several kilobytes long, because it contains reasons from tests.
+    # The accounting line contains reasons from tests, so it can be several kilobytes long. If it does not fit, it is omitted.
     return text if _size(text) <= most else f"### {_VERDICTS[state_of(report)]}\n\n{_omitted([])}\n"
 
 

@@ -24,9 +24,9 @@ _Candidates = Mapping[int, Mapping[Test, FormerTest]]
 def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
     """Return ``results`` with the likely former name of each new test.
 
-    Tests with matching figures are paired first, so an unchanged test never looks worse under its new name. The remaining tests
-    were both renamed and changed, so they are paired by similar names. A file is ignored if some of its tests did not run,
-    because one of them may be the renamed test.
+    New tests and former tests with matching figures are paired first, so an unchanged test never looks worse under its new
+    name. The remaining tests were both renamed and changed, so they are paired by similar names. A file is ignored if some of
+    its tests did not run, because a test that did not run may be the renamed test.
 
     Args:
         results: The results, on any devices.
