@@ -21,7 +21,9 @@ WHOLE: tuple[Unit, ...] = ("bytes", "count")
 class Tolerance:
     """The allowed growth of a metric over its baseline: the larger of a relative and an absolute limit.
 
-    Example: >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6) 200000.0
+    Example:
+        >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
+        200000.0
     """
 
     relative: float
@@ -73,8 +75,8 @@ class Metric:
     value_if_absent: float | None = None
     """The value to assume if a baseline does not have the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)
-    """The minimum tolerance if an emulated GPU's value is compared with a real GPU's value; ``None`` if the two cannot be
-    compared."""
+    """The minimum tolerance if an emulated GPU's value is compared with a real GPU's value; ``None`` if these two values
+    cannot be compared."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -143,7 +145,7 @@ _SCALARS = Tolerance(relative=0.0, absolute=1024)
 # although the step time of equal code varies by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
 # The allocator reserves segments of up to 20 MiB. By chance, a step may find room in another tensor's segment. So a growth
-# by two such segments is tolerated, or by fewer if such segments had less room (`judging/gate/judge.py`).
+# by two such segments is tolerated, or less if both runs began with little room (`judging/gate/doubts.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.
@@ -244,8 +246,8 @@ class MetricAttributes:
     memory mapped from a file (``torch.load(mmap=True)``) is a part of `loaded`, but not of any peak."""
 
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
-    """Bytes in reference cycles, which only Python's cyclic garbage collector frees. It is switched off during the
-    measurement and runs afterwards."""
+    """Bytes in reference cycles, which only Python's cyclic garbage collector frees. The collector is switched off during
+    the measurement and runs after it."""
 
     flops = WholeMetric(
         "FLOPs",
