@@ -24,7 +24,7 @@ _EDITABLE = ("-e", "--editable")
 
 
 def is_path(line: str) -> bool:
-    """Return whether a line from `named_path` is a path, because the package's name is unknown before its build."""
+    """Return whether a line from `named_path` is still a path. Such a package's name is unknown before the package is built."""
     return Path(line).is_absolute()
 
 
