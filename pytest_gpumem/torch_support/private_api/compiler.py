@@ -36,7 +36,7 @@ def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
 
 
 def load_compiler() -> None:
-    """Import torch.compile's default backend now. Its warnings about torch's own use of torch.jit are ignored."""
+    """Import torch.compile's default backend now. Ignore the warnings about torch's own use of torch.jit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -101,7 +101,8 @@ def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
     core: Any = torch._C
     state = core._get_tracing_state()
     included, excluded = core._dispatch_tls_local_include_set(), core._dispatch_tls_local_exclude_set()
-    # Within an operator, the dispatch key "Tracer" is excluded. While it is excluded, the tracing state cannot be changed.
+    # Within an operator, the dispatch key "Tracer" is excluded. While it is excluded, the tracing state cannot be changed, so
+    # include this key again.
     tracer = core.DispatchKeySet(core._parse_dispatch_key("Tracer"))
 
     def traced(function: Callable[P, R]) -> Callable[P, R]:
