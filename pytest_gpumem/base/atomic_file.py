@@ -18,7 +18,7 @@ DRAFT = ".draft"
 
 
 def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
-    """Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
+    r"""Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
 
     Args:
         path: The file. If it is a symbolic link, the function raises an error.

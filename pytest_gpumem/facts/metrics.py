@@ -231,8 +231,8 @@ class MetricAttributes:
 
     If one of a step's last five runs left bytes behind, the step runs 18 more times. If only a few of these runs kept
     bytes, too few to be certain, 12 more runs follow. Growth is the average number of bytes kept by each of the last 12 (or
-    24) runs. It counts only if both the minimum and the maximum of the live bytes are higher in the second half of these
-    runs than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
+    24) runs. It is 0 unless both the minimum and the maximum of the live bytes are higher in the second half of these runs
+    than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
     `gpumem.loop`, growth comes from the last 12 (or 24) steps. A region, a call and a ``load`` do not have this metric.
     """
 

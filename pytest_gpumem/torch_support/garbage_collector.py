@@ -43,7 +43,7 @@ class _Allocator(Protocol):
 
 @contextmanager
 def cyclic_collector_off() -> Iterator[None]:
-    """Switch automatic garbage collection off within the context, because its moment depends on code from before."""
+    """Switch automatic garbage collection off within the context, because earlier code influences when it starts."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -187,7 +187,7 @@ def collect_everything() -> None:
 
 
 class _FinderBeforeOthers:
-    """Import hook that clears the frames left behind by a module's import. It lets the other finders find the module."""
+    """Import hook that clears the frames left behind by a module's import. The other finders find the module."""
 
     def __init__(self) -> None:
         self._loading = threading.local()

@@ -34,8 +34,8 @@ _ATOMS: tuple[type[Any], ...] = (
     *weakref.ProxyTypes,
 )
 T = TypeVar("T")
-# Attributes of objects from these packages are not followed. A test's `request` refers to the session, which refers to the
-# fixtures of all other tests.
+# Attributes of objects from these packages are not followed. For example, a test's `request` refers to the session, through
+# which the fixtures of all other tests would be reached.
 NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 

@@ -274,7 +274,7 @@ def site_folders_here() -> list[Path]:
 
 
 def _layer() -> str:
-    """Return the text for a ``.pth`` file, by which a new environment imports the current packages after its own."""
+    """Return the text for a ``.pth`` file that lets a new environment import the current packages, after its own."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 

@@ -99,8 +99,8 @@ class Row:
     """File and line for the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
     your code was not running."""
     library: str = ""
-    """The innermost line of an installed package among the calls below ``site``. It begins with the package's name and
-    release: ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
+    """The innermost line in an installed package that ``site`` called. The text begins with the package's name and release:
+    ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
     operator: str = ""
     """The allocating operator (``_softmax``), or in backward the autograd node (``MulBackward0``). Under autocast, the first
     operator with a weight also casts the weight to a lower precision. The row for this cast has the operator ``autocast's
@@ -454,7 +454,7 @@ def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
 
 
 def sort_holders(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Sort holders by the bytes in the tensors kept alive. The holder with the most bytes comes first."""
+    """Sort holders by the bytes in the tensors that they keep alive. The holder with the most bytes comes first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 

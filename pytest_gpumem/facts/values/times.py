@@ -56,7 +56,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds that were timed one after the other. ``invalid`` and ``slowed`` are set together, and only if it is invalid."""
+    """Rounds that were timed one after the other. Only an invalid sample has values for ``invalid`` and ``slowed``."""
 
     rounds: tuple[Round, ...]
     """All rounds, in the order in which they ran."""
@@ -118,7 +118,7 @@ class Sample:
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile of the seconds per step over all rounds, by the nearest rank: ``percent=50`` is the median."""
+        """Return a percentile of the seconds per step over all rounds, by the nearest rank. 50 returns about the median."""
         ordered = sorted(timed.seconds for timed in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 

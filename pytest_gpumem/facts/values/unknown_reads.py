@@ -1,4 +1,4 @@
-"""Counts of the lines that read values which an emulated GPU does not compute, and the notes about these reads."""
+"""Counts of how often each line read values that an emulated GPU does not compute, and the notes about these reads."""
 
 from __future__ import annotations
 

@@ -96,15 +96,15 @@ ENTRY_KEYS = {
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
     "`block` means memory in which no tensor was seen. Absent if no composition was recorded.",
-    _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps have different peaks and the recorded "
-    "step did not have the highest peak.",
+    _COMPOSITION_PEAK: "The peak, in bytes, of the step that the composition describes. Present only if another step has a "
+    "higher peak.",
     "phase": "The phase in which the step has its peak.",
     "other_phases": "The rows at the peaks of other phases, if such a peak has at least half of the bytes of the step's peak. "
     "The phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
     "recomputed": 'The modules that checkpointing ran again in backward, with the number of calls: `"4 x blocks.*"`.',
     "no_grad": "The modules and functions that ran with grad mode off, with the number of such calls among all calls: "
-    '`"1 of 1 x teacher"`. Modules that do not differ from the module around them are left out. The first line, `(all)`, '
-    "counts all calls together.",
+    '`"1 of 1 x teacher"`. A module is left out if its share of such calls is the same as in the module around it. The first '
+    "line, `(all)`, counts all calls together.",
     "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
     'step()"`.',
     **{
@@ -423,7 +423,7 @@ def _composition(table: Mapping[str, object], total: int, where: str) -> Composi
 
 
 def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
-    """Return the compositions at the peaks of other phases than ``peak``'s. A composition's total is the sum over its rows."""
+    """Return a composition for each phase in ``texts``. Its total is the sum over its rows."""
     rows: dict[str, list[Row]] = {}
     for text in _strings(texts, where):
         phase, _, row = text.partition(" | ")

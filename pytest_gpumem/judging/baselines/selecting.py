@@ -33,7 +33,7 @@ def matches(key: Key, pattern: str) -> bool:
 
 
 def selected_keys(keys: Iterable[Key], pattern: str) -> list[Key]:
-    """Return the sorted keys whose test has the id ``pattern``. If no test has this id, return all keys that match it."""
+    """Return the sorted keys whose test has the id ``pattern``. If there are none, return all keys that `matches` accepts."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, pattern)]

@@ -70,7 +70,7 @@ class TwoVersions:
 
     @cached_property
     def common_lines(self) -> dict[int, int]:
-        """The lines in both files: each line's number in the old file, by its number in the new file, from 1.
+        """For each line that both files contain: its number in the old file, by its number in the new file, from 1.
 
         Example: an old file has 4 lines, and its line 2 was removed: ``{1: 1, 2: 3, 3: 4}``.
         """

@@ -178,7 +178,7 @@ class Causes:
     by_test: Mapping[str, tuple[Cause, ...]]
     """The causes for each test that has a cause, by the test's id."""
     partly_explained: frozenset[str]
-    """The ids of tests with a cause that also have growth, or a failing metric, without a cause."""
+    """The ids of tests with a cause, if some growth or another failing metric in the test has no cause."""
     explained: frozenset[str]
     """The ids of tests that fail only because of their causes; empty if `concern_several_tests` is ``False``."""
     concern_several_tests: bool
@@ -286,10 +286,10 @@ def _causes(
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the candidate causes: groups of places of which at least one grew, although nothing proves which one.
+    """Return the candidate causes: groups of places with growth, if nothing proves which place in a group grew.
 
-    A group must have at least the share `LEAST` (10 %) of its growth. Groups with the same lines or holders become a single
-    candidate. Package releases in the lines are ignored.
+    A group must have at least the share `LEAST` (10 %) of a test's growth. Groups with the same lines or holders become a
+    single candidate. Package releases in the lines are ignored.
     """
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:

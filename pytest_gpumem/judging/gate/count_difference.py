@@ -49,7 +49,7 @@ _EQUAL_BY: tuple[Key, ...] = (
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the new calls, and the disappeared calls with negative amounts. All amounts together are the count's change.
+    """Return the new calls, and the disappeared calls with negative amounts. The amounts add up to the count's change.
 
     For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If nothing
     proves which of an operator's lines has the new calls, the result has a line at which other operators are new, too. If
@@ -134,7 +134,8 @@ def _without_common(
 ) -> tuple[list[Tally], list[Tally]]:
     """Subtract the common amount of each key from ``old`` and ``new``.
 
-    In ``new``, the amount is first subtracted from tallies at lines without new operators. The tallies in ``last`` come last.
+    In ``new``, the amount is first subtracted from tallies at lines without new operators, and only at the end from the tallies
+    in ``last``.
     """
     groups = grouped(old, new, key).values()
     # The amount of new calls at each line. Calls are new if the baseline has no calls with the same key.

@@ -507,7 +507,8 @@ def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[lis
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
     """Drop moved rows: a row in ``old`` and a row in ``new`` with the same ``key`` cancel each other out.
 
-    A row does not move if ``old`` and ``new`` have a row with its category, module, operator and tensor. It grew or shrank.
+    If ``old`` and ``new`` have rows with the same category, module, operator and tensor, these rows are not dropped, because
+    they did not move: they grew or shrank.
     """
     stayed = {_identity(row) for row in old} & {_identity(row) for row in new}
     moved = Counter(key(row) for row in old if _identity(row) not in stayed)

@@ -92,7 +92,7 @@ class Part:
 
 
 class Alternatives(NamedTuple):
-    """Several places, at one or more of which memory grew. Nothing proves which place did."""
+    """Several places. Memory or a count grew at one or more of them, but nothing proves at which."""
 
     amount: float
     """The total growth at these places, in bytes or calls. Each place's share is not known."""

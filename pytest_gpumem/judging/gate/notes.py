@@ -77,8 +77,8 @@ def _changed_workspaces(comparison: Comparison) -> Iterator[str]:
     change = "is unchanged"
     if rest != old_rest:
         change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
-    # A call, a load or a region runs only once, so cuBLAS may create its workspaces after the peak. Then they are no part of
-    # the peak, and the rest of the peak is unknown.
+    # A call, a load or a region runs only once, so cuBLAS may create its workspaces after the peak. Such workspaces are not a
+    # part of the peak, so the rest of the peak is unknown.
     change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     yield (
         f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "

@@ -40,7 +40,8 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
     Args:
         ends: How the test ended on each rank, by rank number.
-        nothing: A verdict on the test without measurements, on which the result is based if a rank did not judge the test.
+        nothing: A verdict on the test without measurements. If a rank did not judge the test, the result is this verdict with
+            the ``failure``.
 
     Returns:
         A verdict with the measurements from all ranks. If some ranks failed by themselves or skipped the test, the verdict has

@@ -89,7 +89,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode that stores this figure: ``"new"`` if ``metric.reason`` names it for a time, else ``"all"``."""
+    """Return the update mode that stores this metric: ``"new"`` for a time that this mode can add, otherwise ``"all"``."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 

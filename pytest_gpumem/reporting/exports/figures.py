@@ -1,7 +1,7 @@
 """Collect figures from session reports for other tools. All functions are pure.
 
-A figure is the value of a metric in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``. It
-has the same name in each session, so a tool can draw its values as a curve.
+A figure is the value of a metric in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``. A
+figure has the same name in each session, so a tool can draw its values as a curve.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ way.
 def benchmark_name(figure: Figure) -> str:
     """Return the name ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"`` for this figure.
 
-    The name contains the device, because bytes and times from different devices cannot be compared. It contains the measurement
-    even if the test has only one. So the name stays the same when the test gets a second measurement.
+    The name contains the device, because bytes and times from different devices cannot be compared. The name contains the
+    measurement even if the test has only one, so the name stays the same if the test gets a second measurement.
     """
     return utf8(f"{figure.test} ({figure.measurement}) @ {figure.environment.slug}")
 

@@ -219,7 +219,7 @@ class ComparisonReport:
         is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
         is_anything_compared = any(row.compared for row in self.rows)
         # In `gpumem ab`, a test that breaks only on the new revision is a result even if nothing was compared. `gpumem compare`
-        # reads reports, in which a failed test has no figures. So without a comparison, it has no result.
+        # reads reports, in which a failed test has no figures. So `gpumem compare` has no result without a comparison.
         if not is_anything_compared and (self.pairs is None or not is_worse):
             return NOTHING_COMPARED
         return WORSE if is_worse else 0

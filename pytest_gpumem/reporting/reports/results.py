@@ -112,7 +112,7 @@ class _Run:
     """The outcome of each phase, if pytest's report on the phase contains a verdict."""
     failed_in: FailedIn | None = None
     failed_beside_the_gate: bool = False
-    """True if a phase other than the call failed. The gate can fail only a test's call."""
+    """True if a phase other than the call failed. The gate did not cause this failure, because it fails only a test's call."""
 
     @property
     def is_repeated(self) -> bool:
@@ -256,9 +256,9 @@ def badness(result: TestResult) -> tuple[object, ...]:
     """Return a key that sorts several results of a test from the best to the worst.
 
     A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
-    outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
-    it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON decides, so the
-    order between reports never matters.
+    outcome. `ok` counts as worse than `improved`, because a run with `ok` did not repeat the improvement. The larger peak is
+    worse, because it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON
+    decides, so the order between reports never matters.
     """
     verdict = result.verdict
     outcome = verdict.outcome
@@ -338,7 +338,8 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: The outcomes of tests whose figures the session stores as baselines. Passed tests with these are ignored.
+        accepts: The outcomes of tests whose figures the session stores as baselines. Passed tests with such an outcome are
+            ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):

@@ -227,7 +227,7 @@ class SessionReport:
 
     @property
     def idle_parts(self) -> list[str]:
-        """A sentence for each device or shard that compared nothing in a merged report, although others did.
+        """A sentence for each device or shard in a merged report that compared nothing, although another one compared figures.
 
         A device or shard without a comparison makes the report red, even if other devices or shards compared figures. Tests
         that skip themselves do not count, because they would skip on every machine.

@@ -128,7 +128,7 @@ def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> lis
 
 
 def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode | None = None) -> list[str]:
-    """Return each reason why something was not compared or measured, with the number of tests, measurements or figures.
+    """Return each reason for which tests, measurements or figures were not measured or compared, with their number.
 
     For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 

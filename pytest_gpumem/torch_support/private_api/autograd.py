@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
     """Call a function in autograd's backward thread for a device, on the current stream, without any allocation.
 
-    When this function returns, the backward thread has released all gradients from earlier passes. This matters because at the
-    end of a pass, the thread first wakes the waiting threads, and releases the last gradients after this, but before the next
-    pass. For example, ``run_in_backward(lambda: None, device)`` waits until the previous pass's gradients are released.
+    When this function returns, the backward thread has released all gradients from earlier passes. At the end of a pass, this
+    thread first wakes the waiting threads, and only then releases the last gradients, before it begins another pass. For
+    example, ``run_in_backward(lambda: None, device)`` waits until the previous pass's gradients are released.
 
     Args:
         call: The function to call.
@@ -58,9 +58,9 @@ def _calling_node() -> Any:
 def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
     """Within the context, let every backward pass run in the context ``around(roots)``.
 
-    With ``around``, a `TorchFunctionMode` can be entered again. Such a mode handles calls to ``backward`` and ``grad`` like
-    other functions, and torch disables a mode while it handles a call. So the mode would miss the Python functions called in
-    backward. If a torch release lacks the private function to replace, ``around`` is never called.
+    For example, ``around`` can enter a `TorchFunctionMode` again. Torch disables such a mode while the mode handles a call, and
+    a mode also handles calls to ``backward`` and ``grad``. So without ``around``, the mode would miss the Python functions
+    called in backward. If a torch release lacks the private function to replace, ``around`` is never called.
 
     Args:
         around: A function that returns a context for a backward pass. Its argument is the list of the graph's roots, which are

@@ -94,7 +94,7 @@ def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
     operators to the trace and call ``Tensor.__bool__``.
 
     Yields:
-        A decorator for the program's own functions, which are traced again while they run.
+        A decorator for the program's own functions. While such a function runs, it is traced again.
     """
     import torch
 

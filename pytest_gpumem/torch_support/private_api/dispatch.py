@@ -44,7 +44,7 @@ def is_higher_order(operator: object) -> bool:
 def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
     """Return torch's FLOP counter, but changed so its first call does not import the compiler.
 
-    ``custom_mapping`` contains a formula for each further operator, by operator.
+    ``custom_mapping`` contains formulas for further operators, by operator.
     """
     from torch.utils import flop_counter as counters
 

@@ -59,7 +59,7 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept it.
+    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept this span.
 
     The public `torch.profiler.record_function` calls an operator, so selective checkpointing would cache this operator's
     result.
