@@ -216,10 +216,10 @@ class MetricAttributes:
 
     The allocator reserves segments of 2 MiB for blocks up to 1 MiB, segments of 20 MiB for blocks up to 10 MiB, and a
     segment for each larger block. A step reserves fewer segments if it finds room in segments that exist because of other
-    tests' tensors. `Measurement.unused_before` is this room when the step begins. If it is the same as in the baseline, the
-    same code reserves the same bytes, and the absolute tolerance is 2 MiB. Otherwise the larger of the two rooms is rounded
-    up to whole segments of 20 MiB, and the tolerance is 2 MiB more, but at most 40 MiB. If the baseline does not have
-    ``unused_before``, the tolerance is 40 MiB.
+    tests' tensors. `Measurement.unused_before` is this room when the step begins. If the room is the same as in the
+    baseline, the same code reserves the same bytes, and the absolute tolerance is 2 MiB. If the two rooms differ, the larger
+    room is rounded up to whole segments of 20 MiB, and the tolerance is 2 MiB more than this, but at most 40 MiB. If the
+    baseline does not have ``unused_before``, the tolerance is 40 MiB.
     """
 
     # A failure names the growth before the peak, because a step that keeps more and more bytes also has a higher peak.

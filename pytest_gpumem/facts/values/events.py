@@ -60,7 +60,7 @@ class TensorRecord(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """The numbers of two threads in torch: the thread that ran an operator or autograd node, and the node's creator.
+    """Two threads, by torch's numbers: the thread that ran an operator or a node, and the thread that created the node.
 
     ``made_by`` is 0 for operators.
     """

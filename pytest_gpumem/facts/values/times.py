@@ -26,7 +26,7 @@ MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
 
 The slowdown by other work (`Sample.slowed`) may be at most a factor of 1.25. The time that other work took, for example on the
 same core, may have made the rounds longer by at most a factor of 1.1 (`Round.taken`). The first bound is higher, because a
-slowdown is only estimated, and the time is measured (`pytest_gpumem.measuring.timing.validity`)."""
+slowdown is only estimated, but the time that other work took is measured (`pytest_gpumem.measuring.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,8 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
 
     An entry has a single environment, so improved figures from this run and other figures from the store must fit the same
     environment (`_fit`): this run's or the stored one. If neither environment fits all figures, the result is ``None``. The
-    result is also ``None`` if no metric improved, or if an environment detail has changed that decides a metric which did not
-    improve (`Metric.decided_by`).
+    result is also ``None`` if no metric improved, or if a changed environment detail decides a metric that did not improve
+    (`Metric.decided_by`).
     """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}

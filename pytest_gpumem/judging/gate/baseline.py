@@ -101,7 +101,7 @@ class Baseline:
     """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # The store writes no operators for a count of 0. The empty tuple says that they are known: there are none.
+        # The store writes no operators for a count of 0. Add an empty tuple, because the operators are known: there are none.
         no_operators: dict[str, tuple[Tally, ...]] = {
             name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
         }

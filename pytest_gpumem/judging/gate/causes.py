@@ -84,8 +84,8 @@ class Cause:
     def module(self) -> str:
         """The modules in a single text.
 
-        If the paths of all modules end alike, the text is their common end: ``*.attn``. Otherwise the text names the first
-        paths: ``blocks.*.attn, Attention``.
+        If the paths of all modules end alike, the text is their common end: ``*.attn``. If they do not end alike, the text
+        names the first paths: ``blocks.*.attn, Attention``.
         """
         if len(self.modules) < 2:
             return "".join(self.modules)
@@ -211,7 +211,7 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
         for name in cause.tests:
             by_test[name] = (*by_test.get(name, ()), cause)
     unexplained = [share.growth for share in not_explained if share.needs_cause]
-    # No cause ever explains a longer time. So a test that is only slower counts only if the session has other causes.
+    # No cause ever explains a longer time. So a test that became slower and did not grow counts only beside other causes.
     without_cause = {
         growth.test for growth in unexplained if causes or METRICS[growth.metric].kind in ("memory", "work")
     }

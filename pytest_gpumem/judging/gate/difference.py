@@ -48,7 +48,7 @@ def _file_and_line(row: Row) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     _without_amounts,
-    # An edit above a line moves the line, so this key has no line.
+    # An edit above a line moves the line, so this key does not contain the line.
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # A module may have been renamed.
     lambda row: (row.category, row.operator, row.tensor, *_line(row)),
@@ -218,19 +218,19 @@ def difference_of_peaks(
 ) -> Difference:
     """Return the changes between the baseline's peak and the current peak.
 
-    If the peaks are in different phases, two peaks in the same phase are compared. Otherwise unchanged tensors would seem to be
-    new, although they are at the peak only because the peak moved to their phase.
+    If the peaks are in different phases, two peaks in the same phase are compared instead. A comparison of peaks in different
+    phases would report unchanged tensors as new, only because the peak moved to their phase.
 
     Example:
         The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
-        MB. If the baseline recorded 38 MB in the optimizer, the difference is 42 - 38 = 4 MB, from the optimizer's tensors.
-        Otherwise both peaks in backward are compared, and the difference is 0.
+        MB. If the baseline recorded 38 MB in the optimizer, the difference is 42 - 38 = 4 MB, from the optimizer's tensors. If
+        the baseline recorded nothing in the optimizer, both peaks in backward are compared, and the difference is 0.
 
     Args:
         before: The composition of the baseline's peak.
         after: The composition of the current peak.
-        phases_before: The baseline's compositions at the peaks of other phases.
-        phases: The current step's compositions at the peaks of all other phases.
+        phases_before: The baseline's compositions at the peaks of phases other than ``before``'s.
+        phases: The current step's compositions at the peaks of phases other than ``after``'s.
         callers: The callers of modules and functions in the current step.
         function_at: The function around each line in the current step, such as ``step()``.
     """
@@ -278,7 +278,7 @@ def with_changed_lines(
     Args:
         difference: The difference.
         mark: Returns a clause that begins with `CHANGED_LINE` if the code at a row's line, or at one of the line's callers,
-            has changed. Otherwise it returns an empty text.
+            has changed, and an empty text if this code has not changed.
         is_own: Returns whether the row's own line has changed. Such rows come before rows with a changed caller, because a
             caller may lead to many lines.
     """

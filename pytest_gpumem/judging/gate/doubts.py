@@ -67,7 +67,7 @@ def outcome_beyond_tolerance(
         return Outcome.REGRESSED, _differing_peaks(comparison) if is_peak else None
     if is_peak and differ_by_chance(comparison.baseline_peaks, comparison.peaks, allowed):
         return Outcome.OK, None
-    # If another environment may have caused the improvement, say so: an update would store a value that holds only there.
+    # If another environment may have caused the improvement, say so: an update would store a value for this environment only.
     return Outcome.IMPROVED, _changed_environment(comparison, metric, metric.depends_on)
 
 

@@ -524,8 +524,8 @@ def _parts_of_change(
 ) -> list[tuple[Place, Part]]:
     """Turn a change into parts.
 
-    If the change follows from a graph change, its place is the module's caller. Otherwise its place is the holder in
-    ``holders_at``, or the allocating line if there is no holder.
+    If the change follows from a graph change, the place is the module's caller. If it does not, the place is the tensors'
+    holder in ``holders_at``, or the allocating line if the tensors have no holder.
     """
     cause = next(
         (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),

@@ -156,7 +156,7 @@ def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``min_throughput`` has no effect, because no timed measurement has its unit; otherwise ``None``."""
+    """Return a sentence if ``min_throughput`` has no effect, because no timed step counts items in its unit; else ``None``."""
     timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")

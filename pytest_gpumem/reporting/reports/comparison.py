@@ -214,7 +214,7 @@ class ComparisonReport:
 
     @property
     def exit_status(self) -> int:
-        """The command's exit status: `WORSE` if anything is worse, `NOTHING_COMPARED` if nothing was compared, else 0."""
+        """The command's exit status: `WORSE` if a test is worse, `NOTHING_COMPARED` if nothing was compared, otherwise 0."""
         is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
         is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
         is_anything_compared = any(row.compared for row in self.rows)

@@ -245,7 +245,7 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """Return tables that explain retained bytes, the peak's growth or else the peak itself, and grown operator counts."""
+    """Return tables that explain the retained bytes, the peak (its growth, if a baseline exists), and grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     blocks: list[str] = []
     for explanation in explained_tables(verdict, metrics, units):

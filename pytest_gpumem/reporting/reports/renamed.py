@@ -1,6 +1,7 @@
 """Find renamed tests: pair each new test with the unused baseline from its probable former name. Pure.
 
-For example, ``test_step[fp32]`` is new, ``test_train[fp32]`` no longer exists, and its baseline has the same peak.
+For example, ``test_step[fp32]`` is new, ``test_train[fp32]`` no longer exists, and the peak in ``test_train[fp32]``'s baseline
+is the peak of ``test_step[fp32]``.
 """
 
 from __future__ import annotations

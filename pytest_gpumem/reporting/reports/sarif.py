@@ -32,8 +32,8 @@ def sarif(report: SessionReport) -> str:
 
     Each test that failed (level ``error``) or is ``uncertain`` (``warning``) has a result with the text of the failure.
 
-    - ``locations``: the project's line with the largest growth in bytes, else the first line with more operators, else the
-      line of the test.
+    - ``locations``: the project's line with the largest growth in bytes. If no bytes grew, the first line with more operators.
+      If no operators were added either, the line of the test.
     - ``relatedLocations``: up to 20 other lines that grew, and the test.
     - ``ruleId``: the verdict, such as ``gpumem/regressed`` or ``gpumem/over-budget``.
     - ``partialFingerprints``: the test and its verdict, so a result stays the same alert if lines move.
