@@ -140,7 +140,7 @@ class Environment(FrozenValue):
     def __post_init__(self) -> None:
         for name, value in self.details.items():
             if name in ("slug", "device", "packages"):
-                raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
+                raise ValueError(f"environment: {name!r} is reserved for the device and cannot be added to the details")
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
         self._freeze(details=dict(sorted(self.details.items())), packages=dict(sorted(self.packages.items())))

@@ -125,7 +125,7 @@ def figures_of(
                     figures.append(figure)
     if not figures:
         of_metrics = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""
-        details = f": {counted(without, 'test')} without one" if without else ""
+        details = f": {counted(without, 'test has', 'tests have')} no figure" if without else ""
         details += f" ({reasons[0]})" if reasons else ""
         details += f": {not_finite[0]}" if not_finite else ""
         raise ExportError(f"there is no figure{of_metrics} in {', '.join(reports)}{details}")
