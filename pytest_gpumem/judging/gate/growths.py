@@ -328,7 +328,7 @@ class _HeldRows(NamedTuple):
     is_again: bool
     """True if each step keeps such tensors again. The peak may then include the tensors from several steps."""
 
-    def alike(self, row: Row) -> int:
+    def bytes_like(self, row: Row) -> int:
         """Return how many bytes the holder keeps in tensors with the operator, dtype and shape of ``row``.
 
         ``row`` may have the category ``input`` instead of the kept row's category, because tensors that the previous step kept
@@ -391,7 +391,7 @@ def _at_holders(
     kept_bytes = {
         held_rows: row_bytes
         for held_rows in holders_at.get(place if unnamed_part is None else unnamed_part[0], ())
-        if (row_bytes := held_rows.alike(row))
+        if (row_bytes := held_rows.bytes_like(row))
     }
     total = sum(kept_bytes.values())
     is_again = all(held_rows.is_again for held_rows in kept_bytes)

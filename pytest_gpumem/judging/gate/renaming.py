@@ -58,14 +58,15 @@ def candidates_of(
     candidates = [(old, entry) for old, entry in unused if may_be_renamed(key, measurement, old, entry)]
     candidates.sort(key=lambda pair: (-likeness(pair[0].test, key.test), pair[0]))
     return tuple(
-        FormerTest(old.file, old.test, _not_alike(measurement, entry, tolerances))
+        FormerTest(old.file, old.test, _differing_metrics(measurement, entry, tolerances))
         for old, entry in candidates[:MOST_CANDIDATES]
     )
 
 
-def _not_alike(
+def _differing_metrics(
     measurement: Measurement, entry: Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[MetricVerdict, ...]:
+    """Return the verdicts on bytes and counts that differ from the unused baseline, the most serious first."""
     metrics = judge(measurement, Budget(), entry, tolerances).metrics
     differing = [
         metric

@@ -77,7 +77,7 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
     """
     pairs: dict[int, Test] = {}
     for new in candidates:
-        _place(new, pairs, candidates)
+        _pair(new, pairs, candidates)
     taken = {*pairs.values()}
     ranked_pairs = [
         (-likeness(old[1], names[new]), old, new)
@@ -91,7 +91,7 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
     return pairs
 
 
-def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
+def _pair(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
     """Pair ``new`` with an old test whose figures match.
 
     If another new test already has this old test, the other new test may move to a different old test (an augmenting path in a

@@ -179,7 +179,7 @@ class Results:
             runs.append(_Run())
         run = runs[-1]
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            failed_in = _where(report)
+            failed_in = _failed_phase(report)
             run.failed_in = run.failed_in or failed_in
             run.failed_beside_the_gate |= failed_in != "call"
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
@@ -276,7 +276,7 @@ def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
     return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
 
 
-def _where(report: pytest.TestReport) -> FailedIn:
+def _failed_phase(report: pytest.TestReport) -> FailedIn:
     if hasattr(report, "context"):
         return "subtest"
     # pytest-xdist does not know in which phase a worker crashed, so its report on a crash has another ``when``.
