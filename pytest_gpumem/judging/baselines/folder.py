@@ -40,9 +40,9 @@ class Folder(Backend):
     process that is killed while it writes leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores drafts, and the next
     writer removes them.
 
-    The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error that
-    names the link, even if the link appears during a write. If such links were followed, a stranger's branch could make the
-    store write to another folder.
+    The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error, even
+    if the link appears during a write. The error names the link. If such links were followed, a stranger's branch could make
+    the store write to another folder.
     """
 
     def __init__(self, root: Path) -> None:

@@ -192,7 +192,7 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """The shares in ``not_explained`` above 20 % of their growth."""
+        """The shares in ``not_explained`` that are larger than 20 % of their growth, so they still need a cause."""
         return tuple(share for share in self.not_explained if share.needs_cause)
 
 

@@ -720,7 +720,8 @@ def reason(
 
 
 def _lost_checkpointing(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
-    # If the tensors have another size, the batch may have changed, and the module may be called less often for this reason.
+    # If the tensors have another size, the batch may have changed, and the module may be called less often for this reason. So
+    # fewer recomputed calls prove nothing.
     if new.category != "activation" or (old is not None and old.tensor != new.tensor):
         return ""
     for path, baseline_calls in before.recomputed.items():

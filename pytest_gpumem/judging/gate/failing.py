@@ -24,7 +24,7 @@ def failing_outcomes(
         strict: Whether a test also fails if a figure was not compared (``--gpumem-strict``).
         compares: Whether a regression is a failure (``--gpumem-baseline``). Without this option, an update compares only to
             choose the figures to write.
-        accepts: The outcomes whose figures this session writes into the store. They do not fail the test.
+        accepts: The outcomes whose figures this session writes into the store. These outcomes do not fail the test.
     """
     if verdict.failed_by_itself:
         return frozenset()

@@ -83,7 +83,7 @@ def block(text: str, language: str = "text") -> str:
 
 
 def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """Return a Markdown table with escaped cells. The columns in ``left`` are aligned left, the others right."""
+    """Return a Markdown table from cells that are already escaped. Columns in ``left`` are aligned left, others right."""
     rule = ["---" if number in left else "---:" for number in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
