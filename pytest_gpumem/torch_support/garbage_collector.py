@@ -153,8 +153,8 @@ def _is_asked_for(caller: FrameType | None) -> bool:
     """Return whether code outside this package called ``gc.collect``, so the full collection did not start automatically.
 
     An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). If there were
-    fewer partial collections, other code must have called the full collection. If there were as many, it may have started
-    automatically. Other code has probably called it if the running code contains the name ``collect``.
+    fewer partial collections, other code must have called the full collection. If there were enough partial collections, the
+    full collection may have started automatically. Other code probably called it if the running code contains ``collect``.
 
     Args:
         caller: The running frame when the collection began.
