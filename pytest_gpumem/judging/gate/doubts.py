@@ -55,7 +55,7 @@ def segments_by_chance(comparison: Comparison) -> float:
 def outcome_beyond_tolerance(
     comparison: Comparison, metric: Metric, baseline_value: float, allowed: float, *, is_worse: bool
 ) -> tuple[Outcome, str | None]:
-    """Return the outcome for a change beyond ``allowed``, and a reason if the code may not have caused this change."""
+    """Return the outcome for a change beyond ``allowed``, and a reason to doubt that the code caused it, if there is one."""
     changed_environment = _changed_environment(comparison, metric, metric.decided_by)
     if changed_environment is not None:
         return Outcome.UNCERTAIN, changed_environment
@@ -72,7 +72,7 @@ def outcome_beyond_tolerance(
 
 
 def _doubt(comparison: Comparison, metric: Metric, baseline_value: float, allowed: float) -> str | None:
-    """Return why the code may not have made a metric worse; ``None`` if only the code explains the change.
+    """Return a reason to doubt that the code made a metric worse; ``None`` if only the code explains the change.
 
     Args:
         comparison: The comparison.

@@ -219,7 +219,7 @@ def _markdown(
 
 
 def _cells(report: ComparisonReport, units: UnitSystem) -> list[Cells]:
-    """Return the table's rows: a row for each changed metric, and in `gpumem ab` a row for each test without a change."""
+    """Return the table's rows: each changed metric, and in `gpumem ab` also the first metric of each test without a change."""
     shown_changes = [
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
     ]

@@ -22,7 +22,7 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 MOST_RELATED = 20
 """A result has at most this many related lines, because code scanning lists them one below the other."""
 ROOT = "%SRCROOT%"
-"""The root directory, to which all paths are relative. The option ``checkout_path`` of GitHub's upload action sets it."""
+"""The root directory, to which all paths are relative. ``checkout_path`` of GitHub's upload action says where this is."""
 _ACTIVE = re.compile(r"[\\\[\]]")
 """The characters that make a link in a message, ``[text](target)`` (section 3.11.6 of the SARIF standard)."""
 
