@@ -1,4 +1,4 @@
-"""Replace a file atomically: a reader sees the whole old or the whole new content, even after a crash."""
+"""Replace a file atomically: a reader sees either the complete old or the complete new content, even after a crash."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAFT = ".draft"
-"""Suffix of an incomplete temporary file. The file's name begins with a dot."""
+"""Suffix of the temporary file that replaces the old file as soon as it is complete. Its name begins with a dot."""
 
 
 def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
-    """Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
+    r"""Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
 
     Args:
         path: The file. If it is a symbolic link, the function raises an error.
         text: The content.
-        root: A folder without links below it; the default is the file's folder. See `open_folder`.
+        root: A trusted folder above the file. No folder between this folder and the file may be a symbolic link
+            (`open_folder`). The default is the file's folder.
         errors: Python's error handler for lone surrogates, which UTF-8 cannot encode. By default they are written as
             escapes such as ``\udc80``. With ``strict`` they raise an error.
 
@@ -37,12 +38,13 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
 
 @contextmanager
 def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield an empty temporary file that replaces ``path`` at the end of the ``with`` block, unless the block raises an
-    exception.
+    """Yield an empty temporary file that replaces ``path`` at the end of the ``with`` block.
+
+    If the block raises an exception, the temporary file is removed, and ``path`` is not changed.
 
     Args:
         path: The file to replace. If it is a symbolic link, the function raises an error. Missing folders are created.
-        root: A folder without links below it; the default is the file's folder. See `open_folder`.
+        root: A trusted folder above the file, as in `write_atomically`.
 
     Raises:
         OSError: The file cannot be written, or is a link.

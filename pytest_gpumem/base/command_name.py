@@ -1,7 +1,7 @@
 """Find the name for this package's command: ``gpumem``, or ``pytest-gpumem`` if another package owns ``gpumem``.
 
-PyPI has another package called ``gpumem``, with a command of the same name. To find out to which package a command belongs,
-this module reads the command's file and never runs it.
+PyPI has another package called ``gpumem``, with a command called ``gpumem``. To find out to which package an installed command
+belongs, this module reads the command's file and never runs it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def command_name() -> str:
 
 
 def other_command() -> OtherCommand | None:
-    """Return the first ``gpumem`` in the folders of ``PATH`` if this command belongs to another package; otherwise
-    ``None``.
-    """
+    """Return the first command ``gpumem`` in ``PATH`` if it belongs to another package; otherwise ``None``."""
     path = shutil.which(SHORT)
     return None if path is None else other_in(path, _content(Path(path)))
 

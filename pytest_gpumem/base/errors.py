@@ -1,8 +1,8 @@
-"""All exceptions that the package raises for others to catch, by house.
+"""All exceptions that one module raises and another module catches, in the order of the package's top-level folders.
 
-Exceptions of one file stay in that file. `InputError` stays in `tools/console/streams.py`, because it derives from an exception
-in click, which this house does not import. The signals between a loop and the measuring code stay in
-`measuring/measure/loop.py`.
+An exception that only a single file uses is in this file. There are two other exceptions to the rule: `InputError` is in
+`tools/console/streams.py`, because it derives from an exception in click, which `base` does not import. The signals between a
+loop and the measuring code are in `measuring/measure/loop.py`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class IncompleteChangeError(BackendError):
     """A change of the store stopped after its first writes, for example because the disk is full.
 
     Args:
-        error: The error from the backend or from a file.
+        error: The error that stopped the change.
         written: The number of entries that were written before the failure.
         unwritten_tests: The tests, as (file, test), whose entries should have been written or removed, but were not.
     """

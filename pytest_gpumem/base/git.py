@@ -45,7 +45,7 @@ class Revision:
 def plain_environment() -> dict[str, str]:
     """Return ``os.environ`` without the variables that git sets for its hooks, such as ``GIT_DIR``.
 
-    So git uses the repository in its current folder.
+    Without these variables, git uses the repository around its current folder, even if a hook started this process.
     """
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
@@ -91,8 +91,8 @@ def restoring_command(folder: Path) -> str | None:
 def default_branch(folder: Path) -> str:
     """Return the branch into which changes are merged.
 
-    This is ``origin``'s default branch. If ``origin`` has none, it is ``main`` or ``master``. If neither exists, it is the
-    checked-out branch.
+    The result is ``origin``'s default branch. If ``origin`` has none, the result is ``main`` or ``master``. If neither branch
+    exists, the result is the checked-out branch.
     """
     with suppress(GitError):
         return git(folder, "symbolic-ref", "--short", "refs/remotes/origin/HEAD").strip().partition("/")[2]
@@ -119,8 +119,8 @@ def changed_files(folder: Path, base: str) -> frozenset[str] | None:
     with suppress(GitError):
         return _differing(folder, f"refs/remotes/origin/{base}...HEAD")
     with suppress(GitError):
-        # `actions/checkout` fetches only the merge commit. Its first parent is the tip of `base`, which `fetch-depth: 2`
-        # fetches as well.
+        # `actions/checkout` fetches only the merge commit. With `fetch-depth: 2`, it also fetches the merge commit's first
+        # parent, which is the tip of `base`.
         git(folder, "rev-parse", "--verify", "--quiet", "HEAD^2")
         return _differing(folder, "HEAD^1", "HEAD")
     return None

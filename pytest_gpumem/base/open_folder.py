@@ -1,10 +1,9 @@
-"""Open folders by file descriptors, so no symbolic link below a root folder is followed, even if somebody creates a link at
-the same time.
+"""Open folders by file descriptors, so no symbolic link below a root folder is followed.
 
 A branch from somebody else can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If this
-module checked a path first and opened it later, somebody could create the link in between. So each folder is opened
-relative to its parent, with ``dir_fd`` and ``O_NOFOLLOW``. Windows has neither, so each name is checked just before it is
-opened.
+module checked a path first and opened it later, somebody could create a link between the two moments. So each folder is
+opened relative to its parent, with ``dir_fd`` and ``O_NOFOLLOW``. Windows has neither of them. There, each name is checked
+just before it is opened.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _JUNCTION = 0xA0000003
 
 
 class OpenFolder:
-    """An open folder. Its methods look up names in this folder, even if the path leads to another folder in the meantime.
+    """An open folder. Its methods look up names in this folder, even if its path leads to another folder by then.
 
     Args:
         path: The folder's path, for messages.
@@ -111,12 +110,13 @@ class OpenFolder:
             return _opened(self.path / name, self._at(name), self._descriptor, _NO_LINK)
 
     def make_private(self, *, refuse_shared: bool) -> None:
-        """Let only this user enter the folder, by its permissions. Systems without user ids, such as Windows, change
-        nothing.
+        """Change the folder's permissions, so only this user can enter it.
+
+        On systems without user ids, such as Windows, nothing is changed.
 
         Args:
-            refuse_shared: Whether to refuse an existing folder to which other users can write, because its files are loaded
-                or run.
+            refuse_shared: Whether to refuse an existing folder to which other users can write. Use True if files in the
+                folder are loaded or run, because these users may have written them.
 
         Raises:
             OSError: The folder belongs to another user, or is not empty and other users could write to it.
@@ -156,7 +156,7 @@ class OpenFolder:
 
     @contextmanager
     def _errors_named(self, name: str) -> Iterator[None]:
-        """Put the whole path into an ``OSError``, because the original error has only the file's name."""
+        """Put the complete path into an ``OSError``, because the original error has only the file's name."""
         try:
             yield
         except OSError as error:
@@ -194,8 +194,7 @@ def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenF
 
     Args:
         path: The folder. Its parent exists and is trusted.
-        refuse_shared: Whether to refuse an existing folder to which other users can write, because its files are loaded
-                or run.
+        refuse_shared: As in `OpenFolder.make_private`.
 
     Raises:
         OSError: The folder is a symbolic link, belongs to another user, or could be written to by other users.

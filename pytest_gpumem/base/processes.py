@@ -1,7 +1,8 @@
 """Run each command in its own process group, and end the whole group after a signal.
 
-A signal such as Ctrl-C is only recorded. While a command runs, the program checks several times a second whether a signal
-has come, and then ends the command. So the cleanup is complete, even after a second Ctrl-C.
+A signal such as Ctrl-C is only recorded, and interrupts nothing. While a command runs, the program checks several times a
+second whether a signal was recorded. If so, the program ends the command and cleans up. A second Ctrl-C cannot interrupt the
+cleanup.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Stop:
 
 @contextmanager
 def recorded_signals() -> Iterator[Stop]:
-    """Within the context, record signals that ask the program to end, so these signals do not interrupt any code."""
+    """Within the context, record signals that ask the program to end, instead of letting them interrupt the code."""
     stop = Stop()
     # Only the main thread can handle signals. Ignored signals stay ignored. For example, nohup ignores SIGHUP.
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -101,8 +102,8 @@ def run(
             stdout=file,
             stderr=error_file,
             shell=isinstance(command, str),
-            # In a new session, the command does not get Ctrl-C from the terminal. This process gets it, and ends the
-            # command.
+            # In a new session, the command does not get Ctrl-C from the terminal. Only this process gets the signal, and
+            # then ends the command.
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
@@ -146,13 +147,13 @@ def end_with_parent() -> None:
 
 
 def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
-    """End a process and its children with the received signal, or with SIGTERM. If they still run after 3 s, kill them.
+    """End a process and its children with the recorded signal, or with SIGTERM. If they still run after 3 s, kill them.
 
-    A pytest process uses these seconds to report its measurements so far.
+    During the 3 s, a pytest process can report its measurements so far.
 
     Args:
         leader: The id of the process and its process group.
-        stop: The recorded signal.
+        stop: The recorded signal; SIGTERM is sent if no signal was recorded.
         wait: Waits for the end of the process. Its argument is the maximum number of seconds.
     """
     with suppress(ProcessLookupError):

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def wants_colour(environment: Mapping[str, str]) -> bool | None:
-    """Return whether environment variables switch colours on or off; ``None`` if they do neither. In that case, only a
-    terminal gets colours.
+    """Return whether environment variables switch colours on or off; ``None`` if they do neither.
 
-    As in pytest, the variables are checked in this order: ``PY_COLORS`` (0 or 1), ``NO_COLOR`` and ``FORCE_COLOR`` (not
-    empty), ``TERM`` (``dumb``). For example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.
+    If the result is ``None``, output to a terminal has colours, and other output has none. As in pytest, the variables are
+    checked in this order: ``PY_COLORS`` (0 or 1), ``NO_COLOR`` and ``FORCE_COLOR`` (not empty), ``TERM`` (``dumb``). For
+    example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.
     """
     if environment.get(PY_COLORS) in ("0", "1"):
         return environment[PY_COLORS] == "1"
@@ -29,7 +29,5 @@ def wants_colour(environment: Mapping[str, str]) -> bool | None:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Return whether a line that was already written can be replaced. This is impossible in a file, or if ``TERM`` is
-    ``dumb``.
-    """
+    """Return whether a line that was already written can be replaced: not in a file, and not if ``TERM`` is ``dumb``."""
     return stream.isatty() and os.environ.get(TERM) != "dumb"

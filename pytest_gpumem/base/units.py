@@ -18,7 +18,7 @@ SYSTEMS: dict[UnitSystem, tuple[int, tuple[str, ...]]] = {
     "si": (1000, ("B", "kB", "MB", "GB", "TB")),
     "iec": (1024, ("B", "KiB", "MiB", "GiB", "TiB")),
 }
-"""The factor between two neighbouring units, and the units, for each system."""
+"""For each system, the factor between two neighbouring units, and the units from the smallest to the largest."""
 SIZES = {name: base**power for base, names in SYSTEMS.values() for power, name in enumerate(names)}
 """The number of bytes in each unit: ``SIZES["kB"]`` is 1000."""
 _SIZES_BY_LOWER = {name.lower(): size for name, size in SIZES.items()}
@@ -31,10 +31,10 @@ _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*
 
 
 def nearest(word: str, valid: list[str]) -> str:
-    """Return a clause for an error message about a wrong ``word``: the most similar valid word, or all valid words if none
-    is similar.
+    """Return a clause for an error message about a wrong ``word``.
 
-    For example, ``nearest("max_bg", ["max_gb", "device"])`` is ``"did you mean 'max_gb'?"``.
+    The clause names the most similar valid word, or all valid words if none of them is similar. For example,
+    ``nearest("max_bg", ["max_gb", "device"])`` is ``"did you mean 'max_gb'?"``.
     """
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
@@ -49,8 +49,9 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def word_form(count: int, singular: str, plural: str) -> str:
-    """Return ``singular`` if ``count`` is 1, otherwise ``plural``: ``word_form(1, "removes it", "removes them")`` is
-    ``"removes it"``.
+    """Return ``singular`` if ``count`` is 1, otherwise ``plural``.
+
+    For example, ``word_form(1, "removes it", "removes them")`` is ``"removes it"``.
     """
     return singular if count == 1 else plural
 
@@ -138,8 +139,9 @@ def _quantity(text: object) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputLimit:
-    """A lower limit for the throughput: ``amount`` per second, in the unit ``of`` (``"samples"``, ``"tokens"``, ``"steps"``
-    or ``"items"``).
+    """A lower limit for the throughput: ``amount`` per second.
+
+    The unit ``of`` is ``"samples"``, ``"tokens"``, ``"steps"`` or ``"items"``.
     """
 
     amount: float
@@ -236,7 +238,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(rate: float, of: str = "") -> str:
-    """Return a rate with three digits, or its whole integer part from 100 on: ``"1200 /s"``, ``"3.42 tokens/s"``."""
+    """Return a rate with three digits, or without decimals if it is at least 100: ``"3.42 tokens/s"``, ``"1200 /s"``."""
     return f"{rate:.0f} {of}/s" if rate >= 100 else f"{rate:.3g} {of}/s"
 
 
@@ -251,9 +253,7 @@ def format_large_count(count: int) -> str:
 
 
 def format_flops(count: int) -> str:
-    """Return a number of FLOPs as text, for example ``"1.23 GFLOP"``, in the largest unit in which the number is at least
-    1.
-    """
+    """Return a number of FLOPs as text: ``"1.23 GFLOP"``, in the largest unit in which the number is at least 1."""
     return _in_largest_unit(count, 1000, _FLOPS)
 
 

@@ -1,7 +1,8 @@
-"""Create and check this package's folder in the user's cache. Programs in it are run, and libraries are loaded.
+"""Create and check this package's folder in the user's cache.
 
-So other users must not be able to write files into this folder. For example, they could if ``XDG_CACHE_HOME`` is ``/tmp``,
-or if root runs a command with ``HOME`` set to another user's folder.
+Programs in this folder are run, and libraries in it are loaded. So other users must not be able to write files into the
+folder. For example, they could write if ``XDG_CACHE_HOME`` is ``/tmp``, or if root runs a command with ``HOME`` set to another
+user's folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_private_folder(folder: Path) -> None:
     """
     root = folder.parent
     try:
-        # Ignore an existing file here, because opening it as a folder raises the error below.
+        # If the path is an existing file, ignore the error here. Opening this file as a folder raises an error below.
         with suppress(FileExistsError):
             root.parent.mkdir(mode=0o700, parents=True)
         _refuse_shared(root)
@@ -87,8 +88,9 @@ def check_private_folder(folder: Path) -> None:
 
 
 def clear() -> None:
-    """Remove this package's folders from the cache. Other files are not removed, because `GPUMEM_CACHE` may name any
-    folder.
+    """Remove this package's folders from the cache.
+
+    Other files in the cache stay, because the user may set `GPUMEM_CACHE` to a folder with files of other programs.
 
     Raises:
         OSError: A file cannot be removed, or the cache is a symbolic link. Links are refused, because they could lead

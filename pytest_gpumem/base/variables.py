@@ -37,8 +37,8 @@ COMPILER = "CC"
 the first of ``cc``, ``gcc`` and ``clang``. The libraries are compiled once for each release of torch."""
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs visible to a process. If there are several, and the session has an option of this plugin or a ``[tool.gpumem]``
-table, this plugin assigns one GPU to each pytest-xdist worker before CUDA starts: ``gw0`` gets the first, ``gw1`` the
-second. After the last GPU, it continues with the first."""
+table, this plugin assigns one GPU to each pytest-xdist worker before CUDA starts: ``gw0`` gets the first GPU, ``gw1`` the
+second. If there are more workers than GPUs, the next worker gets the first GPU again."""
 ALLOC_CONF = "PYTORCH_ALLOC_CONF"
 """Settings of torch's allocator. A baseline stores them in its environment as ``allocator``."""
 CUDA_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
@@ -55,7 +55,7 @@ prints nothing."""
 TMPDIR = "TMPDIR"
 """Folder for temporary files. Its subfolder ``pytest-gpumem-<user id>`` contains two kinds of files. A lock file keeps
 other measured tests off a GPU while a step is timed. With ``--gpumem-pack``, a ledger file lists the memory reserved by
-each process. It is removed when the last of these processes ends."""
+each process. The ledger file is removed when the last of these processes ends."""
 PYTEST_ADDOPTS = "PYTEST_ADDOPTS"
 """Options for pytest. This plugin treats them as if you had typed them on the command line, for example ``--gpumem-store``."""
 WORLD_SIZE = "WORLD_SIZE"

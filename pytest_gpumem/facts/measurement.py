@@ -40,8 +40,9 @@ MOST_OF_A_NAME = 200
 def check_name(name: object) -> None:
     """Check the name of a measurement.
 
-    Raises: TypeError: The name is not a string. ValueError: The name is empty, has more than 200 characters, or contains a
-    character which UTF-8 cannot encode.
+    Raises:
+        TypeError: The name is not a string.
+        ValueError: The name is empty, has more than 200 characters, or contains a character which UTF-8 cannot encode.
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: the name of a measurement is a string; write name={str(name)!r}")
@@ -62,7 +63,7 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that ran.
+    """The step that ran, with its config, its number of parameters and its batch.
 
     Measurements with different workloads are not compared. Example:
     ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
@@ -83,8 +84,9 @@ class Workload:
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
     def differences(self, earlier: Workload) -> list[str]:
-        """Return a clause for each field that differs from the ``earlier`` workload:
-        ``"parameters 16.64 k, were 16.00 k"``.
+        """Return a clause for each field that differs from the ``earlier`` workload.
+
+        Example: ``"parameters 16.64 k, were 16.00 k"``.
         """
         fields, earlier_fields = asdict(self), asdict(earlier)
         return [
@@ -138,7 +140,7 @@ class Environment(FrozenValue):
     def __post_init__(self) -> None:
         for name, value in self.details.items():
             if name in ("slug", "device", "packages"):
-                raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
+                raise ValueError(f"environment: {name!r} is reserved for the device and cannot be added to the details")
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
         self._freeze(details=dict(sorted(self.details.items())), packages=dict(sorted(self.packages.items())))
@@ -174,7 +176,7 @@ class Measurement(FrozenValue, MetricAttributes):
     """
 
     name: str
-    """The name of the measurement, a part of its baseline's key. Example: ``train_step``."""
+    """The name of the measurement, which is also a part of its baseline's key. Example: ``train_step``."""
     workload: Workload
     """The step that ran."""
     environment: Environment
@@ -205,8 +207,8 @@ class Measurement(FrozenValue, MetricAttributes):
     source lines unless a further run recorded the lines."""
     workspaces: int = 0
     """The part of `peak_allocated`, in bytes, that cuBLAS allocated from torch's allocator as workspaces (CUDA only).
-    Without workspaces the peak would be lower by this number. If workspaces stay allocated after a region or call, the
-    value is their size at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
+    Without workspaces the peak would be lower by this number. For a region or a call after which workspaces stay allocated,
+    the value is the size of these workspaces at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
     """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
@@ -248,8 +250,9 @@ class Measurement(FrozenValue, MetricAttributes):
     def composition(self) -> Composition:
         """The composition of the peak: bytes by category, module, source line, dtype and shape.
 
-        The composition is recorded if the test function contains a read of this attribute, if the test passes
-        ``explain=True``, or under ``--gpumem-explain=always``. Otherwise reading the attribute raises `MissingComposition`.
+        The composition is recorded if the test function's code reads this attribute, if the test passes ``explain=True``,
+        or with ``--gpumem-explain=always``. If no composition was recorded, reading the attribute raises
+        `MissingComposition`.
         """
         if self.explanation is None:
             failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
@@ -294,8 +297,9 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"peak {peak} against {other_peak}{_on_recomputation(self, other)}")
 
     def costs(self, other: Measurement) -> Rate:
-        """Return the time increase rate (this - other) / other, computed from `step_time`. It is negative if this step is
-        faster.
+        """Return the time increase rate (this - other) / other, computed from `step_time`.
+
+        The rate is negative if this step is faster.
 
         Args:
             other: A measurement on the same device.
@@ -312,11 +316,11 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
     def roi(self, other: Measurement) -> Rate:
-        """Return the memory saving rate divided by the time increase rate. The quotient is infinite if this step costs no
-        time, and 0 if this step saves no memory.
+        """Return the memory saving rate divided by the time increase rate.
 
-        For example, a technique that saves 30 % of the memory and takes 15 % more time has the quotient 2.0. A quotient
-        above 1.5 is recommended.
+        The quotient is infinite if this step costs no time, and 0 if this step saves no memory. For example, a technique that
+        saves 30 % of the memory and takes 15 % more time has the quotient 2.0. A technique is recommended if its quotient is
+        above 1.5.
 
         Args:
             other: A measurement on the same device.
@@ -349,9 +353,9 @@ def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
-    """Return a clause about module calls that backward repeated; ``""`` if they do not explain a difference.
+    """Return a clause about module calls that backward repeated, because these calls show whether checkpointing worked.
 
-    Repeated calls show whether checkpointing had an effect.
+    The text is empty if the repeated calls do not explain a difference between the two measurements.
     """
     if measurement.recomputed is None or other.recomputed is None:
         return ""

@@ -21,7 +21,9 @@ WHOLE: tuple[Unit, ...] = ("bytes", "count")
 class Tolerance:
     """The allowed growth of a metric over its baseline: the larger of a relative and an absolute limit.
 
-    Example: >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6) 200000.0
+    Example:
+        >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
+        200000.0
     """
 
     relative: float
@@ -73,8 +75,8 @@ class Metric:
     value_if_absent: float | None = None
     """The value to assume if a baseline does not have the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)
-    """The minimum tolerance if an emulated GPU's value is compared with a real GPU's value; ``None`` if the two cannot be
-    compared."""
+    """The minimum tolerance if an emulated GPU's value is compared with a real GPU's value; ``None`` if these two values
+    cannot be compared."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -143,7 +145,7 @@ _SCALARS = Tolerance(relative=0.0, absolute=1024)
 # although the step time of equal code varies by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
 # The allocator reserves segments of up to 20 MiB. By chance, a step may find room in another tensor's segment. So a growth
-# by two such segments is tolerated, or by fewer if such segments had less room (`judging/gate/judge.py`).
+# by two such segments is tolerated, or less if both runs began with little room (`judging/gate/doubts.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.
@@ -214,10 +216,10 @@ class MetricAttributes:
 
     The allocator reserves segments of 2 MiB for blocks up to 1 MiB, segments of 20 MiB for blocks up to 10 MiB, and a
     segment for each larger block. A step reserves fewer segments if it finds room in segments that exist because of other
-    tests' tensors. `Measurement.unused_before` is this room when the step begins. If it is the same as in the baseline, the
-    same code reserves the same bytes, and the absolute tolerance is 2 MiB. Otherwise the larger of the two rooms is rounded
-    up to whole segments of 20 MiB, and the tolerance is 2 MiB more, but at most 40 MiB. If the baseline does not have
-    ``unused_before``, the tolerance is 40 MiB.
+    tests' tensors. `Measurement.unused_before` is this room when the step begins. If the room is the same as in the
+    baseline, the same code reserves the same bytes, and the absolute tolerance is 2 MiB. If the two rooms differ, the larger
+    room is rounded up to whole segments of 20 MiB, and the tolerance is 2 MiB more than this, but at most 40 MiB. If the
+    baseline does not have ``unused_before``, the tolerance is 40 MiB.
     """
 
     # A failure names the growth before the peak, because a step that keeps more and more bytes also has a higher peak.
@@ -229,8 +231,8 @@ class MetricAttributes:
 
     If one of a step's last five runs left bytes behind, the step runs 18 more times. If only a few of these runs kept
     bytes, too few to be certain, 12 more runs follow. Growth is the average number of bytes kept by each of the last 12 (or
-    24) runs. It counts only if both the minimum and the maximum of the live bytes are higher in the second half of these
-    runs than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
+    24) runs. It is 0 unless both the minimum and the maximum of the live bytes are higher in the second half of these runs
+    than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
     `gpumem.loop`, growth comes from the last 12 (or 24) steps. A region, a call and a ``load`` do not have this metric.
     """
 
@@ -244,8 +246,8 @@ class MetricAttributes:
     memory mapped from a file (``torch.load(mmap=True)``) is a part of `loaded`, but not of any peak."""
 
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
-    """Bytes in reference cycles, which only Python's cyclic garbage collector frees. It is switched off during the
-    measurement and runs afterwards."""
+    """Bytes in reference cycles, which only Python's cyclic garbage collector frees. The collector is switched off during
+    the measurement and runs after it."""
 
     flops = WholeMetric(
         "FLOPs",

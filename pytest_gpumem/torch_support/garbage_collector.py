@@ -1,6 +1,6 @@
 """Control Python's cyclic garbage collector: off during measurements, and fast between tests, because old objects are frozen.
 
-Frozen objects (``gc.freeze``) are skipped by collections.
+A collection skips frozen objects (``gc.freeze``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 MOST_YOUNGER = 20_000
-"""If more objects than this are not frozen, all objects are frozen again. A collection visits this many objects in 5 to 10
-ms."""
+"""If more objects than this are not frozen, all objects are collected and frozen again. A collection visits this many objects
+in 5 to 10 ms."""
 _OF_PYTHON = 1000
 """If more objects than this are frozen, a program has called ``gc.freeze``. Python itself freezes some objects when it starts
 (375 in 3.12). ``gc.freeze`` freezes all objects in the program, many thousands."""
@@ -43,7 +43,7 @@ class _Allocator(Protocol):
 
 @contextmanager
 def cyclic_collector_off() -> Iterator[None]:
-    """Switch automatic garbage collection off within the context, because earlier code would decide when it runs."""
+    """Switch automatic garbage collection off within the context, because earlier code influences when it starts."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,7 @@ class FrozenHeap:
 
     def __init__(self) -> None:
         self.frozen = False
-        """True if objects are frozen now because of `freeze`."""
+        """True if `freeze` has frozen the objects that are frozen now."""
         self._stale = True
         """True if some frozen objects may have become garbage."""
         self._younger: set[Hashable] = set()
@@ -97,8 +97,8 @@ class FrozenHeap:
 
     def begin(self, device: _Allocator) -> None:
         """Collect all garbage that could change the next measured test's figures."""
-        # pytest stores the last failure in `sys` until the next test is called. The failure's frames would become garbage
-        # during this test.
+        # pytest stores the last failure in `sys` until it calls the next test. The failure's frames would become garbage during
+        # this test, so remove them now.
         for name in _LAST_FAILURE:
             vars(sys).pop(name, None)
         freezes_again = self._stale or not self.frozen
@@ -150,12 +150,11 @@ class FrozenHeap:
 
 
 def _is_asked_for(caller: FrameType | None) -> bool:
-    """Return whether code outside this package called ``gc.collect`` for a full collection, in contrast to an automatic
-    collection.
+    """Return whether code outside this package called ``gc.collect``, so the full collection did not start automatically.
 
-    An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). So other code
-    must have called any earlier full collection. A later one was probably called if the calling code contains the name
-    ``collect``.
+    An automatic full collection starts only after a certain number of partial collections (`gc.get_threshold`). If there were
+    fewer partial collections, other code must have called the full collection. If there were enough partial collections, the
+    full collection may have started automatically. Other code probably called it if the running code contains ``collect``.
 
     Args:
         caller: The running frame when the collection began.
@@ -188,9 +187,7 @@ def collect_everything() -> None:
 
 
 class _FinderBeforeOthers:
-    """Import hook. It lets the other finders in `sys.meta_path` find a module, and clears the module's frames after its
-    import.
-    """
+    """Import hook that clears the frames left behind by a module's import. The other finders find the module."""
 
     def __init__(self) -> None:
         self._loading = threading.local()
@@ -210,7 +207,7 @@ class _FinderBeforeOthers:
 
 
 class _ClearingLoader:
-    """A loader in place of a module's own loader. It executes the module by its own loader, and then clears frames.
+    """A loader in place of a module's own loader. It lets the module's own loader execute the module, then clears frames.
 
     A module imported by another module is loaded without this class, because the outer import clears all new frames at its
     end.
@@ -246,7 +243,7 @@ class _ClearingLoader:
 def _is_for_loading(caller: FrameType) -> bool:
     """Return whether an ``import`` statement asks for a module's spec, and not for example `importlib.util.find_spec`.
 
-    Only ``import`` uses the spec's loader at once.
+    Only ``import`` uses the spec's loader at once, so only its spec may get a `_ClearingLoader`.
     """
     asking_frame = caller.f_back
     return asking_frame is not None and asking_frame.f_code.co_name == "_find_and_load_unlocked"
@@ -262,7 +259,7 @@ def _finders_behind(finder: object) -> list[Any]:
 def _clear_frames(besides: list[FrameType]) -> None:
     """Clear the local variables in all frames whose function has ended, except for the frames in ``besides``.
 
-    The list ``besides`` is emptied at the end. It contains the caller's own frame, so it would be a reference cycle.
+    The list ``besides`` is emptied at the end. It contains its caller's frame, which refers to the list: a reference cycle.
     """
     kept_ids = set(map(id, besides))
     for frame in _frames():

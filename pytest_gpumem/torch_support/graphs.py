@@ -24,8 +24,8 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
         addresses: The addresses of memory blocks.
 
     Returns:
-        For each address, the live Python tensors whose graph saved the block. If a tensor's node is inside the graph of
-        another tensor, only the other tensor is listed.
+        For each address, the live Python tensors whose graph saved the block. If a tensor's node is inside another tensor's
+        graph, only this other tensor is listed.
     """
     import torch
 
@@ -50,7 +50,7 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _saved_below(root: Any, inner: set[int]) -> set[int]:
-    """Return the addresses of all blocks saved by the graph below ``root``, and add the other nodes' ids to ``inner``."""
+    """Return the addresses of all blocks saved by ``root``'s graph, and add its nodes' ids except the root's to ``inner``."""
     import torch
 
     saved: set[int] = set()
@@ -58,8 +58,8 @@ def _saved_below(root: Any, inner: set[int]) -> set[int]:
     stack = [root]
     while stack:
         node = stack.pop()
-        # A pack hook may have returned a tuple with the tensor. A leaf's gradient is not counted, because the leaf refers to
-        # it.
+        # A pack hook may have returned a tuple with the tensor, so search tuples. Do not search a leaf's gradient: the leaf
+        # keeps it alive, and not the graph.
         packed = saved_by(node)
         packed += [part for value in packed if is_a(value, tuple, list) for part in contents_of(value)]
         saved |= blocks_of(value for value in packed if is_a(value, torch.Tensor)).keys()

@@ -34,8 +34,8 @@ _ATOMS: tuple[type[Any], ...] = (
     *weakref.ProxyTypes,
 )
 T = TypeVar("T")
-# Attributes of objects from these packages are not followed. A test's `request` refers to the session, which refers to the
-# fixtures of all other tests.
+# Attributes of objects from these packages are not followed. For example, a test's `request` refers to the session, through
+# which the fixtures of all other tests would be reached.
 NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "logging", "threading", "asyncio")
 
 
@@ -59,8 +59,8 @@ def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
 def reachable(roots: Iterable[object]) -> Iterator[Any]:
     """Return all objects to which ``roots`` refer, directly or through other objects, if such an object can refer to tensors.
 
-    Not followed are a function's globals, classes and Python modules, because all code shares them. Autograd graphs are not
-    followed either, because reading their saved tensors would unpack them. No code of the objects is run. An object whose
+    A function's globals, classes and Python modules are not followed, because all code shares them. Autograd graphs are not
+    followed either, because reading their saved tensors would unpack them. The objects' own code is not run. An object whose
     attributes cannot be read is returned, but not followed.
     """
     return (value for value, _ in _walk(roots))
@@ -135,7 +135,7 @@ def members_of(nest: object) -> dict[Any, Any] | None:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the address and bytes of each storage that ``tensors`` have on a device, or on any device for ``None``.
+    """Return the bytes in each storage that ``tensors`` have on a device (``None`` for any device), by address.
 
     Several views of a storage result in a single entry.
     """
@@ -149,7 +149,7 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
     """
     for tensor in tensors:
         own_storage = _own_storage(tensor)
-        # A tensor made from other tensors (DTensor, quantized weights) has no storage. Callers pass its parts as well.
+        # A tensor made from other tensors (DTensor, quantized weights) has no storage. Callers also pass the other tensors.
         for storage in (own_storage,) if own_storage is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage

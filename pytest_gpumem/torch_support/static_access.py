@@ -69,8 +69,9 @@ def class_namespace(kind: type) -> dict[str, Any] | None:
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """Return an attribute of a class or its bases as it is stored, for example a property itself; ``None`` if it does not
-    exist.
+    """Return an attribute of a class or its bases, as it is stored; ``None`` if it does not exist.
+
+    For example, the result for a property is the property itself, and not its value.
     """
     for base in _mro.__get__(kind):
         namespace = _namespace.__get__(base)
@@ -93,7 +94,10 @@ def instance_dict(value: object) -> dict[str, Any] | None:
 
 
 def attribute(value: object, name: str) -> Any:
-    """Return an object's attribute, or its class's attribute if this is a plain value; ``None`` for properties."""
+    """Return an object's attribute; ``None`` for a property.
+
+    If the object itself lacks the attribute, the result is its class's attribute, unless that attribute is a descriptor.
+    """
     own_dict = instance_dict(value) or {}
     if dict.__contains__(own_dict, name):
         return dict.__getitem__(own_dict, name)
@@ -186,10 +190,9 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""Three references to a frame's dict of locals exist in `named_variables_of`: in the frame, the variable and
-`sys.getrefcount`.
+"""In `named_variables_of`, a frame's dict of locals has three references: from the frame, the variable and `sys.getrefcount`.
 
-If there are more references, other code has stored the result of ``locals()``."""
+If there are more references, other code has stored the result of ``locals()``, so the dict must not be cleared."""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:
@@ -202,7 +205,7 @@ def named_variables_of(frame: types.FrameType) -> dict[str, object]:
     local = frame.f_locals
     variables = dict(local)
     if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
-        # Until Python 3.12, the frame refers to this dict, which would keep all values alive.
+        # Until Python 3.12, the frame refers to this dict, so the dict would keep all values alive. Clear it.
         local.clear()
     return variables
 
@@ -210,7 +213,7 @@ def named_variables_of(frame: types.FrameType) -> dict[str, object]:
 _READERS: tuple[tuple[type[Any], Callable[[Any], Iterable[object]]], ...] = (
     (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
     *((kind, kind.__iter__) for kind in _CONTAINERS),
-    # Return the mapping behind a read-only proxy, because the mapping's class may override its methods.
+    # Return the mapping behind a read-only proxy, and not its contents: the mapping's class may override its methods.
     (types.MappingProxyType, gc.get_referents),
     (types.FunctionType, _bound_to_a_function),
     (types.MethodType, lambda value: [value.__self__, value.__func__]),
@@ -262,7 +265,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def dense_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes in all elements of a tensor; ``None`` for a sparse tensor, or a tensor made from other tensors."""
+    """Return the bytes in a tensor's elements; ``None`` for a sparse tensor, or a tensor made from other tensors."""
     import torch
 
     if has_parts(tensor) or tensor_property(tensor, "layout") is not torch.strided:
@@ -281,9 +284,7 @@ def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each module in a model once, with its path: ``"blocks.0"``. Outer modules come first, and the model's path is
-    ``""``.
-    """
+    """Yield each module in a model once, with its path: ``"blocks.0"``, or ``""`` for the model. Outer modules come first."""
     seen: set[int] = set()
     stack = [("", root)]
     while stack:
@@ -298,9 +299,7 @@ def named_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def named_tensors(
     root: torch.nn.Module, kind: Literal["parameters", "buffers"]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield each parameter or buffer in a model once, as a tuple: the path of its module, its name in the module, and the
-    tensor.
-    """
+    """Yield each parameter or buffer in a model once, as (module's path, name in the module, tensor)."""
     seen: set[int] = set()
     for path, module in named_modules(root):
         for name, tensor in _own_parts(module, kind):
@@ -314,7 +313,7 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     import torch
 
     parts = attribute(module, MODULE_PARTS[kind])
-    # A TorchScript module stores its parts in C++. Its own mapping is safe to use.
+    # A TorchScript module stores its parts in C++, so `parts` is not a dict. Its class belongs to torch and runs no user code.
     named = dict.items(parts) if is_a(parts, dict) else parts.items() if is_a(module, torch.jit.ScriptModule) else ()
     for name, part in list(named):
         if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
@@ -381,7 +380,7 @@ def _unwrapped(value: object) -> list[types.FunctionType]:
         seen.add(id(value))
         if is_a(value, types.FunctionType):
             functions.append(value)
-        # Read `__wrapped__` from the instance dict, because a mock returns something for every attribute.
+        # Read `__wrapped__` from the instance dict, because a mock object returns a value for every attribute.
         value = dict.get(instance_dict(value) or {}, "__wrapped__")
     return functions
 

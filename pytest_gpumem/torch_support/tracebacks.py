@@ -1,4 +1,4 @@
-"""Exceptions that are ignored when a step runs again, and a function to free the objects in an exception's traceback."""
+"""Exceptions that are ignored if a step runs again, and a function that frees the objects in an exception's traceback."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from pytest_gpumem.torch_support.static_access import instance_dict
 
 RAISED_BY_A_STEP: tuple[type[BaseException], ...] = (Exception, pytest.skip.Exception, pytest.fail.Exception)
-"""Exceptions that are ignored when the plugin runs a step again for counts or an explanation.
+"""Exceptions that are ignored if the plugin runs a step again for counts or an explanation.
 
-The step's first run has already decided whether the test passes."""
+The first run of the step has already decided whether the test passes."""
 
 
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables in the tracebacks of an exception and all related exceptions.
 
-    Related are the cause, the context, an exception group's members, and a doctest's failed examples.
+    Related exceptions are the cause, the context, an exception group's members, and a doctest's failed examples.
     """
     chain: list[BaseException] = []
     stack: list[BaseException | None] = [error]
@@ -33,7 +33,8 @@ def clear_frames(error: BaseException) -> None:
             ]
             traceback.clear_frames(current.__traceback__)
             for frame, _ in traceback.walk_tb(current.__traceback__):
-                # Until Python 3.12, a frame stores the last dict from `f_locals`. Reading `f_locals` again updates this dict.
+                # Until Python 3.12, a frame stores the last dict from `f_locals`, which still refers to the old values. Reading
+                # `f_locals` again updates this dict.
                 _ = frame.f_locals
 
 

@@ -94,7 +94,7 @@ def test_hostile_test_ids_come_through_a_report_and_a_file(written):
 def test_an_export_of_nothing_is_an_error_and_leaves_no_file(written, name):
     written(a=report(result("test_a", unmeasured="no CUDA device")))
     ended = run(name, "a.json", "-o", "out", status=2)
-    assert ended.stderr == "Error: there is no figure in a.json: 1 test without one (no CUDA device)\n"
+    assert ended.stderr == "Error: there is no figure in a.json: 1 test has no figure (no CUDA device)\n"
     assert not Path("out").exists()
 
 

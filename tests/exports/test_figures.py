@@ -76,7 +76,7 @@ def test_a_value_that_is_no_number_is_no_figure_and_is_told():
         (
             {"a.json": report(result("test_a", unmeasured="no CUDA device"))},
             [],
-            "there is no figure in a.json: 1 test without one (no CUDA device)",
+            "there is no figure in a.json: 1 test has no figure (no CUDA device)",
         ),
         ({"a.json": report(result("test_a", called()))}, ["flops"], "there is no figure of flops in a.json"),
         (

@@ -383,7 +383,7 @@ def test_what_is_wrong_at_the_end_of_a_long_series_of_numbers_is_told(others, la
     [
         ('"activation | a text', '"food | a text', "'food' is no category"),
         ('"pace": [1000000000.0, null]', '"pace": [1.0]', "zip()"),
-        ('"a a text": "a text"', '"slug": "a text"', "'slug' is the device's own"),
+        ('"a a text": "a text"', '"slug": "a text"', "'slug' is reserved for the device"),
     ],
 )
 def test_what_no_schema_can_say_is_told_too(old, new, told):

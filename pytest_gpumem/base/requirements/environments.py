@@ -1,7 +1,7 @@
 """Make virtual environments for sets of requirements, in the user's cache.
 
-An environment's folder name is a hash over the requirements and the packages in the current environment. So the same
-requirements are installed only once.
+An environment's folder name is a hash over the requirements and the packages in the current environment. So if the same exact
+requirements are needed again, the environment already exists.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Environments:
     def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
         """Return the cached environment for requirements with exact releases; ``None`` if the cache does not have it.
 
-        Without exact releases the result is always ``None``. For example, ``transformers>=4.38`` may install another release
-        tomorrow.
+        Without exact releases the result is always ``None``, because a requirement such as ``transformers>=4.38`` may install
+        another release tomorrow.
 
         Raises:
             InstallationError: Other users could have changed the files in the environment.
@@ -129,9 +129,9 @@ class Environments:
     ) -> VirtualEnvironment:
         """Return an environment in which the requirements are installed: the cached environment, or a new one.
 
-        Requirements without exact releases are always installed again, because there may be a new release. The new environment
-        belongs to this process until the process ends. The next installation with the same requirements then removes the
-        environment. If an installation fails, its folder is removed.
+        Requirements without exact releases are always installed again, because there may be a new release. This process then
+        locks the new environment until the process ends. After that, the next installation with the same requirements removes
+        the environment. If an installation fails, its folder is removed.
 
         Args:
             requirements: The requirements to install.
@@ -220,7 +220,7 @@ crash."""
 def _lock(folder: Path) -> FileLock:
     from filelock import FileLock
 
-    # Do not bind the lock to a thread, because the thread that makes an environment ends before the process.
+    # Do not bind the lock to a thread, because the thread that makes an environment ends before this process does.
     return FileLock(folder.with_suffix(".lock"), thread_local=False)
 
 
@@ -250,7 +250,7 @@ def _remove_unused(folder: Path) -> None:
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
     """Return an environment's folder name: a hash over the requirements and the current environment's packages."""
     beneath = packages_here()
-    # With another Python, the new environment gets only this plugin from the current environment.
+    # With another Python, only this plugin comes from the current environment. So only the plugin's release counts.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]
     identity = [
         [requirements.python, *plugin] if requirements.python else [sys.executable, sys.version, *beneath],
@@ -274,7 +274,7 @@ def site_folders_here() -> list[Path]:
 
 
 def _layer() -> str:
-    """Return the text for a ``.pth`` file, which adds the current packages to a new environment, after its own packages."""
+    """Return the text for a ``.pth`` file that lets a new environment import the current packages, after its own."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 

@@ -1,4 +1,4 @@
-"""Find the name and version for the installed package with a source file."""
+"""Find the installed package to which a source file belongs, with the package's name and version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InstalledFile(NamedTuple):
 
     @property
     def package(self) -> Package | None:
-        """The package with this file; ``None`` if the file belongs to no installed package."""
+        """The package to which this file belongs; ``None`` if the file belongs to no installed package."""
         return _package(self.folder, self.parts)
 
     @property
@@ -79,15 +79,15 @@ def needed_by_torch() -> tuple[str, ...]:
 
 @cache
 def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
-    """Return the package with a file.
+    """Return the package to which a file belongs.
 
     Args:
         folder: The folder with all installed packages.
         parts: The file's path parts within this folder.
     """
     top = parts[0].removesuffix(".py")
-    # Most packages are named like their module. So first read only the file list in the package with this name, and then all
-    # file lists.
+    # Most packages are named like their module. So first read only the file list of the package with the module's name. All
+    # file lists are read only if this package does not have the file.
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         record = _record_of(folder, top)
         if not record or f"\n{'/'.join(parts)}," in record:

@@ -1,8 +1,8 @@
 """Install packages with uv or pip into a new environment, a layer on top of the current environment.
 
-The current environment does not change, and the new environment also sees its packages. For each requirement, the newest
-fitting release is installed. Its dependencies are installed only if their current releases do not fit. So two such environments
-differ only in the requested packages.
+The current environment does not change, and its packages can also be imported in the new environment. For each requirement,
+the newest fitting release is installed. The dependencies of this release are installed only if their current releases do not
+fit. So two such environments differ only in the requested packages.
 
 pip sees the packages in both environments. uv sees only the packages in the new environment. So uv first chooses a release for
 each package, and prefers the current release. Then uv installs only the releases that differ from the current releases. For
@@ -113,15 +113,17 @@ class Installer:
 
     @cached_property
     def _pip_install(self) -> list[str]:
-        # To find conflicts, pip would read all packages' requirements in both environments, which takes longer than installing.
+        # To warn of conflicts, pip would read all packages' requirements in both environments. This takes longer than the
+        # installation.
         return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch(self, specifier: str) -> None:
         """Install torch's CUDA build without its dependencies, and make NVIDIA's libraries optional in its metadata.
 
-        Otherwise the next installation would add NVIDIA's libraries.
+        If NVIDIA's libraries stayed required, the next installation would add them.
         """
-        # Unlike `==`, the operator `===` does not match a release with a local part, such as 2.13.0+cpu.
+        # Unlike `==`, the operator `===` does not match a release with a local part. So a CPU build (2.13.0+cpu) does not count
+        # as the required release.
         exact = re.fullmatch(r"={2,3}([^*,]+)", specifier)
         requirement = f"torch==={exact.group(1).partition('+')[0]}" if exact else f"torch{specifier}"
         self._run([*self._pip_install, "--upgrade", "--no-deps", requirement])

@@ -24,7 +24,7 @@ _EDITABLE = ("-e", "--editable")
 
 
 def is_path(line: str) -> bool:
-    """Return whether a line from `named_path` is a path, because the package's name is unknown before its build."""
+    """Return whether a line from `named_path` is still a path. Such a package's name is unknown before the package is built."""
     return Path(line).is_absolute()
 
 
@@ -52,7 +52,7 @@ def named_path(line: str) -> str:
 
 
 def _is_local(text: str) -> bool:
-    """Return whether pip takes a requirement for a path. The requirement must be without its marker and extras."""
+    """Return whether pip regards a requirement as a path. The requirement must not have a marker or extras."""
     if "://" in text:
         return False
     if text.endswith(_ARCHIVES) and Path(text).is_file():

@@ -20,7 +20,7 @@ if importlib.util.find_spec("pip") is None:
 
 
 def pip_command(python: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the first words in a pip command for ``python``. Without an installed pip, it runs the wheel in ``ensurepip``."""
+    """Return the first words of a pip command for ``python``. If pip is not installed, they run ``ensurepip``'s wheel."""
     command = [str(python), "-c", _FIND_WHEEL]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheel = answer.stdout.strip()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
 _CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
 _PATH_OPTIONS = ("-e", "--editable", "-c", "--constraint")
-"""Options with a path or an address. pip reads its content only during the installation, so the requirements are not exact."""
+"""Options with a path or an address. Because the content there may change, requirements with such options are not exact."""
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
 

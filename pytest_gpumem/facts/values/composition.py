@@ -99,8 +99,8 @@ class Row:
     """File and line for the innermost call in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
     your code was not running."""
     library: str = ""
-    """The innermost line of an installed package among the calls below ``site``. It begins with the package's name and
-    release: ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
+    """The innermost line in an installed package that ``site`` called. The text begins with the package's name and release:
+    ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch directly."""
     operator: str = ""
     """The allocating operator (``_softmax``), or in backward the autograd node (``MulBackward0``). Under autocast, the first
     operator with a weight also casts the weight to a lower precision. The row for this cast has the operator ``autocast's
@@ -129,9 +129,7 @@ class Row:
 
     @property
     def path(self) -> str:
-        """The module path with its layer numbers: ``blocks.{0,2}.attn`` for the layers 0 and 2, ``blocks.*.attn`` for all
-        layers.
-        """
+        """The module path with layer numbers: ``blocks.{0,2}.attn`` for layers 0 and 2, ``blocks.*.attn`` for all layers."""
         return with_layers(self.module, self.layers)
 
     @property
@@ -341,7 +339,7 @@ def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
-    """Split a row over several layers into one row for each layer, by layer numbers.
+    """Split a row over several layers, and return a row for each layer, by layer numbers.
 
     The result is empty if the row lists no layers, or if its bytes or blocks cannot be divided equally among the layers.
     """
@@ -353,7 +351,7 @@ def each_layer(row: Row) -> dict[Numbers, Row]:
 
 
 def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
-    """Join rows for single layers to as few rows as possible, without a change in any layer's bytes.
+    """Join rows for single layers to as few rows as possible. The result has the same bytes in each layer.
 
     Example:
         ``_softmax`` has four rows: 8 MB each in the layers 0, 1 and 2, and 4 MB in layer 3. The result has two rows: 24 MB for
@@ -383,7 +381,7 @@ def join_layers(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers
 
 
 def item_bits(dtype: str) -> int:
-    """Return an element's size in bits: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, 0 for an unknown dtype."""
+    """Return the size in bits of an element: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, 0 if unknown."""
     digits = _DIGITS.search(dtype)
     return 8 if dtype == "bool" else int(digits.group()) if digits else 0
 
@@ -405,7 +403,7 @@ HOLDER_NOT_FOUND = "holder not found"
 MOST_ALTERNATIVES = 3
 """If several holders are possible, a holder's text names at most this many paths."""
 FIRST_USE = "filled by the first use"
-"""Prefix of a report's text about a cache, which the step's first run fills and further runs leave unchanged."""
+"""Prefix of a report's text about a cache. The step's first run fills the cache, and further runs leave it unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,9 +424,9 @@ class Holder(FrozenValue):
     first_use: bool = False
     """True if the holder is a cache: the measured run filled the cache, and the next run added nothing to it."""
     alternatives: tuple[str, ...] = ()
-    """All possible holders' names, if it is not known which holder keeps the tensors. Otherwise empty.
+    """All possible holders' names, if it is not known which holder keeps the tensors. Empty if the holder is known.
 
-    An empty name stands for an unknown holder."""
+    An empty name in this list stands for a holder that was not found."""
 
     @property
     def text(self) -> str:
@@ -456,7 +454,7 @@ def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
 
 
 def sort_holders(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Sort holders by the bytes in the tensors kept alive. The holder with the most bytes comes first."""
+    """Sort holders by the bytes in the tensors that they keep alive. The holder with the most bytes comes first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 

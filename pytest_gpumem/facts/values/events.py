@@ -1,8 +1,8 @@
 """Events in a recorded step: memory blocks were allocated or freed, and operators or autograd nodes began or ended.
 
-The events are made from PyTorch's profiler on the CPU, from the CUDA allocator's history, or from fake tensors. A recording
-lists its events in the order in which they happened, and spans are nested. This module does not import torch, so a recording
-can be stored and read on a machine without torch.
+The events come from PyTorch's profiler, and on CUDA also from the allocator's history. A recording lists its events in the
+order in which they happened, and spans are nested. This module does not import torch, so a recording can be stored and read on
+a machine without torch.
 
 Example: ``a @ b`` is ``SpanBegin(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``SpanEnd(180)``.
 """
@@ -15,7 +15,7 @@ SpanKind = Literal["operator", "node", "mark"]
 
 
 NOWHERE = 0
-"""When memory runs out, the recording gets an allocation with 0 bytes at this address."""
+"""A failed allocation's address. If memory runs out, the recording has an allocation with 0 bytes at this address."""
 
 
 class AllocationEvent(NamedTuple):
@@ -34,8 +34,8 @@ class AllocationEvent(NamedTuple):
 class SpanBegin(NamedTuple):
     """A span begins: an operator (``aten::addmm``) or autograd node starts to run, or this package sets a mark.
 
-    ``sequence`` is autograd's sequence number, or -1 if there is none. A forward operator and its autograd node have the same
-    number. ``mark`` is the index of a mark in the recording, or -1 for operators and nodes.
+    ``sequence`` is autograd's sequence number, or -1 if there is none. A forward operator and the autograd node that it created
+    have the same sequence number. ``mark`` is the index of a mark in the recording, or -1 for operators and nodes.
     """
 
     time_ns: int
@@ -60,7 +60,7 @@ class TensorRecord(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """Two threads by torch's numbers: the thread that ran an operator or autograd node, and the thread that created the node.
+    """Two threads, by torch's numbers: the thread that ran an operator or a node, and the thread that created the node.
 
     ``made_by`` is 0 for operators.
     """

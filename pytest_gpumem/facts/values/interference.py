@@ -1,4 +1,4 @@
-"""Interference with a timed step by other work, read from counters (stolen seconds) and from the GPU's clock rate."""
+"""Other work that slows a timed step down. It shows in counters, such as stolen seconds, and in the GPU's clock rate."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ PACE = 1.6
 If the speed is halved, a step may take up to 2**1.6 = 3.03 times as long.
 
 The value comes from a virtual machine whose speed varied by a factor 1.75 with little other work. In 577 pairs of runs, the
-median exponent was 1.1 and the 90th percentile was 1.66. Other work with much memory traffic slows a step more, and
-`Slowdown.refilled` covers this. With the exponent 2, a step with twice the time was mistaken for a slow machine in 5 % of all
-runs, and with the exponent 1.6 in about 1 %. With both exponents, comparing a step with itself failed equally often (8 in
-3,000)."""
+median exponent was 1.1 and the 90th percentile was 1.66. Other work with much memory traffic slows a step more than this
+exponent says, and `Slowdown.refilled` covers this slowdown. A larger exponent hides slow steps: with the exponent 2, a step
+with twice the time was mistaken for a slow machine in 5 % of all runs, and with the exponent 1.6 in about 1 %. False alarms did
+not depend on the exponent: comparing a step with itself failed 8 times in 3,000."""
 UNREAD_PACE = 3
-"""If the processor's speed was not read, the upper bound on a sample's slowdown is raised to this power. In experiments,
-sharing the processor made steps up to 1.76 times as long."""
+"""If the processor's speed was not read, the upper bound on a sample's slowdown is raised to this power, to be safe. In
+experiments, sharing the processor made steps up to 1.76 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """Counters and clock rates, read before and after a round. A field is ``None`` if the machine cannot report its value.
 
-    For counters (retries, graphs, seconds), only the difference between two readings has a meaning.
+    A counter's value (retries, graphs, seconds) has no meaning by itself. Only the difference between two readings has.
     """
 
     seconds: float

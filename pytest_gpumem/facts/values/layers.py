@@ -54,7 +54,7 @@ def with_layers(path: str, layers: Layers) -> str:
 def fewest_combinations(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
     """Return layer numbers as the shortest possible list of `Layers`.
 
-    For all layers, the result is ``[()]``. If all existing numbers occur at a ``*``, its tuple is empty.
+    For all layers, the result is ``[()]``. If all existing numbers occur at a ``*``, the tuple for this ``*`` is empty.
 
     Example:
         A model has the layers ``h.0``, ``h.1`` and ``h.2``. The paths ``h.0`` and ``h.2`` need a single entry:
@@ -79,7 +79,7 @@ def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
 
 
 def numbers_in(layers: Layers) -> set[Numbers] | None:
-    """Return one tuple of numbers for each path in ``layers``; ``None`` if ``layers`` has an empty tuple for all layers."""
+    """Return a tuple of numbers for each path in ``layers``; ``None`` if ``layers`` stand for all layers (empty tuples)."""
     return set(product(*layers)) if layers and all(layers) else None
 
 
@@ -105,7 +105,7 @@ def _combinations(numbers: set[Numbers]) -> list[Layers]:
 
 
 def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Layers:
-    """Return ``layers`` with an empty tuple for each ``*`` at which all layer numbers occur."""
+    """Return ``layers`` after replacing the tuple for each ``*`` at which all layer numbers occur by an empty tuple."""
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])

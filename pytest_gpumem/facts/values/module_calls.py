@@ -1,6 +1,7 @@
 """Count how many calls to each module ran with grad mode off, or were not reached by backward. Pure functions.
 
-The same functions count both, so *property* stands for either here: "grad mode was off", or "backward did not reach the call".
+The same functions count both kinds of calls. So the word *property* means one of two facts about a call: "grad mode was off",
+or "backward did not reach the call".
 
 Example: if 6 of the 12 calls to the modules ``blocks.*`` ran with grad mode off, the result is ``{"blocks.*": Calls(6, 12)}``.
 """
@@ -73,8 +74,7 @@ def count_calls(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 
 
 class KindsOfSteps:
-    """The sum of the module calls over all kinds of steps. If several steps make the same calls, the sum contains only one of
-    these steps.
+    """The module calls, added up over all kinds of steps. Several steps of the same kind count as a single step.
 
     Two steps are the same kind if each module has the same share of calls with grad mode off, and the same share of calls not
     reached by backward.
@@ -136,8 +136,9 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
 
     The result also has an entry ``(all)`` with the sum over all modules. If all calls have the property, ``(all)`` is the only
     entry, and if no call has the property, the result has no entries for modules. A function (``step()``) has an entry if at
-    least one of its calls has the property. A module without an entry has the same share as the module around it, or no calls
-    with the property if no module around it has an entry. A result from `outermost` is returned unchanged.
+    least one of its calls has the property. If a module has no entry, its share is the same as in the module around it that has
+    an entry. If no module around it has an entry either, none of its calls has the property. A result from `outermost` is
+    returned unchanged.
 
     Example:
         All calls to ``teacher`` and ``teacher.blocks.*`` ran with grad mode off, and the call to ``student`` with grad mode
@@ -179,8 +180,8 @@ def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
 def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
     """Return a module's counts in the baseline, if fewer calls to the module have the property now.
 
-    If only some calls in the baseline have the property, the module must have equally many calls now. Otherwise the calls with
-    the property may have been removed and other calls added, so the counts cannot be compared.
+    If only some calls in the baseline have the property, the counts can be compared only if the module has equally many calls
+    now. If the number of calls differs, the calls with the property may have been removed and other calls added.
 
     Args:
         baseline: The counts in the baseline, possibly shortened by `outermost`.
@@ -188,8 +189,8 @@ def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], modul
         module: The path to a module or function.
 
     Returns:
-        The module's counts in ``baseline``. If the module has no entry, the counts for the module around it. ``None`` if as
-        many calls as before have the property, or if the counts cannot be compared.
+        The module's counts in ``baseline``. If the module has no entry, the counts for the module around it. The result is
+        ``None`` if as many calls as in the baseline have the property, or if the counts cannot be compared.
     """
     module_calls = current.get(module)
     path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)

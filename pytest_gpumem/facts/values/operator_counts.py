@@ -1,4 +1,4 @@
-"""Counts of operator calls by calling line and module, and the texts for these counts in baselines.
+"""Counts of operator calls by calling line and module, and the texts with which baselines store these counts.
 
 A `Tally` has a count, and its `OperatorSite` ("place") has the calling line and module. Example: if line 58 called ``addmm`` 8
 times in the modules ``blocks.*.mlp.0``, the text is ``blocks.*.mlp.0 | gpt.py:58 | | 8 addmm``.
@@ -98,7 +98,7 @@ def sum_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 MOST_KINDS = 3
-"""If the layers' counts at a line have more different values than this, `of_layers` adds up all layers."""
+"""If an operator's counts at a line have more than this many different values among layers, `of_layers` adds up the layers."""
 
 
 def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:
@@ -133,15 +133,15 @@ def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numb
 
 
 def each_layer(tally: Tally) -> list[Tally]:
-    """Split a tally over several layers into one tally for each layer.
+    """Split a tally over several layers, and return a tally for each layer.
 
-    A tally is returned as it is if it lists no layers, or if its amount cannot be divided equally.
+    A tally is returned unchanged if it lists no layers, or if its amount cannot be divided equally among its layers.
     """
     return in_layers(tally, numbers_in(split_layers(tally.place.module)[1]) or ())
 
 
 def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
-    """Divide a tally equally among ``layers``. If the amount cannot be divided equally, return the tally as it is."""
+    """Divide a tally equally among ``layers``. If the amount cannot be divided equally, return the tally unchanged."""
     if not layers or tally.amount % len(layers):
         return [tally]
     path = folded(tally.place.module)
@@ -152,8 +152,9 @@ def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
 
 
 def layer_of(place: OperatorSite) -> Numbers | None:
-    """Return the layer numbers in the module's path: ``(3,)`` for ``blocks.3.attn``; ``None`` if the path has none or several
-    layers.
+    """Return the layer numbers in the module's path: ``(3,)`` for ``blocks.3.attn``.
+
+    The result is ``None`` if the path names no layer (``blocks.*``) or several layers (``blocks.{0-2}``).
     """
     layers = numbers_in(split_layers(place.module)[1]) or set()
     return next(iter(layers)) if len(layers) == 1 else None
@@ -170,7 +171,7 @@ def reduced_tallies(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[
     All other tallies are added up by operator.
     """
     if len({tally.place for tally in tallies} - {NOWHERE}) > most:
-        # Fold layer numbers first, because a reader needs the line more than the layer.
+        # Fold layer numbers first. This joins places and saves lines, which a reader needs more than layers.
         tallies = sum_tallies(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
     amounts: dict[OperatorSite, int] = {}
     for tally in tallies:

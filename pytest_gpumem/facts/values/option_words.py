@@ -1,4 +1,4 @@
-"""Words that options, settings and environments contain: devices, update modes and assumed routings."""
+"""Words in the values of options, settings and environments: devices, update modes and assumed routings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EMULATED = "emulated:"
 NO_CUDA = "no CUDA device"
 """Prefix of the reason for which a test stays ``unmeasured`` on a machine without a GPU."""
 NO_CUDNN = "none"
-"""Recorded in place of cuDNN's release in a baseline's environment, if convolutions ran without cuDNN."""
+"""The text in a baseline's environment instead of cuDNN's release, if convolutions ran without cuDNN."""
 LACKS_WORKSPACES = "without cuDNN the peak lacks workspaces of convolutions"
 """Prefix of the note on a measurement whose true peak may be higher, because cuDNN was not there to report workspaces."""
 LOWER_BOUND = "lower bound"
-"""Recorded in a baseline's environment if recurrent layers ran on an emulated GPU, because their memory is a lower bound."""
+"""The text in a baseline's environment if recurrent layers ran on an emulated GPU, which can underestimate their memory."""
 EMULATED_SLUG = "emulated-"
 
 

@@ -24,7 +24,7 @@ class Selection:
     error: str | None = None
     """The message of the usage error that stopped the collection; ``None`` if the collection succeeded."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The measured tests that the session collected, including deselected tests, because another shard may run these."""
+    """The measured tests that the session collected, including tests that it deselected and that another shard may run."""
     collected_files: frozenset[str] = frozenset()
     """The test files whose tests were all collected, even if some of them were deselected later."""
     skipped: frozenset[tuple[str, str]] = frozenset()

@@ -63,7 +63,7 @@ def alternatives_clause(lines: Sequence[str]) -> list[str]:
 
 
 def all_chains(chains: Iterable[Chain]) -> tuple[Chain, ...]:
-    """Return the first `MOST_CHAINS` call stacks, without repetitions and empty ones."""
+    """Return the first `MOST_CHAINS` call stacks. Empty call stacks and repetitions are left out."""
     return tuple(dict.fromkeys(chain for chain in chains if chain))[:MOST_CHAINS]
 
 
@@ -89,9 +89,7 @@ def package_of(line: str) -> str:
 
 
 def file_and_line(line: str) -> tuple[str, int]:
-    """Split a line's text into the file (without the package's release) and the line number, which is 0 if the text has no
-    number.
-    """
+    """Split a line's text into the file, without the package's release, and the line number, or 0 without a number."""
     file, _, number = line.rpartition(":")
     if number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS:
         return without_release(file), int(number)

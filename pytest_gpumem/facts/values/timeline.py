@@ -9,7 +9,7 @@ from itertools import pairwise
 from pytest_gpumem.facts.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
-"""About how many moments a report's chart of the bytes over time has."""
+"""A report's chart of the bytes over time has about this many moments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""The measured times of a step: a `Round` times some steps together, a `Sample` has several rounds, and `Times` has the
-samples.
+"""The measured times of a step: a `Round` times some steps together, a `Sample` has rounds, and `Times` has samples.
 
 All classes here are frozen dataclasses. Example: a sample with 20 rounds of 10 steps each has timed 200 steps.
 """
@@ -25,9 +24,9 @@ six times with a probability of 1 - 2 / 2**6 = 96.9 %."""
 MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN = 1.25, 1.1
 """Upper bounds on other work's interference with a run whose times become a baseline.
 
-Other work may have slowed the step by at most a factor of 1.25. Waiting for other work on the core may have made the step's
-rounds longer by at most a factor of 1.1. The first bound is higher, because a slowdown is only estimated, and the time for
-other work is measured (`pytest_gpumem.measuring.timing.validity`)."""
+The slowdown by other work (`Sample.slowed`) may be at most a factor of 1.25. The time that other work took, for example on the
+same core, may have made the rounds longer by at most a factor of 1.1 (`Round.taken`). The first bound is higher, because a
+slowdown is only estimated, but the time that other work took is measured (`pytest_gpumem.measuring.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds that were timed one after the other. An invalid sample sets both ``invalid`` and ``slowed``, a valid sample
-    neither.
-    """
+    """Rounds that were timed one after the other. Only an invalid sample has values for ``invalid`` and ``slowed``."""
 
     rounds: tuple[Round, ...]
     """All rounds, in the order in which they ran."""
@@ -79,9 +76,7 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The rounds from which the sample's figures are computed: the undisturbed rounds if there are at least 6, otherwise
-        all.
-        """
+        """The rounds that the sample's figures come from: the undisturbed rounds if there are at least 6, otherwise all."""
         quiet = tuple(timed for timed in self.rounds if timed.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
@@ -97,7 +92,7 @@ class Sample:
 
     @property
     def at_least(self) -> float:
-        """A lower bound on the seconds per step on an undisturbed machine, according to this sample."""
+        """A lower bound on the seconds per step on an undisturbed machine, computed from this sample."""
         return self.own / (self.slowed or Slowdown()).alone
 
     @property
@@ -123,7 +118,7 @@ class Sample:
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile of the seconds per step over all rounds, by the nearest rank: 50 returns about the median."""
+        """Return a percentile of the seconds per step over all rounds, by the nearest rank. 50 returns about the median."""
         ordered = sorted(timed.seconds for timed in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
@@ -201,8 +196,9 @@ class Times(FrozenValue):
 
     @property
     def best(self) -> Sample:
-        """The sample with the lowest median, even if it is invalid. Other work only adds time, so the fastest sample is the
-        closest to an undisturbed one.
+        """The sample with the lowest median, even if it is invalid.
+
+        Other work only adds time, so the fastest sample is the closest to a sample on an undisturbed machine.
         """
         return min(self.samples, key=lambda sample: sample.median)
 

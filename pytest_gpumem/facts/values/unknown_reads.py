@@ -1,4 +1,4 @@
-"""Counts of reads, by line, for values that an emulated GPU does not compute, and the notes about these reads."""
+"""Counts of how often each line read values that an emulated GPU does not compute, and the notes about these reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class UnknownReads:
-    """Counts of reads, by line (``"/path/train.py:88"``), for floats that the emulated GPU does not compute."""
+    """Counts of how often each line (``"/path/train.py:88"``) read floats that the emulated GPU does not compute."""
 
     decided: Mapping[str, int] = field(default_factory=dict)
     """The number of reads that decided a branch (``if loss < best:``), by line."""
@@ -35,9 +35,7 @@ class UnknownReads:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return the measurement's notes about decided branches, other reads and an assumed routing; empty if nothing was
-        read.
-        """
+        """Return the measurement's notes about decided branches, other reads and assumed routings; empty without reads."""
         notes = [f"{DECIDED} at {_listed(self.decided)}"] if self.decided else []
         other_reads = {line: times for line, times in self.other.items() if line not in self.decided}
         if other_reads:

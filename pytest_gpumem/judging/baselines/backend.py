@@ -1,4 +1,4 @@
-"""The interface of a storage backend: a folder, bucket or commit with the store's files."""
+"""The interface for a storage backend: a folder, bucket or git commit that contains the store's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".toml"
 LARGEST = 2**25
-"""The largest file to read, in bytes: 34 MB. 1,000 tests with compositions need 15 MB."""
+"""The largest file to read, in bytes: 34 MB. For comparison, a file with 1,000 tests and their compositions has 15 MB."""
 
 
 class Backend(Protocol):
@@ -49,7 +49,7 @@ class Backend(Protocol):
         raise BackendError(f"{self.shown(path)}: cannot be removed")
 
     def locked(self) -> AbstractContextManager[None]:
-        """Lock the store against other writers within a ``with`` block. A bucket detects conflicts, and is not locked."""
+        """Lock the store against other writers within a ``with`` block. A bucket is not locked: its writes detect conflicts."""
 
     def shown(self, path: str) -> str:
         """Return the location of a file for messages, without credentials."""

@@ -41,7 +41,8 @@ _PERMISSIONS = {
 _NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]*")
 """A bucket's name. Other characters could change the host that a request reaches."""
 _ACCOUNT = re.compile(r"([a-z0-9]+)(\.(blob|dfs)\.core\.windows\.net)?")
-# obstore asks the cloud's metadata server for credentials if the environment has none.
+# If the environment has no credentials, obstore asks the cloud's metadata server. An error with such a URL shows that
+# credentials are missing.
 _METADATA_REQUEST = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity/")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound")
 _DENIED = re.compile(r"\b(401 Unauthorized|403 Forbidden)\b")
@@ -53,7 +54,8 @@ _SIMULTANEOUS_READS = 16
 class Bucket(Backend):
     """The storage backend for a folder in a bucket on S3, Google Cloud Storage or Azure Blob Storage.
 
-    No server deletes a file on a condition. So a removed file becomes an empty file, which counts as absent.
+    obstore can write on a condition, but cannot delete on a condition. So a file is removed by writing an empty file, which
+    counts as absent.
     """
 
     def __init__(self, url: str) -> None:
@@ -115,7 +117,7 @@ class Bucket(Backend):
         return "/".join(filter(None, (without_credentials(self.url), path)))
 
     def _replace(self, path: str, text: str, failure: str) -> None:
-        """Write a file if it still has the version that was last read. A path that was never read is read first."""
+        """Write a file if it still has the version that this process last read. A file that was never read is read first."""
         if path not in self._versions:
             self.read(path)
         version = self._versions[path]
@@ -127,7 +129,7 @@ class Bucket(Backend):
             if written is None:
                 raise WriteConflictError(f"{self.shown(path)}: {failure}: another process has changed the file")
             self._versions[path] = written
-            # On S3, an unchanged text has an unchanged e_tag, and then the condition still holds.
+            # On S3, an unchanged text has an unchanged e_tag. The condition then still holds, so a check would prove nothing.
             if (version is None) not in self._checked and (version is None or written["e_tag"] != version["e_tag"]):
                 self._check_refused(path, content, version)
 
@@ -146,7 +148,7 @@ class Bucket(Backend):
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
-            # An upload in several parts has no condition.
+            # An upload in several parts cannot have a condition, so upload the file in a single part.
             written = obstore.put(self._bucket, path, content, mode=version or "create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return None
@@ -154,7 +156,7 @@ class Bucket(Backend):
 
     @contextmanager
     def _as_backend_errors(self, failure: str, path: str = "") -> Iterator[None]:
-        """Turn any exception into a `BackendError`. It has no cause, because the original exception may contain credentials."""
+        """Turn any exception into a `BackendError` without a cause, because the original text may contain credentials."""
         try:
             yield
         except BackendError:
@@ -164,7 +166,11 @@ class Bucket(Backend):
 
 
 def _opened(service: str, url: str) -> ObjectStore:
-    """Return obstore's object for a URL. It reads the host and the credentials from the environment. Raises `BackendError`."""
+    """Return obstore's object for a URL. obstore reads the host and the credentials from the environment.
+
+    Raises:
+        BackendError: The URL does not name a bucket or an Azure storage account.
+    """
     from obstore.store import AzureStore, GCSStore, S3Store
 
     authority, _, path = url.partition("://")[2].partition("/")
@@ -187,7 +193,10 @@ def _opened(service: str, url: str) -> ObjectStore:
 
 
 def _version(file: Mapping[str, Any]) -> UpdateVersion:
-    """Return a file's version for a condition. S3 and Azure use the ``e_tag``, Google Cloud Storage uses the ``version``."""
+    """Return a file's version, as a condition for a write.
+
+    S3 and Azure compare the ``e_tag``, and Google Cloud Storage compares the ``version``.
+    """
     return {name: file[name] for name in ("e_tag", "version") if file[name] is not None}  # type: ignore[return-value]
 
 
@@ -231,7 +240,10 @@ def reason_of(error: Exception, service: str) -> str:
 
 
 def _without_secrets(text: str) -> str:
-    """Return an error's text as a single line: a server's message without its other fields, and URLs without secrets."""
+    """Return an error's text as a single line. From a server's XML answer, only the message and the code are kept.
+
+    In URLs, ``***`` replaces user names, passwords and queries.
+    """
     answer = re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", text, re.DOTALL)
     if answer is not None:
         text = f"{answer[2]} ({answer[1]})"

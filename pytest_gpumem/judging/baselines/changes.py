@@ -1,4 +1,4 @@
-"""Find the changes that an update makes in the store. This module only reads the store."""
+"""Find the changes that ``--gpumem-update`` makes in the store. This module reads the store and writes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Changes:
     """The changes that an update makes in the store, and the measurements and stored entries from which they follow."""
 
     measured: Mapping[Key, tuple[Verdict, Baseline]]
-    """The verdict on each measurement, and an entry made from this measurement only, without stored values."""
+    """For each measurement, the verdict and a new entry. This entry has only measured values, and none from the store."""
     stored: Mapping[Key, Baseline | NoBaseline]
     """The stored entry for each key in ``measured``."""
     entries: Mapping[Key, Baseline]
@@ -40,7 +40,7 @@ class Changes:
     removals: tuple[tuple[str, Key], ...]
     """The entries to remove, as (slug, key), because the tests no longer take the measurements of these entries."""
     times_left_out: tuple[str, ...]
-    """A clause for each measurement whose times the update accepts, although they cannot be stored."""
+    """A clause for each measurement whose times cannot be stored, although the update accepts its times."""
 
     @property
     def any(self) -> bool:
@@ -77,7 +77,7 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
 
 
 def _no_longer_taken(store: Store, measured: Mapping[Key, tuple[Verdict, Baseline]]) -> Iterable[tuple[str, Key]]:
-    """Return the stored baselines, as (slug, key), whose measurements are no longer taken although their test was measured."""
+    """Return stored baselines of the measured tests, as (slug, key), if the tests no longer take these measurements."""
     tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
     worlds = {_world(key.name) for key in measured}
     return [
@@ -90,6 +90,6 @@ def _no_longer_taken(store: Store, measured: Mapping[Key, tuple[Verdict, Baselin
 
 
 def _world(name: str) -> int:
-    """Return the number of ranks in the job that took a measurement, from the measurement's name."""
+    """Return the number of ranks in the job that took a measurement. The measurement's name contains this number."""
     rank = rank_in(name)
     return 1 if rank is None else rank.world

@@ -25,9 +25,9 @@ _LOCK = ".lock"
 _IGNORE = ".gitignore"
 _ITSELF = f"/{_IGNORE}"
 _IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
-"""The lines in the .gitignore file that a store contains."""
+"""The lines in the store's own .gitignore file."""
 _LINK = "120000 "
-"""The file mode of a symbolic link, with which ``git ls-tree`` begins its line."""
+"""The file mode of a symbolic link in git. ``git ls-tree`` prints a line for each file, which begins with the file's mode."""
 
 
 class Folder(Backend):
@@ -36,13 +36,13 @@ class Folder(Backend):
     Each file is replaced atomically, while the writer holds the operating system's lock on the file ``.lock``. The store's
     ``.gitignore`` lists itself, the lock and drafts.
 
-    A single process of a session writes, at the session's end. It keeps entries that other sessions wrote meanwhile. A process
-    that is killed while it writes leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores drafts, and the next writer
-    removes them.
+    At the end of a session, a single process writes, and keeps the entries that other sessions have written meanwhile. A
+    process that is killed while it writes leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores drafts, and the next
+    writer removes them.
 
     The folder itself may be a symbolic link, for example to a shared disk. A symbolic link inside the folder is an error, even
-    if the link appears during a write. Otherwise a stranger's branch could make the store write to another folder. The error
-    names the link.
+    if the link appears during a write. The error names the link. If such links were followed, a stranger's branch could make
+    the store write to another folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,7 +65,7 @@ class Folder(Backend):
 
     def write(self, path: str, text: str) -> None:
         try:
-            # Do not replace characters that cannot be encoded, because the test's name could then not be found again.
+            # A character that cannot be encoded is an error. If it were replaced, the test's name could not be found again.
             write_atomically(self.root / path, text, root=self.root, errors="strict")
         except (OSError, UnicodeEncodeError) as error:
             raise BackendError(f"{self.shown(path)}: cannot be written: {error}") from error
@@ -79,7 +79,7 @@ class Folder(Backend):
                 with open_folder(self.root, folders[: depth - 1]) as folder:
                     folder.remove_folder(folders[depth - 1])
         except OSError as error:
-            # A folder that contains other files is not removed.
+            # A folder that still contains other files stays.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise BackendError(f"{self.shown(path)}: cannot be removed: {error}") from error
 
@@ -90,9 +90,9 @@ class Folder(Backend):
         lock = FileLock(self.root / _LOCK)
         try:
             with open_folder(self.root, make=True) as folder:
-                # filelock also refuses a symbolic link, but with a less clear message.
+                # filelock also refuses a symbolic link, but its message is less clear.
                 folder.refuse_link(_LOCK)
-            # The lock file is never deleted. Otherwise two processes could each hold a lock on a different file.
+            # The lock file is never deleted. If it were, one process could lock the deleted file, and another the new file.
             lock.acquire()
         except OSError as error:
             raise BackendError(f"{self.root}: cannot be written: {error}") from error
@@ -105,7 +105,7 @@ class Folder(Backend):
     def _tidy(self) -> None:
         """Write the store's ``.gitignore``, and remove drafts.
 
-        The caller must hold the lock. So no other process is writing, and every draft comes from a killed process.
+        The caller must hold the lock. So no other process is writing now, and every draft was left by a killed process.
         """
         try:
             lines = [_ITSELF]
@@ -126,11 +126,11 @@ class Folder(Backend):
     def _files(self) -> Iterator[str]:
         """Yield the paths of all files in the store.
 
-        A symbolic link to a folder raises ``OSError``. Otherwise the baselines in this folder would be missed silently.
+        A symbolic link to a folder raises ``OSError``, because ``os.walk`` would skip the baselines in this folder silently.
         """
         for current, folders, names in os.walk(self.root):
             below = Path(current).relative_to(self.root)
-            # Another session may have just removed this folder.
+            # Another session may have just removed this folder, which is no error.
             with suppress(FileNotFoundError), open_folder(self.root, below.parts) as folder:
                 for name in folders:
                     folder.refuse_link(name)
@@ -185,7 +185,7 @@ class GitBackend(Backend):
         if path not in self._files:
             return None
         try:
-            # A commit may contain Windows line ends. Convert them, as reading a file in text mode does.
+            # A commit may contain Windows line ends. Convert them, as Python does for a file that is opened in text mode.
             return self._files[path].decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise BackendError(f"{self.shown(path)}: cannot be read: {error}") from None

@@ -1,11 +1,11 @@
 """The format of store files: convert TOML text to entries and back. Pure. Every error names the key.
 
-A file contains the baselines of a test file on a single device. It is sorted, so equal entries have equal text. The table of a
-measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not contain pytest-xdist's
-``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A file has at most 34 MB. A key has at most
-16 parts, separated by dots.
+A store file contains the baselines of a single test file on a single device. Its entries are sorted, so equal entries have
+equal text. The table for a measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not
+contain pytest-xdist's ``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A store file has at
+most 34 MB. A key has at most 16 parts, separated by dots.
 
-A step on several GPUs has an additional table for each GPU, with the device in the table's name and in ``step``::
+A step on several GPUs has an additional table for each GPU. The name of the table and its ``step`` contain the device::
 
     [tests."TestTrain::test_step[amp-bf16]"."train_step on cuda:1"]
     environment = "torch-2.11.0-5d2c9f"
@@ -13,13 +13,13 @@ A step on several GPUs has an additional table for each GPU, with the device in 
     step = "on cuda:1"
     peak_allocated = 4060000000
 
-An entry is not rewritten if only lines of code move. The composition and the parts of counts explain growth, but do not decide
-a verdict. So they are rewritten only together with bytes or counts. A count of 0 has no parts.
+An entry is not rewritten if only lines of code move. Its composition and the operators behind its counts explain growth, but
+do not decide a verdict. So they are rewritten only together with bytes or counts. For a count of 0, no operators are stored.
 
 An invalid file is a usage error that names the file and the key. It is never overwritten. A file is invalid if it is not a
 regular file (for example a FIFO), if it is truncated, or if it has another ``format``, an unknown key, a value with a wrong
-type, a number with more than 64 bits, deep nesting or merge-conflict marks. It is also invalid if the ``slug`` in it differs
-from the name of its folder.
+type, a number with more than 64 bits, deep nesting or merge-conflict marks. A file is also invalid if the device's folder name
+in its ``slug`` differs from the folder that contains the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "ba
 _OPTIONAL = ("commit", "reason", "named_device")
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
-"""The key for the peak of the recorded step, if this step is not the step with the highest peak."""
+"""The key for the peak of the step that the composition describes, if another step has a higher peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
@@ -68,7 +68,8 @@ _PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
-"""The value of ``step`` in a table for a single GPU, for example ``on cuda:1``. No measured step has such a name."""
+"""The value of ``step`` in a table for a single GPU, for example ``on cuda:1``. Measured steps have other names, so a table
+with such a value cannot be a measurement."""
 FILE_KEYS = {
     "format": f"The format number: {FORMAT}.",
     "environments": "A table for each environment, by its name. These tables come last, so a truncated file is recognized.",
@@ -95,15 +96,15 @@ ENTRY_KEYS = {
     "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
     "`block` means memory in which no tensor was seen. Absent if no composition was recorded.",
-    _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps have different peaks and the recorded "
-    "step did not have the highest peak.",
+    _COMPOSITION_PEAK: "The peak, in bytes, of the step that the composition describes. Present only if another step has a "
+    "higher peak.",
     "phase": "The phase in which the step has its peak.",
     "other_phases": "The rows at the peaks of other phases, if such a peak has at least half of the bytes of the step's peak. "
     "The phase comes before each row: `forward | activation | ...`. The step's peak may move to such a phase.",
     "recomputed": 'The modules that checkpointing ran again in backward, with the number of calls: `"4 x blocks.*"`.',
     "no_grad": "The modules and functions that ran with grad mode off, with the number of such calls among all calls: "
-    '`"1 of 1 x teacher"`. Modules that do not differ from the module around them are left out. The first line, `(all)`, '
-    "counts all calls together.",
+    '`"1 of 1 x teacher"`. A module is left out if its share of such calls is the same as in the module around it. The first '
+    "line, `(all)`, counts all calls together.",
     "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
     'step()"`.',
     **{
@@ -234,7 +235,7 @@ def render(entries: Mapping[Key, Baseline]) -> str:
                 **{metric: device_metrics[metric] for metric in METRICS if metric in device_metrics},
                 **_step_peaks_table(entry.step_peaks_by_device.get(device, ())),
             }
-    # The environments come last. So if a file is truncated, an entry names an environment that is missing.
+    # The environments come last. So if a file is truncated, an entry names a missing environment, which makes it invalid.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)
 
@@ -254,7 +255,7 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
     device = _value(values, "device", str, where)
     slug = _value(values, "slug", str, where)
     if expected is not None and slug != expected:
-        # If the device were wrong, the figures would be compared with figures from another device.
+        # With a wrong slug, these figures would be compared with measurements from another device.
         raise FormatError(
             f"{where}.slug is {slug!r}, but the file is in the folder {expected!r}; restore the file from version control, "
             f"or move it into the folder {slug!r}"
@@ -422,7 +423,7 @@ def _composition(table: Mapping[str, object], total: int, where: str) -> Composi
 
 
 def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
-    """Return the composition at the peak of each other phase. The total of a composition is the sum over its rows."""
+    """Return a composition for each phase in ``texts``. Its total is the sum over its rows."""
     rows: dict[str, list[Row]] = {}
     for text in _strings(texts, where):
         phase, _, row = text.partition(" | ")

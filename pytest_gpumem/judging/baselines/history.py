@@ -1,4 +1,4 @@
-"""The history of a baseline in git, also through renames of its file."""
+"""The history of a baseline in git. If the store file was renamed, the history continues in the file with the old name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Baseline, Key
 
 _HEADER, _FIELD = "\x1e", "\x1f"
-# These options override the user's git configuration. The paths of files are literal, because they may contain glob characters.
+# These options override the user's git configuration. Paths are taken literally, because they may contain glob characters.
 _LOG = (
     *("--literal-pathspecs", "-c", "log.showRoot=true", "log", "--date-order", "--date=short", "--no-color"),
     *("--no-show-signature", "--no-relative", "--raw", "--no-abbrev", "-z"),
@@ -40,10 +40,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """A change that a commit makes to a file, as names of git blobs.
+    """A change that a commit makes to a file. The old and the new contents are given as names of git blobs.
 
-    ``before`` has the blob in each parent commit, and ``after`` the blob in the commit. ``None`` means that the file does not
-    exist.
+    ``before`` has the blob in each parent commit, and ``after`` the blob in the commit itself. ``None`` means that the file
+    does not exist there.
     """
 
     commit: Commit
@@ -53,7 +53,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """Stands for an invalid version of a store file, whose baselines are unknown."""
+    """A version of a store file that is invalid. It takes the place of its baselines, which are unknown."""
 
     why: str
 
@@ -75,8 +75,8 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
     """Return the changes to a file up to HEAD, the latest last.
 
     Renames are followed. ``git log --follow`` is not used, because it also follows copies, and the files in a store are so
-    similar that git often regards a new file as a copy. A merge commit is a change if the file in it differs from the file in
-    each of its parents.
+    similar that git often regards a new file as a copy. A merge commit is a change only if the file in the merge commit differs
+    from the file in each parent.
 
     Args:
         top: The folder with the git checkout.
@@ -97,7 +97,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
             if source is None:
                 followed.append(change)
                 continue
-            # Before the rename, this path belonged to another file. So continue with the old path.
+            # Earlier commits contain this file under its old path. So continue with the old path.
             path, blob = source
             followed.append(FileChange(change.commit, (blob,), change.after))
             start = f"{change.commit.name}^"
@@ -109,7 +109,7 @@ def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] |
     """Return the old path and blob, if the change renamed a file to ``path``; otherwise ``None``."""
     if change.before != (None,) or change.after is None or change.commit.cut_off:
         return None
-    # Without the option --root, git lists nothing for the first commit. This is right, because this commit renames no file.
+    # Without the option --root, git lists no files for a repository's first commit, which cannot rename a file.
     words = git(top, "diff-tree", "-r", "-M", "-z", "--raw", "--diff-filter=R", "--no-commit-id", change.commit.name)
     listed = iter(words.split("\0"))
     for word in listed:
@@ -183,7 +183,7 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
             blobs = word.split()[parents + 1 : -1]
             *before, after = (None if not blob.strip("0") else blob for blob in blobs)
             yield FileChange(commit, tuple(before), after)
-            # The next word is the path. Neither branch above applies, because a path begins with the store's folder.
+            # The next word is the file's path. Neither branch above applies to a path, so the loop skips it.
 
 
 def _cut_off(top: Path) -> frozenset[str]:

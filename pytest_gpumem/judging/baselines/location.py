@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.baselines.backend import Backend
 
 
-# A single letter before "://" is a Windows drive. "simplecache::s3://bucket" is a URL as well, which `Bucket` refuses.
+# A single letter before "://" is a Windows drive, so such a text is a path. "simplecache::s3://bucket" counts as a URL, which
+# `Bucket` refuses.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
@@ -28,7 +29,7 @@ def backend_of(location: str, base: Path) -> Backend:
         base: The folder for relative paths.
 
     Raises:
-        BackendError: The location is not valid, it is a file, or its URL is not the URL of a folder or a bucket.
+        BackendError: The location is not valid, it is a file, or it is a URL that names neither a folder nor a bucket.
     """
     if not is_url(location):
         try:
@@ -70,5 +71,5 @@ def _path_in(location: str, rest: str) -> Path:
         raise BackendError(
             f"{location}: a folder's URL needs an absolute path with three slashes, like file:///srv/gpumem-baselines"
         )
-    # Quote `?` and `#`, because since Python 3.14 url2pathname takes the text after them for a query and a fragment.
+    # Quote `?` and `#`: from Python 3.14, url2pathname regards the text after `?` as a query and after `#` as a fragment.
     return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

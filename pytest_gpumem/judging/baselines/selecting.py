@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.baseline import Key
 
 _OF_SCRIPTS = "loop"
-"""The name that the only measurement of a script has in the store."""
+"""The measurement's name in the key of a script's baseline. A script has only this measurement."""
 _FUNCTIONS = ("test",)
 """pytest's default value for the setting ``python_functions``."""
 
@@ -27,13 +27,13 @@ def matches(key: Key, pattern: str) -> bool:
     Example: ``test_train[fp32]`` and ``tests/*::test_train*`` match ``tests/test_gpt.py::test_train[fp32] (train_step)``.
     """
     text = str(key)
-    # Brackets belong to the id of a parametrized test, so quote them: they are not a character set.
+    # A bracket belongs to the id of a parametrized test and does not begin a character set, so quote it.
     glob = pattern.replace("[", "[[]")
     return pattern in text or any(fnmatch.fnmatchcase(name, glob) for name in (text, f"{key.file}::{key.test}"))
 
 
 def selected_keys(keys: Iterable[Key], pattern: str) -> list[Key]:
-    """Return the sorted keys of the test with the id ``pattern``. If no test has this id, return all matching keys."""
+    """Return the sorted keys whose test has the id ``pattern``. If there are none, return all keys that `matches` accepts."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, pattern)]
@@ -43,7 +43,7 @@ def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
     """Return up to three test ids or file names that are spelled like ``pattern``, the most similar first."""
     tests = sorted({f"{key.file}::{key.test}" for key in keys})
     files = sorted({test.partition("::")[0] for test in tests})
-    # The pattern may lack the folders or the file, or misspell them. So compare it with shorter names as well.
+    # The pattern may lack the folders or the file, or misspell them. So compare the pattern with shorter names as well.
     targets = {name: name for name in (*tests, *(file.rpartition("/")[2] for file in files))}
     targets |= {test.rpartition("::")[2]: test for test in reversed(tests)}
     close = difflib.get_close_matches(pattern, list(targets), n=3, cutoff=0.6)
@@ -82,7 +82,8 @@ def unused_baselines(
 ) -> list[tuple[str, Key]]:
     """Return the stored baselines whose test no longer exists.
 
-    A test that was not collected no longer exists if all tests in its file were collected, or if the file no longer exists.
+    A test that pytest did not collect counts as deleted if pytest collected all tests in the test's file, or if this file no
+    longer exists.
 
     Args:
         stored: The stored baselines as (slug, key).

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TRIES = 30
-"""The number of attempts to write a file that other processes keep changing. In each round, one process succeeds."""
+"""The number of attempts to write a file that other processes keep changing. If several processes try at the same time, one of
+them succeeds, so about 30 processes can write at once."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
@@ -27,12 +28,12 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class Store:
-    """The baselines in a storage backend. Each file is read when it is first needed.
+    """The baselines in a storage backend. A store file is read when a baseline in it is needed for the first time.
 
     A baseline is in the file ``<device's slug>/<path of the test file from the root directory>.toml``, for example
     ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a device's name as a folder. If the path of a test file begins with ``..``,
     this part becomes a folder ``__up__``, so no path leads outside the store. Any other name that would lead outside the store
-    is refused, whether it comes from a device, a hook or the list of files.
+    is refused. Such a name may come from a device, a hook or the backend's list of files.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -50,7 +51,7 @@ class Store:
         self._read_files(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
-        """Return the baseline on a device. If there is none, return a `NoBaseline` that names the other devices with one."""
+        """Return a key's baseline on a device, or a `NoBaseline` with the devices on which the key has a baseline."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
@@ -90,8 +91,8 @@ class Store:
     def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> None:
         """Write and remove entries. Entries that other processes wrote meanwhile are kept. Files without entries are deleted.
 
-        Each file is replaced atomically, one file after another in the order of their paths. A reader between two writes sees
-        the new entries in the first file and the old entries in the second.
+        The files are replaced one after another, sorted by path, and each file atomically. A process that reads the store
+        between two writes sees the new entries in the first file and the old entries in the second file.
 
         Args:
             entries: The entries to write. Each entry is written to a file for its own device.
@@ -100,7 +101,8 @@ class Store:
         Raises:
             StoreError: A file is not valid. This file is not changed.
             BackendError: The store cannot be read or locked.
-            IncompleteChangeError: A file could not be written, and the files before it have been written.
+            IncompleteChangeError: A file could not be written. The files before it in the order were written, and those after
+                it were not.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}
@@ -128,7 +130,7 @@ class Store:
             try:
                 self._write_changed(path, entries, removed)
             except WriteConflictError:
-                # A random pause keeps processes from colliding again.
+                # Pause for a random time, so the same processes do not write at the same moment again.
                 time.sleep(random.uniform(0, min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)))  # noqa: S311
                 self._read_files([path])
             else:
@@ -171,7 +173,7 @@ class Store:
         return self._files[path].entries
 
     def _read_files(self, paths: Sequence[str]) -> None:
-        """Read the files again, and parse each file whose text has changed since it was last read."""
+        """Read the files, also if they were read before. Parse a file only if its text has changed since then."""
         for path, text in self._backend.read_many(paths).items():
             if path not in self._files or self._files[path].text != text:
                 try:
@@ -203,9 +205,9 @@ def path_of(slug: str, file: str) -> str:
 
 def _inside(file: str) -> str:
     """Return the path of the store file with a test file's baselines, relative to the device's folder. Raises `StoreError`."""
-    # The path of a test file outside the root directory begins with "..". Such a path must not lead outside the store.
+    # The path of a test file outside the root directory begins with "..". In the store, such a path must stay inside.
     parts = [_UP if part == ".." else part for part in file.split("/")]
-    # Several operating systems may share a store, so a path that leads outside it on Windows is refused on all systems.
+    # Several operating systems may share a store. So a path that would lead outside on Windows is refused on every system.
     if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
         raise StoreError(
             f"the test file {file!r} cannot be in the store, because its path does not begin at the root directory"

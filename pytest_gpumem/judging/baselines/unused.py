@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """The baselines in a store whose tests no longer exist. The first call to `on` for a device reads the device's files."""
+    """The baselines in a store whose tests no longer exist.
+
+    A device's files are read by the first call to `on` for this device.
+    """
 
     store: Store
     tests: Collection[tuple[str, str]]

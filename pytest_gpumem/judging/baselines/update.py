@@ -35,8 +35,8 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
         {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
     ),
 }
-"""The outcomes that do not fail a test in each mode, because the mode writes its figures. If a measurement is missing, ``all``
-removes its entry."""
+"""For each mode, the outcomes that do not fail a test, because the mode writes the figures with these outcomes into the store.
+If a measurement is missing, the mode ``all`` removes its entry instead."""
 
 
 def entries_to_write(
@@ -47,8 +47,8 @@ def entries_to_write(
     The mode ``new`` adds missing entries, and adds missing metrics to stored entries. ``improved`` replaces the metrics that
     improved, and no others. ``all`` replaces all metrics. The times in an entry are always replaced together.
 
-    The reason in an entry belongs to its last accepted change. If a further change has no reason, the old reason is removed,
-    except in the mode ``new``. Times from a further run do not count as a change.
+    The reason in an entry belongs to the entry's last accepted change. If a further change is accepted without a reason, the
+    old reason is removed, except in the mode ``new``. Times from a further run do not count as a change.
 
     Args:
         mode: The value of ``--gpumem-update``.
@@ -81,9 +81,10 @@ def entries_to_write(
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
     """Return the stored entry ``earlier`` with the values of improved metrics from ``entry``.
 
-    An entry has a single environment, which must fit the improved and the other figures. So the result is ``None`` if neither
-    this run's environment nor the stored environment fits all of them (`_fit`), or if a detail differs that decides another
-    metric (`Metric.decided_by`). It is also ``None`` if no metric improved.
+    An entry has a single environment, so improved figures from this run and other figures from the store must fit the same
+    environment (`_fit`): this run's or the stored one. If neither environment fits all figures, the result is ``None``. The
+    result is also ``None`` if no metric improved, or if a changed environment detail decides a metric that did not improve
+    (`Metric.decided_by`).
     """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
@@ -100,7 +101,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         environment = earlier.environment
     else:
         return None
-    # Do not add a metric if an entry without this metric stands for a value (`value_if_absent`).
+    # Do not add a metric with a `value_if_absent`: an entry without this metric is already read as this value.
     taken = {
         name: value
         for name, value in entry.metrics.items()
@@ -152,7 +153,7 @@ def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
-    """Return a clause for each measurement whose times would be written in this mode, but cannot be stored."""
+    """Return a clause for each measurement whose times this mode would write, although these times cannot be stored."""
     return [
         reason
         for key, (verdict, entry) in measured.items()
@@ -174,7 +175,7 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
         return times.best.invalid
     if isinstance(stored, NoBaseline) or not _has_comparable_times(entry, stored) or stored.runs is None:
         return None
-    # Times that differ much from the stored runs are stored as well. Otherwise the runs would seem to vary less than they do.
+    # Store also times that differ much from the stored runs. Without them, the runs would seem to vary less than they do.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
     if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_changed_speed(verdict):
         return "the clock rate during the steps could not be read"
@@ -184,9 +185,14 @@ def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -
 def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """Return ``entry``, completed with values from the stored entry ``earlier`` if both have the same workload.
 
-    If this run has no composition (``--gpumem-explain=never``) and the same peak, the stored composition is added. If this run
-    has no times (``--no-gpumem-time``), or if its times are refused, the stored times are added. Otherwise its times are added
-    to the times of the stored runs. But if the machine differs, or if the step became slower or faster, its times replace them.
+    If this run has no composition (``--gpumem-explain=never``) and the same peak, the stored composition is added. For the
+    times, the first condition that is true decides:
+
+    1. This run has no times (``--no-gpumem-time``). The result has the stored times if they come from the same machine.
+    2. The stored entry has no runs, or runs from another machine. The result has only this run's times.
+    3. This run's times are refused (`_refusal`). The result has the stored times.
+    4. The step became slower or faster. The result has only this run's times.
+    5. In all other cases, the result has the stored runs and this run.
     """
     if entry.workload != earlier.workload:
         return entry
@@ -213,7 +219,7 @@ def _tallies_of(
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies from ``earlier`` for each metric whose tallies in ``entry`` are the same, but have no lines."""
+    """Return tallies from ``earlier`` that can replace tallies without lines in ``entry``, because their numbers are equal."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()

@@ -1,7 +1,7 @@
 """Find values that live longer in a function's new version than in the old version. All functions are pure.
 
-The value of a name ``hidden`` ends at ``del hidden``, at ``hidden = None``, or if ``hidden`` is bound to another value. A value
-can also end without these statements: ``return down(hidden)`` frees ``hidden`` at the same moment as ``hidden = down(hidden)``.
+The value of a variable ``hidden`` ends at ``del hidden``, at ``hidden = None``, or if ``hidden`` is bound to another value.
+``return down(hidden)`` contains none of these statements, but frees ``hidden`` as early as ``hidden = down(hidden)`` does.
 
 For example, the old version of a function is ``hidden = up(x); out = down(hidden); del hidden; return head(out)``. If the new
 version lacks ``del hidden``, `Values.longer_lived_than` returns ``{"hidden": "del hidden"}``.
@@ -37,14 +37,14 @@ class _Step(NamedTuple):
 
 
 class StatementInBlocks(NamedTuple):
-    """A statement in a function, with the blocks around the statement, the outermost first. ``bound`` are the bound names."""
+    """A statement in a function, with the blocks around it (the outermost first) and the names bound by it."""
 
     node: ast.stmt
     steps: tuple[_Step, ...]
     bound: tuple[str, ...]
 
     def can_reach(self, later: StatementInBlocks) -> bool:
-        """Return whether a single call of the function can run this statement and afterwards ``later``."""
+        """Return whether a single call to the function can run this statement first and ``later`` second."""
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
         own, later_steps = self.steps[shared:], later.steps[shared:]
         if own and later_steps and own[0].parent is later_steps[0].parent and _are_alternatives(own[0], later_steps[0]):
@@ -63,14 +63,14 @@ class Values:
         self._statements = statements_in(function)
 
     def longer_lived_than(self, old: Values, is_changed: Callable[[ast.stmt], bool]) -> dict[str, str]:
-        """Return the variables whose first assigned value is kept longer than in the old version of the function.
+        """Return the variables and attributes whose first assigned value lives longer than in the function's old version.
 
         Args:
             old: The values in the function's old version.
             is_changed: Returns whether a statement in this version has lines that the old version lacks.
 
         Returns:
-            For each name, the statement that ended the value in the old version: ``{"hidden": "del hidden"}``.
+            The names, each with the statement that ended the value in the old version: ``{"hidden": "del hidden"}``.
         """
         endings = {}
         for name in {name for statement in self._statements for name in statement.bound}:
@@ -111,7 +111,7 @@ class Values:
         )
 
     def _last_use(self, name: str, until: StatementInBlocks | None) -> StatementInBlocks | None:
-        """Return the last statement up to ``until`` that reads or binds a name. With ``None``, search the whole function."""
+        """Return the last statement that reads or binds a name, up to ``until``. ``None`` means up to the function's end."""
         last = None
         for statement in self._statements:
             if _depth(statement.node, name) >= 0 or name in statement.bound:
@@ -125,7 +125,7 @@ class Values:
         return -1 if last is None else _depth(last.node, name)
 
     def _is_followed(self, name: str, statement: StatementInBlocks) -> bool:
-        """Return whether code after a statement can allocate memory. If so, the peak may include the name's value."""
+        """Return whether code after a statement can allocate memory, so a value kept until then may raise the peak."""
         if "." in name or "[" in name:
             return True
         first = self._first(name)
@@ -137,7 +137,7 @@ class Values:
         )
 
     def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
-        """Return whether a changed statement calls a method on the object ``name``. A method may replace attributes' values."""
+        """Return whether a changed statement calls a method on the object ``name``, which may replace its attributes."""
         return any(
             is_changed(statement.node)
             and any(isinstance(part, ast.Call) and _root(part.func) == name for part in parts_of(statement.node))
@@ -191,7 +191,7 @@ def _blocks(node: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def _are_alternatives(step: _Step, other: _Step) -> bool:
-    """Return whether only one of two blocks in a compound statement can run, as with ``if`` and ``else``."""
+    """Return whether at most one of two blocks in a compound statement can run, like the blocks of ``if`` and ``else``."""
     kinds = {step.block.partition(" ")[0], other.block.partition(" ")[0]}
     if isinstance(step.parent, _Loop) or "finalbody" in kinds:
         return False
@@ -199,7 +199,7 @@ def _are_alternatives(step: _Step, other: _Step) -> bool:
 
 
 def parts_of(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield a statement's syntax nodes, except statements in its blocks. For a nested function or class, yield all nodes."""
+    """Yield a statement's syntax nodes, without the statements in its blocks. For a nested function or class, yield all."""
     for child in ast.iter_child_nodes(node):
         if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from ast.walk(child)

@@ -1,4 +1,4 @@
-"""Find changed lines between two versions of the code, and list them first in verdicts."""
+"""Mark the rows and operators at changed lines in a verdict, and list them first. The code has an old and a new version."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _MOVED_SHARE = 0.5
-"""A new file counts as renamed if a removed file had at least this share of the new file's lines."""
+"""A new file counts as a renamed old file if the two files have at least this share of their lines in common."""
 _MOST_COMPARED = 300
-"""The maximum number of removed files to compare with a new file."""
+"""A new file is compared with at most this many removed files."""
 
 
 class Place(Protocol):
-    """A place in the code: a line in the user's code, a line in a library, and the call chains to these lines."""
+    """A place in the code: the line in the user's code (``site``), the line in a library, and the call chains to them."""
 
     @property
     def site(self) -> str: ...
@@ -46,7 +46,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class ChangedCode:
-    """The lines that the new version of the code contains and the old version lacks."""
+    """Finds the lines that the new version of the code contains and the old version lacks."""
 
     old: Source
     new: Source
@@ -59,7 +59,7 @@ class ChangedCode:
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
     def mark(self, place: Place) -> str:
-        """Return a clause if the lines of a place or of its callers have changed, or an empty text if they have not.
+        """Return a clause if a place's own lines or its callers' lines have changed; an empty text if none has.
 
         Example: ``changed line``, or ``changed line: `del hidden` is gone``.
         """
@@ -79,15 +79,15 @@ class ChangedCode:
         return any(line in self._changed(line) for line in (place.library, place.site) if line)
 
     def lines(self, place: Place) -> tuple[str, ...]:
-        """Return the innermost changed line on each call chain to a place."""
+        """Return, for each call chain to a place, the changed line nearest to the place."""
         return tuple(self._innermost(place))
 
     def named(self, place: Place) -> tuple[str, ...]:
         """Return the lines to show first for a place, at most one for each call chain to the place.
 
-        These are the changed lines. If no line has changed, these are the innermost lines in packages whose releases differ.
-        For example, if only rotary-embedding-torch has another release, its own line is shown, and not einops's line, which
-        is called from there.
+        These are the changed lines from `lines`. If no line has changed, these are the lines nearest to the place in packages
+        whose releases differ. For example, rotary-embedding-torch calls einops, and einops allocates. If only
+        rotary-embedding-torch has another release, its line is shown, and not the line in einops.
         """
         return self.lines(place) or tuple(_first_on_chains(place, self._of_compared_package))
 
@@ -98,7 +98,7 @@ class ChangedCode:
         return {line: None} if canonicalize_name(package_of(line)) in self.packages else {}
 
     def _changed(self, line: str) -> dict[str, ChangedLine]:
-        """Return the changed line that affects ``line``, possibly ``line`` itself. If no changed line does, return nothing."""
+        """Return the changed line with an effect on ``line``, possibly ``line`` itself; empty if there is none."""
         file, number = file_and_line(line)
         if file not in self._files:
             self._files[file] = self._versions(line)
@@ -115,7 +115,7 @@ class ChangedCode:
         return TwoVersions(old or self._moved(line, new), new)
 
     def _moved(self, line: str, new: Sequence[str]) -> Sequence[str]:
-        """Return the old lines of the file with ``line`` if the file was renamed, and otherwise no lines."""
+        """Return the old version of the file with ``line``, if it was renamed. If it is a new file, return no lines."""
         name = PurePosixPath(file_and_line(line)[0].partition(": ")[2] or file_and_line(line)[0]).name
         listed = {*self.new.neighbours(line)}
         removed = [file for file in self.old.neighbours(line) if file not in listed and not self.new.lines(file)]
@@ -137,7 +137,7 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
 
 
 def _first_on_chains(place: Place, lookup: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
-    """Return the first line on each call chain for which ``lookup`` finds something. A chain starts at the place itself."""
+    """Return, for each call chain, the first line with a result from ``lookup``. A chain starts at the place itself."""
     chains = chains_of(place.site, place.library, place.callers)
     firsts = (next(filter(None, map(lookup, chain)), {}) for chain in chains)
     return {line: value for first in firsts for line, value in first.items()}
@@ -158,7 +158,7 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
 
 
 def without_callers(verdict: Verdict) -> Verdict:
-    """Remove callers from a verdict, because they are only needed until the changed lines are marked."""
+    """Remove callers from a verdict. They are only needed for marking changed lines."""
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)

@@ -1,4 +1,4 @@
-"""Read the source files of the lines that rows name, from folders on this machine or from a commit."""
+"""Read source files, from folders on this machine or from a commit. A file is found by a line in a row (``gpt.py:12``)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Source(Protocol):
         """
 
     def neighbours(self, line: str) -> Iterator[str]:
-        """Yield the Python files in the project or package of ``line``, each by its first line: ``models/gpt.py:1``."""
+        """Yield all Python files in the project or package with ``line``. A file is given as ``models/gpt.py:1``."""
 
 
 def _decoded(data: bytes) -> list[str] | None:
-    """Return a source file's lines as Python counts lines, or ``None`` if the file cannot be decoded."""
+    """Return a source file's lines, numbered like in Python's tracebacks; ``None`` if the file cannot be decoded."""
     try:
         return decode_source(data).split("\n")
     except (SyntaxError, UnicodeDecodeError, LookupError):
@@ -133,7 +133,7 @@ class Blob(NamedTuple):
 class Commit:
     """The project's code in a commit, without installed packages and without nested repositories.
 
-    The methods raise `GitError` if the clone lacks a file's contents.
+    `lines` raises `GitError` if the clone lacks a file's contents, as a partial clone may.
     """
 
     top: Path

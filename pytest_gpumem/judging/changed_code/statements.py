@@ -1,6 +1,7 @@
 """Find the lines that changed between two versions of a file. All functions are pure.
 
-A line can count as changed although its text is the same. For example, a function loses the statement ``del hidden``::
+A line can count as changed although its text is the same. For example, the old version of this function had a ``del hidden``
+before ``return``, and the new version has none::
 
     hidden = self.up(x)        # line 2: changed, because ``del hidden`` is gone and the tensor lives longer
     out = self.down(hidden)    # line 3: not changed
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _With = (ast.With, ast.AsyncWith)
 _Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
-"""Statements that can replace a ``with`` while the lines in its body stay the same."""
+"""Statements that can take the place of a ``with`` around the same body."""
 _TESTS_OWN = "pytest."
-"""Prefix of pytest's decorators, which affect the selection of tests, but not the code in the tests."""
+"""Prefix of pytest's decorators. They select tests or pass parameters, so a change in them does not count."""
 
 
 class _Statement(NamedTuple):
-    """A statement's first and last line, and its bound names, for example ``outputs`` and ``self.cache``."""
+    """A statement's first line, its last line and the names bound by it, for example ``outputs`` and ``self.cache``."""
 
     first: int
     last: int
@@ -70,12 +71,12 @@ class TwoVersions:
 
     @cached_property
     def common_lines(self) -> dict[int, int]:
-        """The old line number for each line of the new file, by new line number, without changed lines. Numbers count from 1.
+        """For each line that both files contain: its number in the old file, by its number in the new file, from 1.
 
         Example: an old file has 4 lines, and its line 2 was removed: ``{1: 1, 2: 3, 3: 4}``.
         """
         old, new = self.old, self.new
-        # Most files begin and end with many equal lines. Without these, matching is fast even in a file with 10,000 lines.
+        # Most files begin and end with many equal lines. Leave these lines out, so matching is fast even with 10,000 lines.
         shortest = min(len(old), len(new))
         begin = next((index for index in range(shortest) if old[index] != new[index]), shortest)
         rest = shortest - begin
@@ -91,14 +92,14 @@ class TwoVersions:
         return {new_index + 1: old_index + 1 for new_index, old_index in (*before, *between, *after)}
 
     def changed_at(self, number: int) -> ChangedLine | None:
-        """Return the changed line that affects a line of the new file; ``None`` if nothing has changed.
+        """Return the changed line with an effect on a line in the new file; ``None`` if no changed line affects it.
 
         The first condition that is true decides:
 
         1. The statement with the line has changed. The result is the line itself.
         2. A result of the statement is no longer detached, because a later ``hidden.detach()`` was removed. The result is the
            line itself.
-        3. A value that the statement binds lives longer, because for example a ``del`` was removed. The result is the line
+        3. The statement binds a value that lives longer now, for example because a ``del`` was removed. The result is the line
            itself.
         4. A ``with`` around the line has changed, or another block has replaced the ``with``. The result is the first line of
            the new block.
@@ -133,7 +134,7 @@ class TwoVersions:
 
     @cached_property
     def _statements(self) -> list[_Statement]:
-        """All statements in the new file. A compound statement is counted only up to the line before its body."""
+        """All statements in the new file. A compound statement, such as a ``for``, ends at the line before its body."""
         statements = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
@@ -143,9 +144,9 @@ class TwoVersions:
 
     @cached_property
     def _longer_lived(self) -> dict[str, dict[str, str]]:
-        """Names whose first value lives longer in the new version, by the function's qualified name.
+        """The variables whose first value lives longer in the new version, by the function's qualified name.
 
-        With each name comes the old statement that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        Each variable comes with the old statement that ended its value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {
@@ -170,7 +171,7 @@ class TwoVersions:
 
     @cached_property
     def _blocks(self) -> list[_Block]:
-        """Blocks whose first line has changed, and functions whose decorators have changed."""
+        """Each changed ``with`` (or its replacement), and each function whose decorators have changed."""
         blocks = [
             _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
@@ -194,7 +195,7 @@ class TwoVersions:
 
     @cached_property
     def _old_in_with(self) -> frozenset[int]:
-        """The line numbers at which the statements in the old file's ``with`` bodies begin."""
+        """The numbers of the lines at which the statements inside a ``with`` begin, in the old file."""
         nodes = ast.walk(_parsed(self.old))
         return frozenset(_first(statement) for node in nodes if isinstance(node, _With) for statement in node.body)
 

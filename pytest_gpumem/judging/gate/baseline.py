@@ -42,7 +42,7 @@ class Budget:
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:
-        """Return this budget, completed by limits from ``fallback``."""
+        """Return this budget. Each limit that it lacks comes from ``fallback``."""
         own = {limit.name: value for limit in fields(self) if (value := getattr(self, limit.name)) is not None}
         return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
@@ -72,26 +72,27 @@ class Baseline:
     recorded: str
     commit: str | None = None
     composition: Composition | None = None
-    """The composition of the peak, reduced to its largest rows; ``None`` if no composition was recorded. If the steps have
+    """The peak's composition, reduced to its largest rows; ``None`` if no composition was recorded. If the steps have
     different peaks, the rows may not come from the step with the highest peak."""
     runs: Runs | None = None
     """The step's times in the last accepted runs; ``None`` if no run had valid times."""
     reason: str | None = None
     """The reason for accepting the measurement, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The calls in each count, by operator and line. The key is the count's metric, such as ``"syncs"``. Baselines from older
-    versions do not list calls."""
+    """The operator calls that each count adds up, by operator and line. The key is the count's metric, such as ``"syncs"``.
+    Baselines from older versions do not list calls."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The judged metrics in bytes on each GPU, if the step used several GPUs. Otherwise, and in baselines from older versions,
-    the mapping is empty."""
+    """The judged metrics in bytes on each GPU, if the step used several GPUs. The mapping is empty for a step on a single
+    device, and in baselines from older versions."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """The compositions at the peaks of other phases, because the step's peak may move to another phase.
-    `Explanation.kept` selects the stored phases and rows."""
+    """The compositions at the peaks of the phases without the step's peak, because in a later measurement the step's peak may
+    be in one of these phases. `Explanation.kept` selects the stored phases and rows."""
     workspaces: int | None = None
-    """`Measurement.workspaces` in bytes; ``None`` on devices without `peak_reserved` (the CPU), and in baselines from older
-    versions."""
+    """The bytes of cuBLAS workspaces in the peak (`Measurement.workspaces`); ``None`` on devices without `peak_reserved` (the
+    CPU), and in baselines from older versions."""
     unused_before: int | None = None
-    """`Measurement.unused_before` in bytes; ``None`` whenever ``workspaces`` is ``None``."""
+    """The allocator's unused bytes when the step began (`Measurement.unused_before`); ``None`` whenever ``workspaces`` is
+    ``None``."""
     step_peaks: tuple[int, ...] = ()
     """Each step's peak in order, in bytes, if the peaks differ. ``peak_allocated`` is the highest peak."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Baseline:
     """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # The store has no text for a count of 0, so add an empty tuple.
+        # The store writes no operators for a count of 0. Add an empty tuple, because the operators are known: there are none.
         no_operators: dict[str, tuple[Tally, ...]] = {
             name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
         }
@@ -118,8 +119,8 @@ class Baseline:
     def on(self, device: str, current: Mapping[str, Mapping[str, int]]) -> Baseline:
         """Return this baseline with the bytes of a single GPU.
 
-        If the baseline lists its bytes by GPU, an unlisted GPU had 0 bytes. If the baseline lists no GPU, the GPU with the
-        largest current peak gets all its bytes, and every other GPU gets 0 bytes.
+        If the baseline lists its bytes by GPU, an unlisted GPU had 0 bytes. If the baseline lists no GPU, all its bytes are
+        assigned to the GPU with the largest current peak, and every other GPU gets 0 bytes.
 
         Args:
             device: The GPU, such as ``cuda:1``.
@@ -150,15 +151,16 @@ class Baseline:
         return (
             self.has_same_figures(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
-            # Lines move without a change of bytes, so a composition or operators matter only if `other` has none.
+            # A composition and operators also change if only lines of code move. So they matter only if `other` has none.
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.has_lines or not self.has_lines)
             and bool(other.step_peaks or not self.step_peaks)
-            # A tolerance is a ratio of the peak without workspaces, and baselines from older versions lack the workspaces.
+            # A tolerance is a ratio of the peak without workspaces. Baselines from older versions lack the workspaces, so
+            # adding them changes the tolerance.
             and (other.workspaces is not None or self.workspaces is None)
             and (other.unused_before is not None or self.unused_before is None)
-            # Sessions on other devices find the test's baselines by the named device.
+            # Sessions on other devices find the test's baselines by the named device, so it must be up to date.
             and self.named_device == other.named_device
         )
 
@@ -167,7 +169,7 @@ class Baseline:
 class NoBaseline:
     """The result of a search in the store if a measurement has no baseline on the current device.
 
-    ``other_devices`` names the devices on which it has a baseline.
+    ``other_devices`` names the devices on which the measurement has a baseline.
     """
 
     other_devices: tuple[str, ...] = ()
@@ -180,7 +182,7 @@ def baseline_of(
     reason: str | None = None,
     named_device: str | None = None,
 ) -> Baseline:
-    """Return the baseline of an accepted measurement.
+    """Return the baseline for an accepted measurement.
 
     The step time and the throughput are rounded to four significant digits, and the times in ``runs`` to five.
 
@@ -194,7 +196,7 @@ def baseline_of(
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
-        # This value need not be stored, because a stored entry without the metric stands for this value.
+        # A stored entry without the metric is read as `value_if_absent`, so this value need not be stored.
         if value != METRICS[name].value_if_absent
     }
     devices = measurement.by_device if len(measurement.by_device) > 1 else {}
@@ -240,13 +242,13 @@ def baseline_of(
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:
         return entry
-    # Keep five digits, because medians and ratios are computed from these times.
+    # Keep five digits instead of four, because medians and ratios are computed from these times.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
 
 
 def _composition_to_keep(peak: Composition) -> Composition:
-    """Return the composition without notes. ``no_grad`` and ``no_backward`` are reduced by `outermost`."""
+    """Return the composition without notes, and with only the `outermost` modules in ``no_grad`` and ``no_backward``."""
     return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 
@@ -255,10 +257,10 @@ def _differing(peaks: StepPeaks) -> tuple[int, ...]:
 
 
 def with_runs(runs: Runs, entry: Baseline) -> Baseline:
-    """Return ``entry`` with the times of ``runs``. The step time becomes the runs' median, and the throughput follows from it.
+    """Return ``entry`` with the times in ``runs``. The step time becomes their median, and the throughput follows from it.
 
     Args:
-        runs: The times of the accepted runs.
+        runs: The times from the accepted runs.
         entry: The baseline from the latest run.
     """
     step_time = rounded(runs.median)
@@ -274,7 +276,7 @@ def rounded(time: float) -> float:
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
-    """Return the metrics with equal values in every run of the same code, by GPU. The key ``""`` is for the whole step."""
+    """Return the metrics that have equal values in every run of the same code, by GPU. The key ``""`` is the whole step."""
     tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
     return {
         gpu: {name: value for name, value in metrics.items() if METRICS[name].repeats}

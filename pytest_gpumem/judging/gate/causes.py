@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""A cause's text names at most this many modules if their paths have no common end. It only counts further modules."""
+"""If the paths of a cause's modules have no common end, the cause's text names this many modules and counts the others."""
 _SEVERAL = 2
-"""A budget is a cause if at least this many tests exceed it. A single test names the exceeded budget in its own failure."""
+"""A budget is a cause if at least this many tests exceed it. If only one test exceeds it, this test's own failure says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Share:
 class Cause:
     """A change that explains growth in one or several tests.
 
-    ``lines`` begins with the line that explains the largest part. ``lines`` is empty for packages and budgets, and if only the
-    module or the category is known. A holder is an object that keeps tensors alive. If the cause is a holder, ``lines`` has the
-    lines that allocated these tensors.
+    ``lines`` begins with the line that explains the largest part of the growth. ``lines`` is empty for packages and budgets,
+    and if only the module or the category of the tensors is known. If the cause is a holder, which is an object that keeps
+    tensors alive, ``lines`` has the lines that allocated these tensors.
 
     Example:
         In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
@@ -77,14 +77,15 @@ class Cause:
     holder: str = ""
     """The path to the object that keeps the tensors alive: ``"Net.seen[...]"``."""
     packages: tuple[str, ...] = ()
-    """A clause for each package whose release differs from the baseline in all tests with this cause."""
+    """A clause for each package whose release differs from the baseline's in all tests with this cause. For example:
+    ``"transformers 4.38.2, was 4.37.2"``."""
 
     @property
     def module(self) -> str:
         """The modules in a single text.
 
-        If the paths of all modules end alike, the text is their common end: ``*.attn``. Otherwise the text names the first
-        paths: ``blocks.*.attn, Attention``.
+        If the paths of all modules end alike, the text is their common end: ``*.attn``. If they do not end alike, the text
+        names the first paths: ``blocks.*.attn, Attention``.
         """
         if len(self.modules) < 2:
             return "".join(self.modules)
@@ -97,7 +98,7 @@ class Cause:
 
     @property
     def has_tensors(self) -> bool:
-        """True if the text in ``tensors`` is about tensors. For a budget it names the limit, and for packages it is empty."""
+        """True if ``tensors`` describes tensors. For a budget, this text names the limit, and for packages it is empty."""
         return self.kind in ("line", "holder")
 
     @property
@@ -126,7 +127,7 @@ class Cause:
 
     @property
     def metric(self) -> str:
-        """The metric with the most growths from this cause. Among equals, the most important metric is returned.
+        """The metric in which this cause explains the most growths. Among metrics with equally many, the most important.
 
         For a holder, only growths in the metrics ``growth`` and ``retained`` count, if there are any.
         """
@@ -161,7 +162,7 @@ class CandidateCause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes of growth in a session, the cause with the most tests first, and the tests that they explain.
+    """The causes of growth in a session, the cause with the most tests first, and the tests whose growth they explain.
 
     For each growth, its shares in ``causes`` and ``not_explained`` add up to the growth exactly.
 
@@ -175,11 +176,11 @@ class Causes:
     unproven: tuple[CandidateCause, ...]
     """The possible causes of parts in ``not_explained``, sorted by their number of tests."""
     by_test: Mapping[str, tuple[Cause, ...]]
-    """The causes of each test with a cause, by the test's id."""
+    """The causes for each test that has a cause, by the test's id."""
     partly_explained: frozenset[str]
-    """The ids of tests with a cause that also have growth, or a failing metric, without a cause."""
+    """The ids of tests with a cause, if some growth or another failing metric in the test has no cause."""
     explained: frozenset[str]
-    """The ids of tests that fail only because of their causes; empty unless the causes `concern_several_tests`."""
+    """The ids of tests that fail only because of their causes; empty if `concern_several_tests` is ``False``."""
     concern_several_tests: bool
     """True if several tests grew. If only a single test grew, its own failure text already explains the growth."""
     measured: int
@@ -191,12 +192,12 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """The shares in ``not_explained`` above 20 % of their growth."""
+        """The shares in ``not_explained`` that are larger than 20 % of their growth, so they still need a cause."""
         return tuple(share for share in self.not_explained if share.needs_cause)
 
 
 def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Causes:
-    """Return the causes of the growth in these tests. The order of the tests does not matter.
+    """Return the causes for the growth in these tests. The tests' order does not matter.
 
     Args:
         tests: The verdicts. A test that ran on several devices has several.
@@ -210,14 +211,15 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
         for name in cause.tests:
             by_test[name] = (*by_test.get(name, ()), cause)
     unexplained = [share.growth for share in not_explained if share.needs_cause]
-    # No cause ever explains a time. So slower tests count only if the session has causes.
+    # No cause ever explains a longer time. So a test that became slower and did not grow counts only beside other causes.
     without_cause = {
         growth.test for growth in unexplained if causes or METRICS[growth.metric].kind in ("memory", "work")
     }
     concern_several_tests = len(by_test.keys() | without_cause) > 1
     with_cause = [test for test in tests if test.nodeid in by_test]
     partly_explained = {growth.test for growth in unexplained if growth.test in by_test}
-    # If shards ran a test on several devices, the test has several verdicts. Each must have no other reason to fail.
+    # If shards ran a test on several devices, the test has several verdicts. It is explained only if its causes explain all
+    # failures in each of these verdicts.
     partly_explained |= {test.nodeid for test in with_cause if _fails_for_more(test, by_test[test.nodeid])}
     failed_otherwise = {test.nodeid for test in with_cause if test.missing or test.failed_by_itself}
     return Causes(
@@ -284,9 +286,10 @@ def _causes(
 
 
 def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[CandidateCause, ...]:
-    """Return the candidate causes: unproven alternatives with at least the share `LEAST` of their growth.
+    """Return the candidate causes: groups of places with growth, if nothing proves which place in a group grew.
 
-    Alternatives with the same lines or holders become a single candidate. Package releases in the lines are ignored.
+    A group must have at least the share `LEAST` (10 %) of a test's growth. Groups with the same lines or holders become a
+    single candidate. Package releases in the lines are ignored.
     """
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
@@ -376,8 +379,8 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
     """Join places into causes. Return for each place the first place of its cause.
 
-    A line belongs to an earlier line's cause if both lines have the same file and module, and if the cause has every test in
-    which the line explains growth.
+    A line joins the cause of a line that was chosen before it if both lines have the same file and module, and if this cause
+    already has every test in which the new line explains growth.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
     for explained in growths:
@@ -473,7 +476,10 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
-    """Return the modules at these places, the most frequent first. A single module gets the path ``path_of_largest``."""
+    """Return the modules at these places, the most frequent first.
+
+    If all places have the same module, the result is ``path_of_largest``, which also has the module's layer numbers.
+    """
     counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:

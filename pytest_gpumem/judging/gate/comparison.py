@@ -1,4 +1,4 @@
-"""The comparison: a measurement beside everything that it is judged by. `judge` makes it once, and pure functions read it."""
+"""A measurement together with its budget, baseline and tolerances, by which pure functions judge the measurement."""
 
 from __future__ import annotations
 

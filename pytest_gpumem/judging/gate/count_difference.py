@@ -36,9 +36,10 @@ def _file_and_line(tally: Tally) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
-    # An edit above a line moves the line.
+    # An edit above a line moves the line, so this key has the file without the line number.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
-    # Other layers may make the same calls, or the layers may be unknown. A module may also have been renamed.
+    # Other layers may make the same calls now, or the layers may be unknown. So these keys ignore layers. The module may also
+    # have been renamed, so the last key ignores the module.
     lambda tally: (tally.operator, of_any_layer(tally.place)),
     lambda tally: (tally.operator, of_any_layer(tally.place).module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, of_any_layer(tally.place).module),
@@ -48,11 +49,11 @@ _EQUAL_BY: tuple[Key, ...] = (
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the new calls, and the disappeared calls with negative amounts. All amounts together are the count's change.
+    """Return the new calls, and the disappeared calls with negative amounts. The amounts add up to the count's change.
 
-    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If an
-    operator may have appeared at several lines, the result has a line with other new operators, or else the line farthest from
-    the operator's line in the baseline.
+    For each operator, the result has either new calls or disappeared calls, so moved calls are not in the result. If nothing
+    proves which of an operator's lines has the new calls, the result has a line at which other operators are new, too. If
+    there is no such line, the result has the line farthest from the operator's line in the baseline.
 
     A baseline lists only the places with the largest amounts. For the other places it stores one amount for each operator. New
     calls at unlisted places are compared with this amount. If they exceed it, the excess has no line, because any unlisted
@@ -116,8 +117,8 @@ def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]
 def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
     """Return a function for checking whether current calls may have existed in the baseline, at a place missing in ``before``.
 
-    The function returns ``False`` if the place is listed. It also returns ``False`` if the calls have a larger amount than the
-    smallest listed place, because the baseline would then have listed them.
+    The function returns ``False`` if the place of the calls is listed in the baseline. It also returns ``False`` if the calls
+    have a larger amount than the smallest listed place, because a baseline lists the places with the largest amounts.
     """
     old_amounts, new_amounts = Counter[OperatorSite](), Counter[OperatorSite]()
     for amounts, tallies in ((old_amounts, before), (new_amounts, after)):
@@ -133,11 +134,11 @@ def _without_common(
 ) -> tuple[list[Tally], list[Tally]]:
     """Subtract the common amount of each key from ``old`` and ``new``.
 
-    In ``new``, the amount is first subtracted from tallies at lines without new operators, and from the tallies in ``last`` at
-    the end.
+    In ``new``, the amount is first subtracted from tallies at lines without new operators, and only at the end from the tallies
+    in ``last``.
     """
     groups = grouped(old, new, key).values()
-    # The amounts at each current line, from keys without calls in the baseline.
+    # The amount of new calls at each line. Calls are new if the baseline has no calls with the same key.
     new_at_line: Counter[tuple[str, str]] = Counter()
     for old_group, new_group in groups:
         for tally in new_group if not old_group else ():
@@ -150,7 +151,7 @@ def _without_common(
         def rank(tally: Tally, lines: Sequence[int] = lines) -> tuple[bool, int, int, int]:
             line = _file_and_line(tally)[1]
             distance = min((abs(line - old_line) for old_line in lines), default=0)
-            # Layers with small amounts come first, so they count as unchanged.
+            # Tallies with small amounts come first, so they count as unchanged, and the result has the larger ones.
             return tally in last, new_at_line[_line(tally)], distance, tally.amount
 
         remaining_old += _without_amount(old_group, common)

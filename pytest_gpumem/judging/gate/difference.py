@@ -48,7 +48,7 @@ def _file_and_line(row: Row) -> tuple[str, int]:
 
 _EQUAL_BY: tuple[Key, ...] = (
     _without_amounts,
-    # An edit above a line moves the line.
+    # An edit above a line moves the line, so this key does not contain the line.
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # A module may have been renamed.
     lambda row: (row.category, row.operator, row.tensor, *_line(row)),
@@ -119,10 +119,10 @@ class Change(NamedTuple):
         return row
 
     def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
-        """Return this change of a sum over smaller rows, with only ``rows`` as alternatives.
+        """Return this change in a sum over smaller rows, after it became known that only ``rows`` may have grown.
 
-        If ``rows`` has a single row, this row gets a change of its own, with at most the row's bytes. The remaining bytes stay
-        in the sum's change.
+        Several rows become the change's alternatives. A single row gets its own change, with at most the row's bytes, and the
+        remaining bytes stay in the sum's change.
 
         Example:
             The sum grew by 900 bytes, and the only row has 700 bytes. Then the row has grown by 700 bytes, and the sum by 200
@@ -140,17 +140,17 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMove:
-    """The phases of a moved peak: the step's peak is in another phase than in the baseline."""
+    """A move of the step's peak from one phase, in the baseline, to another phase in the current step."""
 
     before: str
-    """The phase of the baseline's peak: ``backward``."""
+    """The phase with the baseline's peak: ``backward``."""
     after: str
-    """The phase of this peak."""
+    """The phase with the current peak: ``optimizer``."""
     compared: str
     """The phase in which the two peaks are compared: ``after`` if the baseline recorded that phase's live tensors, otherwise
     ``before``."""
     peak_before: int | None = None
-    """The bytes of the current step's peak in the phase ``before``."""
+    """The current step's peak within the phase ``before``, in bytes; ``None`` if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class Difference:
     """
 
     before: int
-    """The bytes of the baseline's peak. If the peak moved to another phase, the baseline's peak in the compared phase."""
+    """The baseline's peak in bytes. If the peak moved to another phase, the baseline's peak in the compared phase."""
     after: int
-    """The bytes of the current peak. If the peak moved to another phase, the current peak in the compared phase."""
+    """The current peak in bytes. If the peak moved to another phase, the current peak in the compared phase."""
     changes: tuple[Change, ...]
     """The changes, the largest growth first. Their bytes add up to the difference. If both versions of the code are known,
     changes at changed lines come first, unless they have less than 10 % of the growth.
@@ -218,27 +218,28 @@ def difference_of_peaks(
 ) -> Difference:
     """Return the changes between the baseline's peak and the current peak.
 
-    If the peaks are in different phases, two peaks in the same phase are compared. Otherwise unchanged tensors would seem to be
-    new, although they are at the peak only because the peak moved to their phase.
+    If the peaks are in different phases, two peaks in the same phase are compared instead. A comparison of peaks in different
+    phases would report unchanged tensors as new, only because the peak moved to their phase.
 
     Example:
         The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
-        MB. If the baseline recorded 38 MB in the optimizer, the difference is 42 - 38 = 4 MB, from the optimizer's tensors.
-        Otherwise both peaks in backward are compared, and the difference is 0.
+        MB. If the baseline recorded 38 MB in the optimizer, the difference is 42 - 38 = 4 MB, from the optimizer's tensors. If
+        the baseline recorded nothing in the optimizer, both peaks in backward are compared, and the difference is 0.
 
     Args:
         before: The composition of the baseline's peak.
         after: The composition of the current peak.
-        phases_before: The baseline's compositions at the peaks of other phases.
-        phases: The current step's compositions at the peaks of all other phases.
+        phases_before: The baseline's compositions at the peaks of phases other than ``before``'s.
+        phases: The current step's compositions at the peaks of phases other than ``after``'s.
         callers: The callers of modules and functions in the current step.
         function_at: The function around each line in the current step, such as ``step()``.
     """
     graph = GraphChanges(before, after, callers or {}, function_at or {})
     changes = _difference_of_peaks(before, after, phases_before, phases, graph)
-    # A lost no_grad may add a backward pass. The peak may move into it although nothing grew in the compared phase.
-    is_open = changes.moved is not None and not changes.graph
-    recorded = [row for row in after.rows if graph.explain_for_certain(row)] if is_open else []
+    # A lost no_grad may add a backward pass, and the peak may move into this pass although no row grew in the compared phase.
+    # So look for rows from a graph change at the current peak.
+    lacks_cause = changes.moved is not None and not changes.graph
+    recorded = [row for row in after.rows if graph.explain_for_certain(row)] if lacks_cause else []
     is_cause = sum(row.nbytes for row in recorded) >= LEAST_SHARE * (after.total - before.total)
     return replace(changes, graph=graph.of_rows(recorded)) if recorded and is_cause else changes
 
@@ -271,13 +272,13 @@ def with_changed_lines(
 ) -> Difference:
     """Return a difference in which increases at changed lines are marked and come first.
 
-    An increase at an unchanged line is a consequence of a change elsewhere. If an increase has several alternatives, and some
-    are at changed lines, the others are removed.
+    An increase at an unchanged line follows from an edit at another line. If an increase has several alternatives,
+    and some are at changed lines, the alternatives at unchanged lines are removed.
 
     Args:
         difference: The difference.
         mark: Returns a clause that begins with `CHANGED_LINE` if the code at a row's line, or at one of the line's callers,
-            has changed. Otherwise it returns an empty text.
+            has changed, and an empty text if this code has not changed.
         is_own: Returns whether the row's own line has changed. Such rows come before rows with a changed caller, because a
             caller may lead to many lines.
     """
@@ -376,7 +377,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         and graph.explain(change.row)
         and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # Leave out graph changes with almost no growth, because reports show graph changes before all rows.
+    # Leave out graph changes with almost no growth, because reports show graph changes above the table with the rows.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -389,8 +390,9 @@ def _joined(*reasons: str) -> str:
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Return the changes sorted by their increase, the largest first.
 
-    If two increases are equal, a row in forward comes before a row in backward, because tensors in backward follow from tensors
-    in forward. Among the other equal increases, the row comes first whose line grew most in total.
+    If two increases are equal, a row from forward comes before a row from backward, because tensors in backward follow from
+    tensors in forward. If two rows with equal increases are from the same pass, the row whose line grew more in
+    total comes first.
     """
     at_line = _growth_by_line((change.row, change.nbytes) for change in changes)
 
@@ -407,7 +409,7 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
 
 
 class _Side(NamedTuple):
-    """A composition, divided into the listed rows and the sums over all other rows."""
+    """A composition, divided into the rows that it lists, and its sums over all other rows."""
 
     rows: list[Row]
     sums: dict[str, Row]
@@ -505,7 +507,8 @@ def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[lis
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
     """Drop moved rows: a row in ``old`` and a row in ``new`` with the same ``key`` cancel each other out.
 
-    A row does not move if ``old`` and ``new`` have a row with its category, module, operator and tensor. It grew or shrank.
+    If ``old`` and ``new`` have rows with the same category, module, operator and tensor, these rows are not dropped, because
+    they did not move: they grew or shrank.
     """
     stayed = {_identity(row) for row in old} & {_identity(row) for row in new}
     moved = Counter(key(row) for row in old if _identity(row) not in stayed)
@@ -527,10 +530,10 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
 def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
     """Return ``new`` sorted by the increase at each row's line, the smallest increase first.
 
-    If several current rows have the same key as a baseline row, the first is matched with it. Rows at unchanged
-    lines come first in this order, so they are matched first, and the increase is reported at few lines. For example, if an
-    edit saves two more tensors at a line, only this line is reported. If the increases at two lines are equal, the line
-    nearer to the baseline's line comes first.
+    If several current rows have the same key as a baseline row, the first current row is matched with the baseline row. In this
+    order, rows at unchanged lines are matched first, so the increase is reported at few lines. For example, if an edit saves
+    two more tensors at a line, only this line is reported. If the increases at two lines are equal, the line nearer to the
+    baseline's line comes first.
     """
     at_line = _growth_by_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     old_numbers: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -541,7 +544,7 @@ def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
     def rank(row: Row) -> tuple[int, int]:
         file, number = _file_and_line(row)
         distances = [abs(number - old_number) for old_number in old_numbers[file, row.operator, row.tensor]]
-        # Divide the increase by the row's bytes, so a small increase at a line does not decide.
+        # Divide the increase by the row's bytes, so an increase smaller than the row does not change the order.
         return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
 
     return sorted(new, key=rank)
@@ -589,8 +592,8 @@ def _with_sums(
         # A row that both compositions list is neither new nor gone: it grew or shrank, and counts in neither sum.
         listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
         of_category = None if has_single_sum else category
-        # A row in the baseline may have shrunk into the current sum. But if such rows together have more than twice the sum's
-        # bytes, the largest rows must have disappeared.
+        # A row that only the baseline lists may have shrunk, and the current sum then includes it. But if such rows together
+        # have more than twice the sum's bytes, the largest rows must have disappeared.
         small_old, old_rows = _split_by_size(old_rows, of_category, current.smallest, 2 * new_sum.nbytes, listed)
         small_new, new_rows = _split_by_size(new_rows, of_category, baseline.smallest, None, listed)
         old_total, new_total = _sum_of(category, [old_sum, *small_old]), _sum_of(category, [new_sum, *small_new])
@@ -610,7 +613,7 @@ def _with_sums(
 def _attribution_by_graph(
     rows: list[Row], sum_bytes: int, growth: int, blocks: int, graph: GraphChanges
 ) -> Attribution:
-    """Return which rows grew, like `attribution`, but begin with rows from modules with a ``graph`` change.
+    """Return which rows grew. Unlike `attribution`, this function knows the modules whose calls autograd records only now.
 
     If autograd recorded no call of a module in the baseline, the module's rows must be new. If these rows together have more
     bytes than the growth, only they are passed to `attribution`.
@@ -637,13 +640,13 @@ def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
 def _split_by_size(
     rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
 ) -> tuple[list[Row], list[Row]]:
-    """Divide a composition's rows into rows that the other composition may have in its sum, and all other rows.
+    """Divide a composition's rows into rows that the other composition's sum may include, and all other rows.
 
     Args:
         rows: The rows of a composition.
         category: The category of the other composition's sum; ``None`` if the sum is over all categories.
         smallest: The bytes in the other composition's smallest listed row; ``None`` if it lists no row.
-        most: The upper bound for the total bytes in the first returned list; ``None`` for no bound.
+        most: The upper bound for the bytes of all rows in the first returned list together; ``None`` for no bound.
         listed: The keys (`_without_amounts`) of rows listed in both compositions. Such rows are in no sum.
     """
     small: list[Row] = []
@@ -717,7 +720,8 @@ def reason(
 
 
 def _lost_checkpointing(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
-    # If the tensors have another size, the batch may have changed, and the module may be called less often for this reason.
+    # If the tensors have another size, the batch may have changed, and the module may be called less often for this reason. So
+    # fewer recomputed calls prove nothing.
     if new.category != "activation" or (old is not None and old.tensor != new.tensor):
         return ""
     for path, baseline_calls in before.recomputed.items():
@@ -744,7 +748,7 @@ def _reason_of_change(old: Row, new: Row) -> str:
 
 
 def _reason_of_new_row(new: Row, before: Composition, after: Composition) -> str:
-    """Return why a row is new: as a copy, as a second saved tensor, or in a wider dtype. Empty if the reason is unknown."""
+    """Return why a row is new: its tensors are copies, saved twice, or wider. Empty if the reason is unknown."""
     if new.category != "activation" or not new.tensor:
         return ""
     if new.operator in _COPYING:

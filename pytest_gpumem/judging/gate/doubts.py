@@ -1,4 +1,4 @@
-"""The outcome of a change beyond its tolerance, and reasons why something else than the code may have caused the change.
+"""Decide the outcome for a change beyond its tolerance, and find reasons to doubt that the code caused the change.
 
 All functions are pure.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.judging.gate.comparison import Comparison
 
 MOST_BY_ENVIRONMENT = 0.40
-"""The upper bound for growth in bytes that another environment can explain, as a ratio of the baseline. The code must have
-caused any larger growth.
+"""The largest growth in bytes that another environment can explain, divided by the baseline's bytes. The code must have caused
+any larger growth.
 
 Kernels for another instruction set allocate different amounts. With AVX-512, the backward of a convolution took 27 % more than
 with SSE4.1, and a bfloat16 product took 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
@@ -55,7 +55,7 @@ def segments_by_chance(comparison: Comparison) -> float:
 def outcome_beyond_tolerance(
     comparison: Comparison, metric: Metric, baseline_value: float, allowed: float, *, is_worse: bool
 ) -> tuple[Outcome, str | None]:
-    """Return the outcome of a change that exceeds ``allowed``, with a reason if something else than the code may cause it."""
+    """Return the outcome for a change beyond ``allowed``, and a reason to doubt that the code caused it, if there is one."""
     changed_environment = _changed_environment(comparison, metric, metric.decided_by)
     if changed_environment is not None:
         return Outcome.UNCERTAIN, changed_environment
@@ -67,13 +67,12 @@ def outcome_beyond_tolerance(
         return Outcome.REGRESSED, _differing_peaks(comparison) if is_peak else None
     if is_peak and differ_by_chance(comparison.baseline_peaks, comparison.peaks, allowed):
         return Outcome.OK, None
-    # Add a reason if another environment may have caused the improvement. An update would store a value for this environment
-    # only.
+    # If another environment may have caused the improvement, say so: an update would store a value for this environment only.
     return Outcome.IMPROVED, _changed_environment(comparison, metric, metric.depends_on)
 
 
 def _doubt(comparison: Comparison, metric: Metric, baseline_value: float, allowed: float) -> str | None:
-    """Return why something else than the code may have made a metric worse; ``None`` if nothing else explains the change.
+    """Return a reason to doubt that the code made a metric worse; ``None`` if only the code explains the change.
 
     Args:
         comparison: The comparison.
@@ -114,7 +113,7 @@ def _varied(metric: Metric, baseline_value: float, allowed: float, measurement: 
 
 
 def _keeps_more(measurement: Measurement) -> bool:
-    """Return whether each step keeps further bytes. Its peak then rises from step to step, by the same bytes in every run."""
+    """Return whether each step keeps further bytes. The peaks then rise equally in every run, so they do not vary by chance."""
     growth = METRICS["growth"].tolerance
     return growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)
 
@@ -133,13 +132,13 @@ def _differing_peaks(comparison: Comparison) -> str | None:
 def _changed_environment(comparison: Comparison, metric: Metric, details: tuple[str, ...]) -> str | None:
     """Return a clause on the first environment detail in ``details`` that differs from the baseline's.
 
-    The result is ``None`` if all these details are equal. A detail is ignored if only one environment records it.
+    The result is ``None`` if all these details are equal. A detail is ignored if the baseline or this run did not record it.
     """
     stored = {} if comparison.baseline is None else comparison.baseline.environment.details
     current = comparison.measurement.environment.details
     for name in details:
         if name in current and name in stored and current[name] != stored[name]:
-            # The text does not name the metric. So all metrics in bytes have the same text, and reports print it once.
+            # The clause does not name the metric. So all metrics in bytes have the same clause, and reports print it once.
             figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
             return f"{name} was {stored[name]}, now {current[name]}, which can change {figures} without a code change"
     return None

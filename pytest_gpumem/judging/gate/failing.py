@@ -1,4 +1,4 @@
-"""The outcomes and metrics by which a test fails. All functions are pure."""
+"""Find the outcomes and the metrics because of which a test fails. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes because of which the gate fails a test. If the test has already failed by itself, there are none.
+    """Return the outcomes because of which the gate fails a test. The result is empty if the test already failed by itself.
 
     Args:
         verdict: The verdict on the test.
         strict: Whether a test also fails if a figure was not compared (``--gpumem-strict``).
         compares: Whether a regression is a failure (``--gpumem-baseline``). Without this option, an update compares only to
             choose the figures to write.
-        accepts: The outcomes whose figures this session writes into the store. They do not fail the test.
+        accepts: The outcomes whose figures this session writes into the store. These outcomes do not fail the test.
     """
     if verdict.failed_by_itself:
         return frozenset()
@@ -34,7 +34,8 @@ def failing_outcomes(
     if verdict.missing:
         outcomes.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # If a test measured nothing, an update does not remove its baselines. So `missing` still fails the test.
+        # An update accepts `missing` by removing baselines. It does not remove the baselines of a test that measured nothing,
+        # so `missing` still fails such a test.
         accepts -= {Outcome.MISSING}
     if strict:
         failing = outcomes - PASSING

@@ -1,7 +1,7 @@
 """Find modules whose calls autograd records now, and did not record in the baseline: a lost ``no_grad`` or ``detach``. Pure.
 
-Such a module now saves tensors for backward, so the rows of these tensors grow. The cause is the call to the outermost module
-with this change. A report describes the change in a sentence before the rows.
+Such a module now saves tensors for backward, so the rows with these tensors grow. If a module and the modules inside it have
+changed, the cause is the call to the outermost module. A report describes this change in a sentence above the rows.
 
 Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
@@ -28,7 +28,7 @@ _MOST_LINES = 3
 _AND = " and "
 _KEPT = "autograd keeps {} activations for backward"
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""Categories with tensors from autograd's graph, from backward or from the optimizer."""
+"""Categories whose tensors can exist because autograd records calls: in its graph, in backward or in the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GraphChange:
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if grad mode was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. For code outside modules, the name of a function: ``step()``.
+    """The outermost module's path, with ``*`` for layer numbers: ``teacher``. For code outside modules, a function: ``step()``.
 
     If two changed functions are called by the same function, both are named: ``left() and right()``.
     """
@@ -49,7 +49,8 @@ class GraphChange:
     """The number of calls to the module that autograd did not record in the baseline, and the number of all calls to the
     module: ``[6, 12]``.
 
-    If autograd recorded no call in the baseline, the numbers may count the calls to all modules together.
+    A baseline omits a module if its share of such calls is the same as in the module around it. The numbers then count the
+    calls to the module around it, or the calls to all modules together.
     """
     now: Calls
     """The number of calls to the module that autograd does not record in this step, and the number of all calls to the module:
@@ -110,14 +111,14 @@ class GraphChange:
         shown = list(self.lines[:_MOST_LINES])
         more = len(self.lines) - len(shown)
         shown += [counted(more, "other line")] if more else []
-        # A baseline stores no callers. So if only some calls changed, it is unknown which of these lines made these calls.
+        # A baseline stores no callers. So if only some calls changed, it is unknown which lines made the changed calls.
         last = " or " if is_partial else " and "
         return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 
 
 @dataclass(frozen=True)
 class GraphChanges:
-    """The modules and functions whose calls autograd records now, and did not record in the baseline."""
+    """Finds the modules and functions whose calls autograd records now, and did not record in the baseline."""
 
     before: Composition
     after: Composition
@@ -137,9 +138,9 @@ class GraphChanges:
         """Join the graph changes within the same function: in modules that it calls, and in parts of the function itself.
 
         Example:
-            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. Two things changed: the module ``teacher`` and a
-            part of ``step()``. The joined change names the call to ``teacher``, because it says more than "a part of
-            ``step()``". If the function calls several changed modules, the joined change names ``step()``.
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. So there are two graph changes: the module
+            ``teacher``, and a part of ``step()``. The joined change names the call to ``teacher``, because this call says more
+            than "a part of ``step()``". If the function calls several changed modules, the joined change names ``step()``.
         """
         groups: dict[tuple[Kind, str], list[GraphChange]] = {}
         for change in changes:
@@ -170,15 +171,15 @@ class GraphChanges:
     def explain_for_certain(self, row: Row) -> bool:
         """Return whether a row certainly exists because of a graph change, even if its growth is unknown.
 
-        If only a part of a function changed, the row may come from another part with the same grad mode as before. So this
-        change proves nothing.
+        If only a part of a function changed, the row may come from an unchanged part of this function. So such a change proves
+        nothing about the row.
         """
         return any(not change.is_of_a_part for change in self._around(row))
 
     def is_new(self, row: Row) -> bool:
         """Return whether a row must be new, because autograd recorded no call of its module in the baseline.
 
-        This does not hold for temporary tensors, because code allocates them also with grad mode off.
+        A row with temporary tensors may be old, because code allocates temporary tensors also with grad mode off.
         """
         return row.category != "temporary" and any(not change.before.others for change in self._around(row))
 
@@ -227,7 +228,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Merge changes into one change (``left() and right()``) if all their calls changed. Yield all other changes unmerged."""
+    """Merge the changes in which all calls changed into one change (``left() and right()``). Yield the others unmerged."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

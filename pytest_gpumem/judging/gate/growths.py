@@ -1,4 +1,4 @@
-"""Find the growths in a session: worse metrics in measurements, and the code places that explain them. Pure."""
+"""Find the growths in a session: metrics that became worse, and the places in the code that explain the growth. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""Causes have to explain this share of a growth. The remaining growth counts as a consequence."""
+"""If causes explain this share of a growth (80 %), the remaining part counts as their consequence and needs no cause."""
 LEAST = 0.1
 """A line has to explain this share of a growth to be a cause."""
 
@@ -49,8 +49,8 @@ class Growth:
 class Place(NamedTuple):
     """A place in the code to which growth is assigned: a line without its package's release, and a module.
 
-    Tensors from before the step have no line, so their place is their category. The place of kept tensors is the object that
-    keeps them alive (the holder), whichever line allocated them.
+    Tensors from before the step have no line, so their place is their category. The place of kept tensors is their holder: the
+    object that keeps them alive. The line that allocated kept tensors does not matter.
 
     Example:
         ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The growth at one place, which may come from several rows. Module, operator and tensors are those of the largest row.
+    """The growth at one place, which may come from several rows. Module, operator and tensors come from the largest row.
 
     Example: ``activation`` rows at ``gpt.py:38`` grew by 6 MB and 2 MB. The part has the amount 8 MB and the text of the row
     with 6 MB.
@@ -92,10 +92,10 @@ class Part:
 
 
 class Alternatives(NamedTuple):
-    """Several places, at one or more of which memory grew. Nothing proves which place did."""
+    """Several places. Memory or a count grew at one or more of them, but nothing proves at which."""
 
     amount: float
-    """The total growth at these places, in bytes or calls. Its distribution among the places is not known."""
+    """The total growth at these places, in bytes or calls. Each place's share is not known."""
     parts: Mapping[Place, Part]
     """The part at each place, if memory grew there."""
 
@@ -127,17 +127,18 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
 
 
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
-    """Yield the growths of a measurement.
+    """Yield a measurement's growths: metrics that are worse, without metrics that only follow from others.
 
-    Growth in kept bytes, in the peak, in cyclic garbage and in syncs is yielded first. If none of them grew, the most important
-    other count is yielded, or else the time. The count is also yielded if memory grew, but no place in the code is known for
-    this memory.
+    Growth in kept bytes, in the peak, in cyclic garbage and in syncs is yielded. If none of these metrics grew, the most
+    important other count that grew is yielded, or the time if no count grew. If memory grew, but no place in the code is known
+    for this memory, the most important count is yielded as well.
     """
     worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
-    # If memory grew, more operators are often a consequence. Syncs are not, because any line may read a value.
+    # If memory grew, more operators are often a consequence, so they are left out. More syncs are kept, because they have their
+    # own cause: a line that reads a value.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
     holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
@@ -145,8 +146,8 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         keeping_holders = () if KEPT_METRICS.isdisjoint(chosen) else explanation.holders
         holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
         if any(_baseline_bytes(worse[name]) for name in KEPT_METRICS.intersection(chosen)):
-            # If several holders keep tensors from a line, some may have kept them in the baseline already. The peak did not
-            # grow because of these holders.
+            # If several holders keep tensors from a line, some may have kept them in the baseline already, and the peak did not
+            # grow because of those. So use only lines with a single holder.
             holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, holders_at) for name in chosen}
     alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
@@ -177,9 +178,9 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
 
 
 KEPT_METRICS = frozenset({"growth", "retained"})
-"""Metrics for kept bytes. Their cause is the holder: the object that keeps the tensors alive."""
+"""Metrics for kept bytes. The cause of such growth is the holder: the object that keeps the tensors alive."""
 LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
-"""Metrics whose composition is not stored in baselines."""
+"""Metrics for the bytes that a step leaves behind. A baseline stores these bytes without their composition."""
 
 
 def _baseline_bytes(metric: MetricVerdict) -> float:
@@ -189,7 +190,7 @@ def _baseline_bytes(metric: MetricVerdict) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _NewParts(Generic[T]):
-    """The certainly new and the possibly new parts of kept bytes, compared with the baseline."""
+    """The parts of the kept bytes that are certainly new since the baseline, and the parts that may be new."""
 
     certain: tuple[T, ...]
     """The certainly new parts."""
@@ -206,7 +207,8 @@ def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: flo
     bytes may already have been kept in the baseline.
 
     Example:
-        In the baseline 1 MB was kept. Now the lists ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
+        In the baseline 1 MB was kept. Now the lists ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new, so both are
+        ``uncertain``, and ``missing`` is 1 MB.
 
     Args:
         kept_bytes: The bytes of each part.
@@ -237,7 +239,7 @@ class KeptRows:
     """The growth of the kept bytes since the baseline."""
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
-        """Return the holders, sorted like their kept rows."""
+        """Return the holders in the order in which their first rows occur in ``rows``."""
         order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
 
         def first(holder: Holder) -> int:
@@ -279,7 +281,7 @@ def _alike(row: Row) -> tuple[str, ...]:
 
 
 def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
-    """Return the first metric in ``memory`` for kept bytes, the first for peaks, and the first for garbage."""
+    """Return the first metric in ``memory`` for kept bytes, the first metric for peaks, and the first metric for garbage."""
     first: dict[object, str] = {}
     for name in memory:
         first.setdefault("kept" if name in KEPT_METRICS else METRICS[name].peak or name, name)
@@ -326,10 +328,11 @@ class _HeldRows(NamedTuple):
     is_again: bool
     """True if each step keeps such tensors again. The peak may then include the tensors from several steps."""
 
-    def alike(self, row: Row) -> int:
+    def bytes_like(self, row: Row) -> int:
         """Return how many bytes the holder keeps in tensors with the operator, dtype and shape of ``row``.
 
-        The category may differ, because tensors kept by the previous step are inputs of the recorded step.
+        ``row`` may have the category ``input`` instead of the kept row's category, because tensors that the previous step kept
+        are inputs of the recorded step.
         """
         return sum(
             kept_row.nbytes
@@ -351,7 +354,7 @@ def _holder_places(
     Args:
         of_inputs: The holders of inputs, from `Explanation.holders_of_inputs`.
         of_kept: The holders of kept tensors, from `Explanation.holders`.
-        is_again: Whether each step keeps such tensors again.
+        is_again: Whether each step keeps tensors like those in ``of_kept`` again.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
     each_step_places: set[Place] = set()
@@ -383,16 +386,16 @@ def _at_holders(
     if row_part is None:
         return []
     place, part = row_part
-    # The rows in holders_at have no named caller, so look up the place of this row without its caller.
+    # The places in holders_at come from rows without a named caller, so look up this row's place without its caller.
     unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
     kept_bytes = {
         held_rows: row_bytes
         for held_rows in holders_at.get(place if unnamed_part is None else unnamed_part[0], ())
-        if (row_bytes := held_rows.alike(row))
+        if (row_bytes := held_rows.bytes_like(row))
     }
     total = sum(kept_bytes.values())
     is_again = all(held_rows.is_again for held_rows in kept_bytes)
-    # With several holders, one of them may keep tensors from another row. This is excluded if the row has exactly their bytes.
+    # If there are several holders, some may keep tensors from another row, unless this row has exactly their bytes together.
     is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
     if not kept_bytes or not (is_again or is_all_kept):
         return [row_part]
@@ -404,15 +407,15 @@ def _at_holders(
 def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
     """Return the parts of the peak's growth whose place is proven, by place.
 
-    If the known rows explain too little, because most of the growth is in a sum over smaller rows, retained rows are added.
-    They were live at the peak as well.
+    If the known rows explain less than the share `ENOUGH`, because most of the growth is in a sum over smaller rows, the rows
+    that the step retained are added, because they were live at the peak as well.
     """
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
     parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
-        # The peak moved to a backward pass, which is new because autograd records more calls now.
+        # The peak moved to a backward pass that the baseline did not have, because autograd records more calls now.
         graph_rows = (
             (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
         )
@@ -433,12 +436,12 @@ def _alternatives(
     if metric not in KEPT_METRICS or explanation is None:
         return ()
     uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
-    # A sum over smaller rows may have grown instead, and it is not listed. So a single alternative proves nothing.
+    # Unlisted smaller rows may have grown instead of an alternative. So a single alternative proves nothing.
     return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:
-    """Return a part for each possible holder of kept rows. If a holder was not found, its parts are at the rows' lines."""
+    """Return the parts that each possible holder may keep. The place of a part is the holder, or the row's line if unknown."""
     places = (
         _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
         for path in holder.alternatives
@@ -455,7 +458,7 @@ def _alternatives_of_peak(
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
             for place, part in _at_holders(row, min(change.nbytes, row.nbytes), holders_at):
-                # Add each place only once, because all rows together cannot have grown by more than the change.
+                # Add each place only once: several rows at a place cannot together have grown by more than the change.
                 parts.setdefault(place, part)
         peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
     return tuple(peak_alternatives)
@@ -464,8 +467,8 @@ def _alternatives_of_peak(
 def with_proven_places(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
     """Return the growths after choosing among alternatives: an alternative is proven if another growth has a cause at its line.
 
-    A cause in the same measurement comes before causes in other measurements. If several alternatives have a cause, they are
-    proven only if all of them together are not larger than the growth.
+    Alternatives with a cause in the same measurement are preferred to alternatives with a cause in another measurement. If
+    several alternatives remain, they are proven only if their parts together do not exceed the alternatives' total growth.
     """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
@@ -494,7 +497,7 @@ def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]
 
 
 def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
-    """Return the first part at a line. If there are several parts, its module is removed, because any module may be right."""
+    """Return the first part at a line. If the line has several parts, the result names no module: any of them may be right."""
     place, part = parts[0]
     return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 
@@ -521,8 +524,8 @@ def _parts_of_change(
 ) -> list[tuple[Place, Part]]:
     """Turn a change into parts.
 
-    If the change follows from a graph change, its place is the module's caller. Otherwise its place is the holder in
-    ``holders_at``, or the allocating line if there is no holder.
+    If the change follows from a graph change, the place is the module's caller. If it does not, the place is the tensors'
+    holder in ``holders_at``, or the allocating line if the tensors have no holder.
     """
     cause = next(
         (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),
@@ -538,7 +541,7 @@ def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Pa
     if row_part is None:
         return None
     lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
-    # The place names all possible callers. So calls from other lines become another cause.
+    # The place names all possible calling lines. So calls to the same module from other lines become a separate cause.
     place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
     return place, replace(row_part[1], lines=lines, module=cause.module, reason=cause.sentence)
 
@@ -552,7 +555,7 @@ def _part_of_tally(tally: Tally) -> tuple[Place, Part]:
 
 
 def _with_inner_modules(growths: Sequence[ExplainedGrowth]) -> list[ExplainedGrowth]:
-    """Return the growths with a common path for each line's module in all tests: the shortest path.
+    """Return the growths after giving each line's module the same path in all tests: the shortest path.
 
     Example:
         One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs only a block, so the

@@ -76,8 +76,8 @@ def judge(
 def _judge_on_devices(comparison: Comparison, metric: Metric) -> MetricVerdict:
     """Return the verdict on a metric over all devices.
 
-    The metric is judged on each device. If it is worse on any device than the budget or the baseline allows, the verdict on the
-    worst device is returned. Otherwise the verdict on the whole step is returned, and names the device with the most bytes.
+    The metric is judged on each device. If any device is worse than the budget or the baseline allows, the worst device's
+    verdict is returned. If no device is worse, the whole step's verdict is returned, and names the device with the most bytes.
     """
     overall = _judge_metric(comparison, metric)
     measurement, baseline = comparison.measurement, comparison.baseline
@@ -109,7 +109,7 @@ def _judge_metric(comparison: Comparison, metric: Metric) -> MetricVerdict:
     """Return the verdict on a metric on a single device."""
     value, baseline_value = comparison.value(metric), comparison.baseline_value(metric)
     limit, obstacle = comparison.budget.limits.get(metric.name), comparison.obstacle
-    # A budget limits the whole program, including the first steps, which are not compared with a baseline.
+    # A budget limits the whole program. So it also applies to the first steps, which are not compared with a baseline.
     highest = max((value, *comparison.measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, baseline_value, budget=limit)
@@ -124,7 +124,7 @@ def _judge_metric(comparison: Comparison, metric: Metric) -> MetricVerdict:
         if obstacle is None or (metric.unit == "bytes" and grew):
             return verdict
     if tolerance is not None and obstacle is not None:
-        # No comparison is possible, for example because the workload differs. So the baseline's figure is only shown.
+        # No comparison is possible, for example because the workload differs. So the verdict only shows the baseline's figure.
         return MetricVerdict(metric.name, obstacle.outcome, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
@@ -137,7 +137,8 @@ def _compare(comparison: Comparison, metric: Metric, baseline: Baseline, toleran
     if baseline_value is None:
         why = why_new(metric, comparison.measurement.environment, baseline)
         return MetricVerdict(metric.name, Outcome.NEW, value, budget=limit, reason=why)
-    # A small model's workspaces can be larger than the model. So a ratio of a peak with workspaces would allow any increase.
+    # A small model's workspaces can be larger than the model. A tolerance such as 0.5 % of the peak would then allow a large
+    # growth of the model itself. So the tolerance is a ratio of the peak without workspaces.
     workspaces = max(comparison.measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
     if metric.name == "peak_reserved":
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, segments_by_chance(comparison)))
@@ -154,7 +155,7 @@ def _compare(comparison: Comparison, metric: Metric, baseline: Baseline, toleran
 
 
 def origin_of(entry: Baseline) -> Origin:
-    """Return the origin of a baseline for the verdict: its date, device, releases, commit and reason."""
+    """Return a baseline's date, device, releases, commit and reason, which a verdict shows as the baseline's origin."""
     environment = entry.environment
     torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
     return Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)

@@ -1,4 +1,4 @@
-"""Notes beside a verdict: limits and metrics without effect, and workspaces in the peak. All functions are pure."""
+"""Notes beside a verdict: limits without effect, metrics that were not compared, and workspaces in the peak. Pure."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def _idle_limits(comparison: Comparison) -> Iterator[str]:
 
 
 def _incomparable(comparison: Comparison) -> Iterator[str]:
-    """Yield a clause for each metric in bytes or counts that the baseline has, but that cannot be compared.
+    """Yield a clause for each of the baseline's metrics in bytes or counts that cannot be compared.
 
-    Some metrics cannot be compared between an emulated GPU and a real GPU.
+    A metric cannot be compared if it was not measured now. Some metrics also cannot be compared between an emulated GPU and a
+    real GPU.
     """
     if comparison.baseline is None or comparison.obstacle is not None:
         return
@@ -76,7 +77,8 @@ def _changed_workspaces(comparison: Comparison) -> Iterator[str]:
     change = "is unchanged"
     if rest != old_rest:
         change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
-    # A call, a loading or a region runs once and may create workspaces after its peak. So the remaining peak is unknown.
+    # A call, a load or a region runs only once, so cuBLAS may create its workspaces after the peak. Such workspaces are not a
+    # part of the peak, so the rest of the peak is unknown.
     change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     yield (
         f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "

@@ -1,4 +1,4 @@
-"""Notes on metrics that only the measurement or only its baseline has. Pure."""
+"""Metrics that were measured, but are missing in the baseline. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environment) -> bool:
-    """Return whether a missing metric may be added to a baseline.
+    """Return whether a metric that a baseline lacks may be added to this baseline.
 
-    Bytes and counts may be added if all environment details that affect the metric are equal.
+    Bytes and counts may be added if all environment details that affect the metric are equal. For times, see
+    `time_may_be_added`.
 
     Args:
         metric: The metric.

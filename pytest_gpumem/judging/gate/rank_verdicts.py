@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The way in which a test ended on one rank."""
+    """The end of a test on one rank in a distributed job."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
     """``judged``: the gate judged the test. ``raised``: the test raised an exception. ``skipped``: the test was skipped.
@@ -36,15 +36,16 @@ class RankEnd:
 
 
 def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict | None:
-    """Return the verdict on a test that all ranks ran.
+    """Return the verdict on a test, merged from all ranks in a job.
 
     Args:
         ends: How the test ended on each rank, by rank number.
-        nothing: A verdict on the test without measurements. It is used if the test was not judged on every rank.
+        nothing: A verdict on the test without measurements. If a rank did not judge the test, the result is this verdict with
+            the ``failure``.
 
     Returns:
-        A verdict with the measurements from all ranks. If the test failed by itself on some ranks, the ``failure`` names them.
-        The result is ``None`` if every rank skipped the test.
+        A verdict with the measurements from all ranks. If some ranks failed by themselves or skipped the test, the verdict has
+        no measurements, and its ``failure`` names these ranks. The result is ``None`` if every rank skipped the test.
     """
     if {end.how for end in ends} == {"skipped"}:
         return None
@@ -56,7 +57,7 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return a text on the ranks that failed or skipped a test; ``None`` if all ranks judged the test or all skipped it."""
+    """Return a text on the ranks that failed or skipped a test; ``None`` if all ranks judged it, or if all skipped it."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]

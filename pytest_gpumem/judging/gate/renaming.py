@@ -1,4 +1,4 @@
-"""Find former names of a new test: unused baselines with the same step, config, batch and device. Pure."""
+"""Find a new test's former names, from unused baselines with the same step, config, batch and device. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MOST_CANDIDATES = 20
 def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline) -> bool:
     """Return whether a new test may be a deleted test under another name.
 
-    Both measurements must have the same name, step, config and batch. The two tests must be in the same file, or have the same
-    name in different files. For example, ``tests/test_gpt.py::test_train`` may have been ``tests/test_gpt.py::test_step`` or
-    ``tests/test_old.py::test_train``.
+    The new measurement and the unused baseline must have the same name, step, config and batch. The two tests must be in the
+    same file, or have the same name in different files. For example, ``tests/test_gpt.py::test_train`` may have been
+    ``tests/test_gpt.py::test_step`` or ``tests/test_old.py::test_train``.
 
     Args:
         key: The key of the new measurement.
@@ -58,14 +58,15 @@ def candidates_of(
     candidates = [(old, entry) for old, entry in unused if may_be_renamed(key, measurement, old, entry)]
     candidates.sort(key=lambda pair: (-likeness(pair[0].test, key.test), pair[0]))
     return tuple(
-        FormerTest(old.file, old.test, _not_alike(measurement, entry, tolerances))
+        FormerTest(old.file, old.test, _differing_metrics(measurement, entry, tolerances))
         for old, entry in candidates[:MOST_CANDIDATES]
     )
 
 
-def _not_alike(
+def _differing_metrics(
     measurement: Measurement, entry: Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[MetricVerdict, ...]:
+    """Return the verdicts on bytes and counts that differ from the unused baseline, the most serious first."""
     metrics = judge(measurement, Budget(), entry, tolerances).metrics
     differing = [
         metric

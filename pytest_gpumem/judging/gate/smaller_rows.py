@@ -1,4 +1,4 @@
-"""Decide which rows grew, if a baseline has them only in its sum over smaller rows. Pure.
+"""Decide which rows grew if the baseline does not list them, but may include them in its sum over smaller rows. Pure.
 
 A baseline lists its largest rows. For all other rows together, it stores only the sum of their bytes and blocks.
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.composition import Row
 
 MOST_ALTERNATIVES = 100
-"""If more rows than this may have grown, none of them is named."""
+"""If more rows than this may have grown, none is named."""
 MAY_BE_ALL = 0.8
 """A row whose bytes are at least this share of the growth may be the only row that grew."""
 MAY_BE_A_PART = 0.1
 """A row whose bytes are at least this share of the growth may have grown together with other rows."""
 _NEGLIGIBLE = 0.01
-"""If the growth is a smaller share of the baseline's sum, no rows are named for it. For example, a new counter has 4
-bytes, and any of 40 rows in the composition could have grown by 4 bytes."""
+"""If the growth is below this share of the baseline's sum, no alternatives are named. For example, a new counter has 4 bytes,
+and any of 40 rows in the composition could have grown by 4 bytes."""
 
 
 class Attribution(NamedTuple):
     """The rows that certainly grew, and the rows that may have grown."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """For each row that certainly grew, its part in the baseline's sum, and the current row. For example, the part has 4 of 12
-    blocks. The part is ``None`` if the row is new."""
+    """For each row that certainly grew: the part of the row that the baseline's sum already included, and the current row. For
+    example, the part has 4 of the row's 12 blocks. The part is ``None`` if the row is new."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
@@ -42,8 +42,8 @@ class Attribution(NamedTuple):
 def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -> Attribution:
     """Return which of ``rows`` grew since the baseline.
 
-    If only the blocks of certain rows add up to the growth, in bytes and in blocks, these rows certainly grew. Otherwise a row
-    certainly grew only if it has more bytes than the baseline's sum.
+    If only one set of blocks has ``growth`` bytes and the number ``blocks``, the rows with these blocks certainly grew. If
+    there are several such sets, a row certainly grew only if it has more bytes than the baseline's sum.
 
     Example:
         A baseline lists a workspace of 33.5 MB, and its sum over smaller rows has 65.5 kB. Now there is a row with 6.5 MB. It
@@ -53,7 +53,7 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
         rows: Current rows that the baseline does not list. Each has at most the bytes of the baseline's smallest listed row.
         sum_bytes: The bytes of the baseline's sum.
         growth: The bytes by which ``rows`` together exceed the baseline's sum.
-        blocks: The blocks by which ``rows`` together exceed the baseline's sum. 0 if the baseline has no number of blocks.
+        blocks: By how many blocks ``rows`` together exceed the baseline's sum; 0 if the baseline's number is unknown.
     """
     if growth <= 0:
         return Attribution()
@@ -80,7 +80,7 @@ class _Blocks(NamedTuple):
 
 
 def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
-    """Return the new blocks, if no others add up to the growth in bytes and in blocks; otherwise an empty list.
+    """Return the only set of blocks with ``growth`` bytes and the number ``blocks``; empty if there are several such sets.
 
     Example:
         4 blocks and 8 MB are new. If the 4 largest blocks have 2 MB each, they must be new, because any other 4 blocks have
@@ -132,7 +132,7 @@ def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
 
 
 def _alternatives(rows: Sequence[Row], growth: int, blocks: int) -> tuple[Row, ...]:
-    """Return the rows that may have grown alone. If there are none, return the rows that may have grown together.
+    """Return each row that may be the only row that grew. If there is none, return rows that may have grown together.
 
     A row with fewer blocks than ``blocks`` cannot have grown alone.
     """

@@ -33,9 +33,9 @@ OUTCOMES: dict[SpeedOutcome, Outcome] = {
 def judge_step_time(comparison: Comparison) -> MetricVerdict:
     """Return the verdict on a step's time.
 
-    A time from another machine is not compared. Its outcome is ``foreign`` if the test has a ``max_slowdown``, otherwise
-    ``recorded``. If the baseline has no times, for example because its runs were disturbed, only the time is ``new``.
-
+    If the baseline's time comes from another machine, the times are not compared, and the outcome is ``foreign`` if the test
+    has a ``max_slowdown``, otherwise ``recorded``. If the baseline has no times, for example because other programs disturbed
+    its runs, the outcome is ``new``.
     """
     measurement, tolerance = comparison.measurement, comparison.tolerances.get("step_time")
     baseline = comparison.baseline if comparison.obstacle is None else None
@@ -68,7 +68,7 @@ def judge_step_time(comparison: Comparison) -> MetricVerdict:
 
 
 def time_may_be_added(measured_in: Environment, recorded_in: Environment) -> bool:
-    """Return whether a time may be added to a baseline without times.
+    """Return whether a time may be added to a baseline without times: not if the baseline comes from another machine.
 
     Args:
         measured_in: The environment in which the time was measured.
@@ -89,7 +89,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the update mode for storing a time without a baseline, as named in ``metric.reason``; otherwise ``"all"``."""
+    """Return the update mode that stores this metric: ``"new"`` for a time that this mode can add, otherwise ``"all"``."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 
@@ -134,7 +134,8 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
     """Return the unit and the amount of work in a step, such as ``("tokens", 2048)``; ``None`` if the work is unknown.
 
-    If there is a budget ``minimum``, the result has the budget's unit. A number from ``items=`` is then taken in this unit.
+    If there is a budget ``minimum``, the result has the budget's unit. A number that the test passed as ``items=`` counts in
+    the budget's unit. For example, with a budget in tokens/s, ``items=2048`` means 2,048 tokens.
     """
     work = measurement.work
     if minimum is not None:
@@ -155,7 +156,7 @@ def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return a sentence if ``min_throughput`` has no effect, because no timed measurement has its unit; otherwise ``None``."""
+    """Return a sentence if ``min_throughput`` has no effect, because no timed step counts items in its unit; else ``None``."""
     timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")

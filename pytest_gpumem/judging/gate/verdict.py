@@ -106,7 +106,7 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MetricVerdict:
-    """The verdict on one metric. Values are in the metric's unit."""
+    """The verdict on one metric. All values are in the metric's unit, for example in bytes."""
 
     metric: str
     """The name of the metric."""
@@ -117,7 +117,7 @@ class MetricVerdict:
     baseline: float | None = None
     """The value in the baseline; ``None`` without a baseline."""
     allowed: float | None = None
-    """The tolerated change from the baseline; ``None`` if the value was not compared with a baseline."""
+    """The tolerated difference from the baseline; ``None`` if the value was not compared with a baseline."""
     budget: float | None = None
     """The limit in the budget; ``None`` if the budget does not limit this metric."""
     reason: str | None = None
@@ -146,7 +146,7 @@ UNKNOWN_RELEASE = "?"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a baseline: the date, device, releases, commit and reason with which it was recorded."""
+    """A baseline's origin: the date, device, releases, commit and reason with which the baseline was recorded."""
 
     recorded: str
     """The date of the recording, in UTC: ``2026-11-21``."""

@@ -1,7 +1,7 @@
 """Collect figures from session reports for other tools. All functions are pure.
 
-A figure is the value of a metric in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``. It
-has the same name in each session, so a tool can draw its values as a curve.
+A figure is the value of a metric in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``. A
+figure has the same name in each session, so a tool can draw its values as a curve.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Figure:
     config: str | None = None
     """The step config as a text, for example ``"amp-bf16"``; ``None`` if the test measures its own code without a config."""
     interval: tuple[float, float] | None = None
-    """The two ends of the 95 % confidence interval; ``None`` if the metric is not a time or throughput."""
+    """The lower and the upper end of the 95 % confidence interval; ``None`` unless the metric is a time or a throughput."""
     of: str | None = None
     """For a throughput, the items that are counted: ``samples``, ``tokens``, ``steps`` or ``items``."""
     ended: str = ""
@@ -62,13 +62,13 @@ class ExportedFigures:
     tests_without_figure: int = 0
     """Number of tests without a figure. They were not measured, did not finish, or only compare two measurements."""
     disturbed: tuple[str, ...] = ()
-    """For each measurement whose times are invalid, the reason, for example another process on the GPU."""
+    """The reason why times are invalid, for each measurement with invalid times. Example: another process used the GPU."""
     not_finite: tuple[str, ...] = ()
     """For each infinite or NaN value, a clause that names the metric and the test."""
 
     @property
     def summary(self) -> str:
-        """Return a line for the user: ``"24 figures of 6 tests; 1 test without a figure"``. It also counts invalid times."""
+        """Return a line with the counts, also of left-out values: ``"24 figures of 6 tests; 1 test without a figure"``."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.tests_without_figure:
@@ -88,7 +88,7 @@ def figures_of(
     Args:
         reports: The reports, by a name for messages, for example the file's path.
         metrics: Names of metrics to export. If the collection is empty, all metrics are exported.
-        over_time: True if the reports may contain the same figure, from sessions that ended at different times.
+        over_time: True if several reports may contain the same figure, because their sessions ended at different times.
 
     Raises:
         ExportError: No report contains a figure, or two reports contain the same figure.
@@ -125,7 +125,7 @@ def figures_of(
                     figures.append(figure)
     if not figures:
         of_metrics = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""
-        details = f": {counted(without, 'test')} without one" if without else ""
+        details = f": {counted(without, 'test has', 'tests have')} no figure" if without else ""
         details += f" ({reasons[0]})" if reasons else ""
         details += f": {not_finite[0]}" if not_finite else ""
         raise ExportError(f"there is no figure{of_metrics} in {', '.join(reports)}{details}")
@@ -169,15 +169,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
 """Backslashes before a lone surrogate, or before a text that looks like a written surrogate, ``ud800``.
 
-They are doubled. Otherwise, the text ``\\ud800`` and the surrogate itself would be written in the same way.
+`utf8` doubles these backslashes. Without doubling, the text ``\\ud800`` and the surrogate itself would be written in the same
+way.
 """
 
 
 def benchmark_name(figure: Figure) -> str:
     """Return the name ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"`` for this figure.
 
-    The name contains the device, because bytes and times from different devices cannot be compared. It contains the measurement
-    even if the test has only one. So the name stays the same when the test gets a second measurement.
+    The name contains the device, because bytes and times from different devices cannot be compared. The name contains the
+    measurement even if the test has only one, so the name stays the same if the test gets a second measurement.
     """
     return utf8(f"{figure.test} ({figure.measurement}) @ {figure.environment.slug}")
 

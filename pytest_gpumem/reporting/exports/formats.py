@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 Better = Literal["smaller", "bigger"]
 
 _MEASURES = {"step_time": "latency", "throughput": "throughput"}
-"""Metrics for which Bencher has its own measure in every project.
-
-The measures are ``latency`` in nanoseconds and ``throughput`` in operations per second.
-"""
+"""Metrics with a built-in measure at Bencher: ``latency`` in nanoseconds, or ``throughput`` in operations per second."""
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
 """Maximum bytes in a benchmark's name at Bencher."""
@@ -36,7 +33,8 @@ def bencher(figures: Sequence[Figure]) -> str:
     A benchmark has the name ``<test> (<measurement>) @ <device>`` and a measure for each metric, such as ``peak-allocated``.
     `step_time` becomes the measure ``latency``, and `throughput` the measure ``throughput``, because Bencher creates these two
     measures for every project. Times are in nanoseconds. For times and throughputs, ``lower_value`` and ``upper_value`` are
-    the ends of the 95 % interval. Bencher refuses names with more than 1,024 bytes, so a longer name ends in a digest.
+    the ends of the 95 % interval. Bencher refuses names with more than 1,024 bytes, so a longer name is cut and ends in a
+    digest.
     """
     benchmarks: dict[str, dict[str, dict[str, float]]] = {}
     for figure in figures:
@@ -62,7 +60,7 @@ def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
         among: The metrics from which to choose. If the collection is empty, all metrics are considered.
 
     Raises:
-        ExportError: In no metric in ``among``, such values are better.
+        ExportError: ``among`` contains no such metric.
     """
     names = [name for name in among or METRICS if METRICS[name].larger_is_better == (better == "bigger")]
     if not names:
@@ -77,8 +75,8 @@ def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
 def github_action_benchmark(figures: Sequence[Figure]) -> str:
     """Return the figures as JSON for [github-action-benchmark](https://github.com/benchmark-action/github-action-benchmark).
 
-    The action reads the file with ``tool: customSmallerIsBetter`` or ``tool: customBiggerIsBetter``. So smaller values must be
-    better in all figures, or bigger values in all figures.
+    The action reads the file with ``tool: customSmallerIsBetter`` or ``tool: customBiggerIsBetter``. So a file must not mix
+    metrics in which smaller values are better with metrics in which bigger values are better.
 
     Returns: A JSON array whose objects have ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``,
         ``range`` and ``extra``. For times and throughputs, ``range`` is the distance from the value to the far end of the 95 %

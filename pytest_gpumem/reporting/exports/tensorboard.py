@@ -1,6 +1,6 @@
-"""Write figures as scalars for TensorBoard. It shows a run for each device, and a chart for each metric and test.
+"""Write figures as scalars for TensorBoard, which shows a run for each device, and a chart for each metric and test.
 
-Each session adds a point to the chart. The scalars are written by ``torch.utils.tensorboard``, which stores tags unchanged and
+Each session adds a point to each chart. The scalars are written by ``torch.utils.tensorboard``, which stores tags unchanged and
 values in double precision: see https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX is not used, because it
 replaces characters in tags and stores values with 24 bits, too few for bytes.
 """
@@ -49,7 +49,7 @@ def seconds(figure: Figure) -> int:
 
 
 def commits(folder: Path) -> Callable[[Figure], int]:
-    """Return a function that returns how many commits lead up to a figure's commit, in the git repository around ``folder``.
+    """Return a function that counts the commits up to a figure's commit, in the git repository around ``folder``.
 
     The returned function raises `ExportError` if git cannot count the commits, for example in a shallow clone.
     """
@@ -102,7 +102,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 
 @functools.cache
 def _commits_to(commit: str, folder: Path) -> int:
-    # Check the commit, because a text from a report must not become an option for git.
+    # Check the commit's hash, because git would read a text such as "--output=file" from a report as an option.
     if _HASH.fullmatch(commit) is None:
         raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
     try:

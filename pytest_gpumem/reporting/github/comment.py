@@ -1,7 +1,7 @@
 """Create or update a comment in a pull request, or an issue, through GitHub's REST and GraphQL API.
 
-Each comment or issue has a name such as ``gpumem``. Its hidden first line contains the name, so a later run finds and updates
-it.
+Each comment or issue has a name such as ``gpumem``. The hidden first line contains this name, so a later run finds the comment
+or issue and updates it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VERSION = "2022-11-28"
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Access to GitHub's API with a token. A job finds the addresses in ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL``."""
+    """Access to GitHub's API with a token. In a job, ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL`` contain the addresses."""
 
     token: str
     url: str = "https://api.github.com"
@@ -54,7 +54,7 @@ class Api:
             GitHubError: GitHub refused the request or is not available, or ``path`` is an address on another host.
         """
         address = path if "://" in path else self.url.rstrip("/") + path
-        # Send the token only to the GitHub server from which the job comes.
+        # Send the token only to the GitHub server on which the job runs.
         homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
         if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
             raise GitHubError(f"{address} does not belong to {self.url}, so the token is not sent")
@@ -194,7 +194,7 @@ def pull_request_of_event(file: Path) -> int | None:
         raise ValueError(f"{file}: expected an object, got {type(event).__name__}")
     pull_request = event.get("pull_request")
     if pull_request is None:
-        # The event of a comment calls the pull request an issue.
+        # If the event is a comment on a pull request, the event lists this pull request under "issue".
         issue = event.get("issue")
         pull_request = issue if isinstance(issue, dict) and issue.get("pull_request") else None
     if not isinstance(pull_request, dict):

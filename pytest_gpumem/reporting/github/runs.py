@@ -1,4 +1,7 @@
-"""Ask GitHub about a workflow run and its pull request. Files that the run wrote cannot be trusted, so they are not used."""
+"""Ask GitHub about a workflow run and its pull request.
+
+The run's own files could also name the pull request. They are not used, because a fork's code may have written them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or the pull request's fork was deleted."""
+    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or if the fork has been deleted since."""
 
     number: int
     address: str
@@ -53,7 +56,7 @@ def _head(plain: Any) -> Head | None:
 
 
 def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
-    """Return the number of the open pull request for whose newest commit the workflow ran.
+    """Return the number of the open pull request for which the workflow ran, if the run's commit is its newest commit.
 
     GitHub's answer on a run does not list pull requests from forks, so this function searches the open pull requests by branch.
 

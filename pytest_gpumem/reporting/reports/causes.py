@@ -46,11 +46,11 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The number of first columns that the table shows even if all their cells are empty."""
+"""The table always shows this many columns from the left, and omits later columns if all their cells are empty."""
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
-    """Return a cause's short name: its packages, budget, holder or line of code, or else the tensors' module or category."""
+    """Return a cause's short name: its packages, budget, holder or line; without these, the tensors' module or category."""
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
@@ -90,7 +90,7 @@ def cause_notes(causes: Causes, units: UnitSystem, most: int | None = MOST_CAUSE
         causes: The causes.
         units: The unit system for bytes.
         most: The number of causes to show; ``None`` for all.
-        hint: How the user can see the omitted causes, such as ``-v shows all``; empty if no option shows them.
+        hint: The option that shows the omitted causes, as a clause: ``-v shows all``; empty if no option shows them.
     """
     lines = []
     for cause in causes.causes[:most]:

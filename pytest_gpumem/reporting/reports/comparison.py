@@ -42,7 +42,7 @@ _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ComparedChange:
-    """A metric's old and new value, in its unit. A value is ``None`` if its side lacks the metric.
+    """A metric's old and new value, in the metric's unit. A value is ``None`` if its side lacks the metric.
 
     ``allowed`` is the tolerated change.
     """
@@ -125,8 +125,8 @@ class OmittedTest:
     """A test or measurement without a comparison.
 
     The ``word`` is ``new`` or ``gone`` if the test exists on only one side, ``unmeasured`` if the new side has no figures for
-    the test, ``failed`` or ``broken`` if the test failed only on the new side, and else ``not compared``. ``reason`` adds a
-    clause. If only one side has a measurement, ``stored_key`` and ``peak`` (in bytes) describe this measurement.
+    the test, ``failed`` or ``broken`` if the test failed only on the new side, and ``not compared`` in all other cases.
+    ``reason`` is a clause with details. If only one side has a measurement, ``stored_key`` and ``peak`` (in bytes) describe it.
     """
 
     title: str
@@ -178,7 +178,7 @@ class ChangedPackage:
 class ComparisonReport:
     """The result of comparing a new side with an old side, sorted by test.
 
-    ``failed`` contains all tests that failed only on the new side, even if ``rows`` contains their measurements.
+    ``failed`` contains all tests that failed only on the new side. ``rows`` may also contain measurements from these tests.
     """
 
     old: str | Revision
@@ -214,11 +214,12 @@ class ComparisonReport:
 
     @property
     def exit_status(self) -> int:
-        """The command's exit status: `WORSE` if anything is worse, `NOTHING_COMPARED` if nothing was compared, else 0."""
+        """The command's exit status: `WORSE` if a test is worse, `NOTHING_COMPARED` if nothing was compared, otherwise 0."""
         is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
         is_worse |= any(omitted_test.word in ("failed", "broken") for omitted_test in self.omitted_tests)
         is_anything_compared = any(row.compared for row in self.rows)
-        # In `gpumem ab`, a test is worse if it breaks only on the new revision. A failed test in a report has no figures.
+        # In `gpumem ab`, a test that breaks only on the new revision is a result even if nothing was compared. `gpumem compare`
+        # reads reports, in which a failed test has no figures. So `gpumem compare` has no result without a comparison.
         if not is_anything_compared and (self.pairs is None or not is_worse):
             return NOTHING_COMPARED
         return WORSE if is_worse else 0
@@ -228,8 +229,8 @@ class ComparisonReport:
 class Side:
     """The figures and failures on the old or the new side of a comparison.
 
-    ``unmeasured`` contains, by (file, test), the reason why a test has no figures. ``failures`` also contains failed tests
-    with figures. ``not_collected`` contains the files with collection errors.
+    ``unmeasured`` contains, by (file, test), the reason why a test has no figures. ``failures`` contains all failed tests, with
+    and without figures. ``not_collected`` contains the files with collection errors.
     """
 
     name: str
@@ -302,8 +303,8 @@ def compare_sides(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> 
 def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
     """Return the pairs of an old and a new measurement to compare, sorted.
 
-    Measurements with equal keys and devices are pairs. If a key then has exactly one unpaired measurement on each side, these
-    two are also a pair if only one of their devices is emulated.
+    Measurements with equal keys and devices are pairs. If a key has exactly one further measurement on each side, and only one
+    of the two devices is emulated, these two measurements are also a pair.
     """
     pairs = [(stored_key, stored_key) for stored_key in old if stored_key in new]
     unpaired = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
@@ -349,7 +350,7 @@ def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], Verdict]:
     """Judge each metric of ``new`` with ``old`` as the baseline, and return the changes and the verdict."""
-    # A baseline stores no timed rounds, only their medians. So a baseline's times are shown but not judged.
+    # If the new side is a store, its times cannot be judged, because a baseline stores only medians, and no timed rounds.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     if isinstance(old, Baseline):
         verdict = with_changes(judge(measurement, Budget(), old, tolerances), old)
@@ -362,7 +363,8 @@ def changes_of(
             old_value, new_value = (side.metrics.get(name, metric.value_if_absent) for side in (old, new))
             metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, old_value, new_value)
-            # The gate's own reason tells the user to record times, but an existing report cannot get further times.
+            # The gate's own reason would tell the user to record times. A report that already exists cannot get further times,
+            # so give another reason.
             reason = (
                 "not compared: the old side has no times"
                 if metric_verdict.lacks_time
@@ -401,8 +403,8 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
     """Return a clause with the name of the side that lacks a metric in bytes or counts.
 
-    The result is ``None`` if both sides have a value, if both lack it, or if the metric is never judged. Times are ignored,
-    because the caller gives the reason for a missing time.
+    The result is ``None`` if both sides have a value, if neither side has a value, or if the metric is never judged. Times are
+    ignored, because the caller gives the reason for a missing time.
     """
     if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
         return None

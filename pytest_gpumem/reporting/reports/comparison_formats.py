@@ -60,7 +60,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The table header and the JSON keys, in their order, for `gpumem compare` or `gpumem ab`."""
+    """The table's header and the JSON keys for `gpumem compare` or `gpumem ab`, in the order of the output."""
 
     command: str
     header: Cells
@@ -128,7 +128,7 @@ def explanations(report: ComparisonReport, units: UnitSystem) -> Iterator[tuple[
 
 
 def remarks(report: ComparisonReport) -> list[str]:
-    """Return the lines below the table, each on a single test or on a pair of devices."""
+    """Return the lines below the table. Each line is about a single test, or about two devices that were compared."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
     return [
         *(f"devices: {old} and {new}; one of the two devices is emulated" for old, new in pairs),
@@ -219,7 +219,7 @@ def _markdown(
 
 
 def _cells(report: ComparisonReport, units: UnitSystem) -> list[Cells]:
-    """Return a table row for each changed metric, and for `gpumem ab` also for the first metric of each unchanged test."""
+    """Return the table's rows: each changed metric, and in `gpumem ab` also the first metric of each test without a change."""
     shown_changes = [
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
     ]
@@ -313,15 +313,15 @@ def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
 
 
 def failure_as_json(why: str) -> str:
-    """Return the JSON if nothing could be compared. ``why`` is the reason."""
+    """Return the JSON for a comparison in which nothing could be compared. ``why`` is the reason."""
     plain = {"finished": False, "accounting": "", "passed": False, "exit_status": NOTHING_COMPARED}
     return json.dumps({"format": FORMAT, **plain, "why": why, "tests": [], "not_compared": []}, indent=2) + "\n"
 
 
 def failure_as_markdown(why: str) -> str:
-    """Return the Markdown if nothing could be compared.
+    """Return the Markdown for a comparison in which nothing could be compared.
 
-    The first line of ``why`` is a sentence, and further lines come from a log.
+    ``why`` is the reason: a sentence in the first line, and lines from a log after it.
     """
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []

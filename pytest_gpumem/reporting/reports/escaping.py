@@ -16,7 +16,7 @@ _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 """Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
 A backslash does not prevent the replacement, because GitHub removes the backslash first. A ``<span>`` around the
-characters prevents it, as GitHub's documentation shows for the dollar sign.
+characters prevents the replacement, as GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
 """The beginning of a list item (``- a``, ``1. a``), or a line that Markdown shows as a rule or a title (``---``, ``===``)."""
@@ -44,7 +44,7 @@ def one_line(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return ``text`` as a code span. For a table cell use `code_in_table`."""
+    """Return ``text`` as a Markdown code span. For a table's cell, use `code_in_table`."""
     text = visible(text)
     if not text:
         return ""
@@ -83,7 +83,7 @@ def block(text: str, language: str = "text") -> str:
 
 
 def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """Return a Markdown table with escaped cells. The columns in ``left`` are aligned left, the others right."""
+    """Return a Markdown table from cells that are already escaped. Columns in ``left`` are aligned left, others right."""
     rule = ["---" if number in left else "---:" for number in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 

@@ -162,7 +162,7 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return a composition's rows for a table, the largest first. Rows that sum up smaller rows are left out."""
-    # If the step freed blocks from before the step, a row with negative bytes exists. A negative row does not help readers.
+    # If the step freed blocks from before the step, a row has negative bytes. It does not help readers, so leave it out.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
@@ -233,7 +233,8 @@ def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]
 def alternatives_title(change: Change) -> str:
     """Return a title for a change that several rows may explain.
 
-    For example, ``one of these 2 rows`` if each row is large enough for the whole change, else ``some of these 2 rows``.
+    The title is ``one of these 2 rows`` if each row is large enough for the whole change. If a row is too small for the whole
+    change, several rows must have grown, and the title is ``some of these 2 rows``.
     """
     number = len(change.alternatives)
     if all(row.nbytes >= MAY_BE_ALL * change.nbytes for row in change.alternatives):
@@ -329,7 +330,7 @@ def _place_of(place: OperatorSite, *, has_lines: bool) -> tuple[str, str]:
 
 
 def grown_counts(verdict: Verdict) -> list[str]:
-    """Return the names of counts with a failing or uncertain verdict. Only strict mode fails a test with an uncertain count."""
+    """Return the counts with a failing verdict, or with an uncertain verdict, which fails a test only in strict mode."""
     beyond = FAILING | {Outcome.UNCERTAIN}
     return [
         metric.metric for metric in verdict.metrics if metric.metric in MADE_OF_OPERATORS and metric.outcome in beyond
@@ -404,11 +405,10 @@ def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSyst
 
 
 def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
-    """Return a line for each of the largest holders: ``"kept in: Net.seen[...]"``. If there are several
-    holders, each line also shows the kept bytes.
+    """Return a line for each of the largest holders: ``"kept in: Net.seen[...]"``.
 
-    Holders with less than 1 % of the bytes are omitted. For example, a list of losses keeps very little beside a list of
-    outputs.
+    If there are several holders, each line also shows the bytes that the holder keeps. Holders with less than 1 % of the kept
+    bytes are omitted. For example, a list of losses keeps very little beside a list of outputs.
     """
     total_kept = sum(holder.kept.total for holder in holders)
     large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * total_kept]
@@ -448,7 +448,8 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[ExplainedTable]:
         in_phase = f" in {moved.compared}" if moved is not None else ""
         tables.append(change_table(difference, units, title=f"what grew{in_phase}{explained_on(verdict)}"))
     lines = _holders_of_grown_inputs(verdict)
-    # The growth within a phase does not explain why the peak moved to another phase.
+    # If the peak moved, the growth within the old phase does not explain the new peak. So a second table shows the tensors that
+    # only the new phase has.
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
         only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)

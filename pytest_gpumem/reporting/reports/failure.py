@@ -104,7 +104,7 @@ def accept_command(
         failing: The failing outcomes in this session.
         words: The command without options, such as ``pytest`` and the node id.
         options: The session's options, which the command repeats.
-        rest: The words of the command after the options.
+        rest: The command's last words, after the options.
     """
     metrics = [metric for part in verdict.verdicts for metric in part.metrics if metric.outcome in failing]
     outcomes = {metric.outcome for metric in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
@@ -275,7 +275,7 @@ def _in_bash(character: str) -> str:
         return "\\" + character
     if Screen().legible(character) == character:
         return character
-    # Python reads invalid UTF-8 in file names as lone surrogates.
+    # Python reads invalid UTF-8 in file names as lone surrogates, so turn these surrogates back into the original bytes.
     escaped = "\udc80" <= character <= "\udcff"
     return "".join(
         f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape" if escaped else "surrogatepass")

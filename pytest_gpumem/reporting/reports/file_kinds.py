@@ -1,4 +1,4 @@
-"""The kinds of files from this package, and the commands that read them. Errors about a wrong file use this list."""
+"""The kinds of files that this package writes, and the commands that read them, for error messages about a wrong file."""
 
 from __future__ import annotations
 

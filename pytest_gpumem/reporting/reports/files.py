@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class ReportFiles:
-    """The files from ``--gpumem-report``. A session removes earlier files when it begins to measure,
-    and writes the new files at its end.
+    """The files from ``--gpumem-report``.
+
+    A session removes earlier files when it begins to measure, and writes the new files at its end.
 
     - Each file is replaced atomically, and its folder is created.
-    - A killed session leaves no report, so an earlier report is never mistaken for its own.
+    - A killed session leaves no report, so nobody mistakes an earlier session's report for the killed session's.
     - A session that measures nothing keeps earlier files, unless it runs with ``--gpumem-baseline``, or ``--gpumem-report`` is
       on its command line.
-    - A report that cannot be written makes the session red. Later reports contain the error.
+    - A report that cannot be written makes the session red. The reports that are written after it contain the error.
     - If pytest ends before any test runs, for example after a usage error, the reports say so.
     - A report never says ``passed`` if pytest's tests did not pass. A report also counts failures in tests that are not
       measured, and failures that another plugin added to the session.
@@ -42,7 +43,7 @@ class ReportFiles:
             return
         self._begun = True
         for path in self._paths:
-            # Errors are ignored here; `write` returns them.
+            # An error here is ignored, because `write` then fails for the same reason and returns its error.
             with suppress(OSError):
                 path.unlink()
 

@@ -6,7 +6,7 @@ A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``
 - ``::error`` at a line in the project: the line from the first row of the explanation. GitHub shows such an annotation only if
   the file is in the checkout, and for a pull request in the diff. No line is annotated if one of several rows may have grown,
   or if the first row belongs to a package.
-- ``::error`` at the line of a cause: it replaces the annotations on tests that fail only because of causes.
+- ``::error`` at the line of a cause: this annotation replaces the annotations on the tests that fail only because of causes.
 - ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
 - ``::warning``: a test that is ``uncertain``, or a budget without an effect.
 - The step's summary: the report in Markdown, appended to the file in ``GITHUB_STEP_SUMMARY`` and cut to GitHub's limit. If the
@@ -65,8 +65,8 @@ def annotation_lines(
     """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
     Errors are the reasons for a red session. Warnings are uncertain tests and budgets without an effect. If several tests fail
-    by the same causes, each cause has an annotation at its line. Any other failed test has an annotation at its function. A
-    pull request rarely changes the test's own file, so the test has a second annotation at the first line in its explanation.
+    by the same causes, each cause has an annotation at its line. Any other failed test has an annotation at its function. This
+    function is rarely in a pull request's diff, so the test has a second annotation at the first line in its explanation.
 
     Args:
         report: The session.

@@ -107,7 +107,7 @@ def _last(text: str, width: int) -> str:
 
 
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
-"""The meaning of a text, shown by a colour. The words say the same, so a terminal without colours loses nothing."""
+"""The meaning of a text, shown by a colour. The text's words say the same, so a terminal without colours loses nothing."""
 
 LEAST_NAME = 30
 """A test's id may be shortened to this width, in cells."""

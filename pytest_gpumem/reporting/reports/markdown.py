@@ -132,7 +132,7 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
         left_out.append(remaining.pop(number))
         size -= _size(left_out[-1].text) + 2
     text = _joined(list(remaining.values()), left_out)
-    # The accounting line can be several kilobytes long, because it contains reasons from tests.
+    # The accounting line contains reasons from tests, so it can be several kilobytes long. If it does not fit, it is omitted.
     return text if _size(text) <= most else f"### {_VERDICTS[state_of(report)]}\n\n{_omitted([])}\n"
 
 
@@ -245,7 +245,7 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """Return tables that explain retained bytes, the peak's growth or else the peak itself, and grown operator counts."""
+    """Return tables that explain the retained bytes, the peak (its growth, if a baseline exists), and grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     blocks: list[str] = []
     for explanation in explained_tables(verdict, metrics, units):

@@ -26,8 +26,8 @@ def merge_reports(reports: Sequence[SessionReport], names: Sequence[str] | None 
     """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
     A test does not count as missing if at least one shard ran it. If several shards ran a test on the same device, the worst
-    result counts: a failure, or else a result with a measurement, or else the more serious outcome. A test that ran on several
-    devices keeps a result for each device.
+    result counts (`badness`): a failure is worse than a pass, and a serious outcome is worse than a harmless outcome. A test
+    that ran on several devices keeps a result for each device.
 
     Args:
         reports: The shards.
@@ -86,10 +86,11 @@ def unselected_tests(merged_report: SessionReport) -> list[tuple[str, str]]:
 
 
 def unaccounted_baselines(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
-    """Return the sorted baselines, as (slug, key), for which no report accounts. Probably a shard's report is missing.
+    """Return the baselines, as (slug, key), that no report accounts for. If there are any, a shard's report may be missing.
 
     A report accounts for a baseline on its devices if its session collected the baseline's test, or if the test no longer
     exists. A report without measurements accounts for baselines on all devices, because its tests may have skipped themselves.
+    The result is sorted.
     Baselines of scripts (``train.py::run``) are ignored, because scripts do not run in shards.
     """
     unaccounted = {
@@ -178,7 +179,7 @@ def _selection(selections: Sequence[Selection]) -> Selection:
     return Selection(
         measured=frozenset[tuple[str, str]]().union(*(selection.measured for selection in selections)),
         files=frozenset[str]().union(*(selection.files for selection in selections)),
-        # A budget without an effect in this shard may limit a test in another shard.
+        # A budget without an effect in one shard may limit a test in another shard. So keep only budgets without any effect.
         budgets_without_effect=tuple(
             sorted(set.intersection(*(set(selection.budgets_without_effect) for selection in selections)))
         ),

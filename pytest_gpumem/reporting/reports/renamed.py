@@ -1,6 +1,7 @@
 """Find renamed tests: pair each new test with the unused baseline from its probable former name. Pure.
 
-For example, ``test_step[fp32]`` is new, ``test_train[fp32]`` no longer exists, and its baseline has the same peak.
+For example, ``test_step[fp32]`` is new, ``test_train[fp32]`` no longer exists, and the peak in ``test_train[fp32]``'s baseline
+is the peak of ``test_step[fp32]``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _Candidates = Mapping[int, Mapping[Test, FormerTest]]
 def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
     """Return ``results`` with the likely former name of each new test.
 
-    Tests with matching figures are paired first, so an unchanged test never looks worse under its new name. The remaining tests
-    were both renamed and changed, so they are paired by similar names. A file is ignored if some of its tests did not run,
-    because one of them may be the renamed test.
+    New tests and former tests with matching figures are paired first, so an unchanged test never looks worse under its new
+    name. The remaining tests were both renamed and changed, so they are paired by similar names. A file is ignored if some of
+    its tests did not run, because a test that did not run may be the renamed test.
 
     Args:
         results: The results, on any devices.
@@ -76,7 +77,7 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
     """
     pairs: dict[int, Test] = {}
     for new in candidates:
-        _place(new, pairs, candidates)
+        _pair(new, pairs, candidates)
     taken = {*pairs.values()}
     ranked_pairs = [
         (-likeness(old[1], names[new]), old, new)
@@ -90,7 +91,7 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
     return pairs
 
 
-def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
+def _pair(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
     """Pair ``new`` with an old test whose figures match.
 
     If another new test already has this old test, the other new test may move to a different old test (an augmenting path in a

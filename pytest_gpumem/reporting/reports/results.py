@@ -66,12 +66,12 @@ class TestResult:
     verdict: TestVerdict
     """The verdict on the test."""
     passed: bool
-    """True if all its phases passed. A test that was skipped, or failed as expected, is neither ``passed`` nor ``failed``."""
+    """True if all phases of the test passed. A test that was skipped, or failed as expected, is neither passed nor failed."""
     failed: bool = False
-    """True if any of its phases failed."""
+    """True if any phase of the test failed: its set-up, its call or its tear-down."""
     failed_in: FailedIn | None = None
-    """The phase in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
-    process that ran it crashed. ``None`` if it did not fail.
+    """The phase in which the test failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the process
+    that ran the test crashed. ``None`` if the test did not fail.
     """
     failed_by_gate: bool = False
     """True if only the gate failed the test."""
@@ -112,7 +112,7 @@ class _Run:
     """The outcome of each phase, if pytest's report on the phase contains a verdict."""
     failed_in: FailedIn | None = None
     failed_beside_the_gate: bool = False
-    """True if a phase other than the call failed. The gate can fail only a test's call."""
+    """True if a phase other than the call failed. The gate did not cause this failure, because it fails only a test's call."""
 
     @property
     def is_repeated(self) -> bool:
@@ -157,9 +157,8 @@ class _Run:
 class Results:
     """The results of all tests that have run so far, collected from pytest's reports.
 
-    If a plugin for reruns repeats a test, its last run counts. If a test runs several times otherwise
-    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails if any
-    run fails.
+    If a plugin for reruns repeats a test, the test's last run counts. If a test runs several times for another reason
+    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails if any run fails.
     """
 
     _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
@@ -180,7 +179,7 @@ class Results:
             runs.append(_Run())
         run = runs[-1]
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            failed_in = _where(report)
+            failed_in = _failed_phase(report)
             run.failed_in = run.failed_in or failed_in
             run.failed_beside_the_gate |= failed_in != "call"
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
@@ -240,7 +239,7 @@ def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
     if not results:
         return None
     worst = max(results, key=badness)
-    # If a worker crashes during a tear-down, the report on the crash has no verdict.
+    # If a worker crashes during a tear-down, the report on the crash has no verdict. So look for a failure in all runs.
     failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
     return replace(
         worst,
@@ -257,9 +256,9 @@ def badness(result: TestResult) -> tuple[object, ...]:
     """Return a key that sorts several results of a test from the best to the worst.
 
     A failure is worse than a pass, a measurement is worse than no measurement, and a serious outcome is worse than a harmless
-    outcome. `improved` counts as better than `ok`, because the run with `ok` did not improve. The larger peak is worse, because
-    it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON decides, so the
-    order between reports never matters.
+    outcome. `ok` counts as worse than `improved`, because a run with `ok` did not repeat the improvement. The larger peak is
+    worse, because it would fail against a baseline with the smaller peak. If two results are equal in all of this, their JSON
+    decides, so the order between reports never matters.
     """
     verdict = result.verdict
     outcome = verdict.outcome
@@ -273,14 +272,14 @@ def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
     """Return whether the verdict failed a test although no phase failed in pytest's reports (``outcomes``)."""
     if not outcomes or "xfail" in outcomes:
         return False
-    # Some suites turn an out-of-memory failure into a skip. The skip hides no measurement.
+    # Some suites turn an out-of-memory failure into a skip. This does not count, because the skip hides no measurement.
     return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
 
 
-def _where(report: pytest.TestReport) -> FailedIn:
+def _failed_phase(report: pytest.TestReport) -> FailedIn:
     if hasattr(report, "context"):
         return "subtest"
-    # pytest-xdist does not know in which phase a worker crashed.
+    # pytest-xdist does not know in which phase a worker crashed, so its report on a crash has another ``when``.
     return report.when if report.when in ("setup", "call", "teardown") else "worker"
 
 
@@ -339,7 +338,8 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: If a test has one of these outcomes, the session stores its figures as a baseline. These tests are ignored.
+        accepts: The outcomes of tests whose figures the session stores as baselines. Passed tests with such an outcome are
+            ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):
@@ -388,7 +388,7 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
         return " (no budget, and no --gpumem-baseline)"
     reasons = []
     if outcome is Outcome.FOREIGN:
-        # If the device has a baseline with times from another machine, the reason appears below the table.
+        # A time can be foreign although this device has a baseline. The reason then appears below the table.
         devices = sorted({device for verdict in verdicts for part in verdict.verdicts for device in part.elsewhere})
         reasons += [", ".join(devices)] if devices else []
     if outcome is Outcome.STALE:

@@ -22,7 +22,7 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 MOST_RELATED = 20
 """A result has at most this many related lines, because code scanning lists them one below the other."""
 ROOT = "%SRCROOT%"
-"""The root directory, to which all paths are relative. GitHub's ``checkout_path`` places it in the repository."""
+"""The root directory, to which all paths are relative. ``checkout_path`` of GitHub's upload action says where this is."""
 _ACTIVE = re.compile(r"[\\\[\]]")
 """The characters that make a link in a message, ``[text](target)`` (section 3.11.6 of the SARIF standard)."""
 
@@ -32,8 +32,8 @@ def sarif(report: SessionReport) -> str:
 
     Each test that failed (level ``error``) or is ``uncertain`` (``warning``) has a result with the text of the failure.
 
-    - ``locations``: the project's line with the largest growth in bytes, else the first line with more operators, else the
-      line of the test.
+    - ``locations``: the project's line with the largest growth in bytes. If no bytes grew, the first line with more operators.
+      If no operators were added either, the line of the test.
     - ``relatedLocations``: up to 20 other lines that grew, and the test.
     - ``ruleId``: the verdict, such as ``gpumem/regressed`` or ``gpumem/over-budget``.
     - ``partialFingerprints``: the test and its verdict, so a result stays the same alert if lines move.

@@ -165,8 +165,8 @@ class SessionReport:
         With ``--gpumem-baseline``:
 
         - measured tests ran, and none was compared with a baseline: ``nothing was gated: ...``. If budgets or relations were
-          checked, the sentence is ``no baseline was compared: ...``. A skipped test counts as an ``unmeasured`` test, even if
-          it lost its marker and only its baselines still exist
+          checked, the sentence is ``no baseline was compared: ...``. A skipped test counts as ``unmeasured``. This also holds
+          for a skipped test that has baselines but lost its marker
         - no measured test was selected, and a test in the session has baselines, but only for other devices. For example,
           the markers were removed, and the machine has no GPU
         - the store does not exist, but git has it. The sentence names the command that restores the store
@@ -174,7 +174,7 @@ class SessionReport:
 
         With ``--gpumem-strict``:
 
-        - no measured test was selected, together with ``--gpumem-baseline``
+        - no measured test was selected, and the session also has ``--gpumem-baseline``
         - the settings leave out tests that have baselines on this device. See
           [tests that settings leave out](../concepts/verdicts.md#tests-that-settings-leave-out)
 
@@ -227,7 +227,7 @@ class SessionReport:
 
     @property
     def idle_parts(self) -> list[str]:
-        """A sentence for each device or shard that compared nothing in a merged report, although others did.
+        """A sentence for each device or shard in a merged report that compared nothing, although another one compared figures.
 
         A device or shard without a comparison makes the report red, even if other devices or shards compared figures. Tests
         that skip themselves do not count, because they would skip on every machine.

@@ -39,7 +39,7 @@ STYLES: dict[Outcome, Style | None] = {
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
 """The outcomes of metrics without a comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
-"""The outcomes without a comparison. The table shows only the figures of such measurements."""
+"""The outcomes without a comparison. For such measurements, the table shows figures, and no changes."""
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the column with changes. A narrow terminal omits this column after the metrics' columns."""
 
@@ -128,13 +128,13 @@ def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> lis
 
 
 def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode | None = None) -> list[str]:
-    """Return each reason why something was not compared or measured, with the number of tests, measurements or figures.
+    """Return each reason for which tests, measurements or figures were not measured or compared, with their number.
 
     For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 
-    A reason is omitted if its test's failure text already contains it. If only one measurement has a reason, the peak and the
-    baseline's peak follow, because the table has no column for baselines. If a time has no baseline yet, the reason is a note,
-    unless the session's ``update`` adds the time to the baseline.
+    A reason is omitted if its test's failure text already contains it. If only one measurement has a reason, its peak and the
+    baseline's peak follow, because the table has no column for baselines. For a time without a baseline, the reason begins with
+    ``note``. It is omitted if the session's ``update`` adds the time to the baseline.
 
     Args:
         tests: The verdicts on the measured tests.

@@ -28,7 +28,7 @@ def peak_resets(device_type: str) -> list[tuple[str, str]]:
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS allocates once for each handle and stream (33,554,432 bytes each on an H100).
 
-    Otherwise the first matrix product in a process would look like a leak in the test that runs it (pytorch/pytorch#95668).
+    If they stayed allocated, the first matrix product in a process would look like a leak in its test (pytorch/pytorch#95668).
     """
     import torch
 
@@ -38,8 +38,8 @@ def clear_cublas_workspaces() -> None:
 def cuda_has_allocated(index: int) -> bool:
     """Return whether this process has ever allocated memory with the CUDA allocator on a GPU, even if it was freed.
 
-    torch's public function for statistics is slower, because it flattens and sorts them all. Any of the four counters may have
-    been reset to 0, so all are checked.
+    torch's public function for statistics is slower, because it flattens and sorts all statistics. The allocator has four
+    counters of bytes: current, peak, allocated and freed. Any of them may have been reset to 0, so all are checked.
     """
     import torch
 
@@ -54,9 +54,7 @@ def cuda_history_is_on() -> bool:
 
 
 def cublas_workspace_sizes() -> frozenset[int]:
-    """Return the sizes of a cuBLAS workspace and a cuBLASLt workspace in bytes; empty if the torch release does not report
-    them.
-    """
+    """Return the sizes in bytes of a cuBLAS and a cuBLASLt workspace; empty if the torch release does not report them."""
     import torch
 
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
@@ -95,8 +93,7 @@ def stop_cuda_history() -> None:
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """Return the state and the recorded history of the CUDA caching allocator, as ``torch.cuda.memory._dump_snapshot`` writes
-    them.
+    """Return the CUDA caching allocator's state and recorded history, as ``torch.cuda.memory._dump_snapshot`` writes them.
 
     This call itself adds an entry to the history.
     """
@@ -106,8 +103,10 @@ def cuda_snapshot() -> dict[str, Any]:
 
 
 def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
-    """Allocate a block with the CUDA caching allocator and return its address. Raise ``torch.OutOfMemoryError`` if memory runs
-    out.
+    """Allocate a block with the CUDA caching allocator, and return its address.
+
+    Raises:
+        torch.OutOfMemoryError: Memory ran out.
     """
     import torch
 
@@ -124,7 +123,7 @@ def free_on_cuda(address: int) -> None:
 def when_cuda_begins(call: Callable[[], None]) -> None:
     """Call a function when this process uses CUDA for the first time, or now if it already uses CUDA.
 
-    So a process can prepare something for CUDA, and still fork before it uses CUDA.
+    So a process can prepare for CUDA without using CUDA, and can still fork.
     """
     import torch
 
@@ -147,8 +146,9 @@ def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
 
 
 def expandable_segments_are_on() -> bool:
-    """Return whether the CUDA caching allocator uses expandable segments, from its current settings and not from the
-    environment.
+    """Return whether the CUDA caching allocator uses expandable segments, as its current settings say.
+
+    The environment variable is not read, because a program may have changed the setting.
     """
     import torch
 
@@ -161,9 +161,10 @@ def expandable_segments_are_on() -> bool:
 def gpu_unseen() -> Iterator[None]:
     """Hide all GPUs from modules that are imported within the context, so this process can fork later.
 
-    A process must not use CUDA before it forks, but some libraries do so when they are imported. Even counting the GPUs is a
-    use (``register_fork_handler_for_device_init``). When the context ends, caches in torch and transformers are cleared,
-    because they may contain "no GPU". For example, ``torch.utils._triton`` checks only once whether the GPU supports Triton.
+    A process must not use CUDA before it forks, but some libraries use CUDA when they are imported. Even counting the GPUs
+    counts as a use (``register_fork_handler_for_device_init``). When the context ends, caches in torch and transformers are
+    cleared, because they may contain "no GPU". For example, ``torch.utils._triton`` checks only once whether the GPU supports
+    Triton.
     """
     import torch
 

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
     """Call a function in autograd's backward thread for a device, on the current stream, without any allocation.
 
-    When this function returns, the backward thread has released all gradients from earlier passes. At the end of a pass, the
-    backward thread first wakes the waiting threads and only then releases the last gradients, but always before the next pass.
-
-    For example, ``run_in_backward(lambda: None, device)`` waits until the gradients of the previous pass are released.
+    When this function returns, the backward thread has released all gradients from earlier passes. At the end of a pass, this
+    thread first wakes the waiting threads, and only then releases the last gradients, before it begins another pass. For
+    example, ``run_in_backward(lambda: None, device)`` waits until the previous pass's gradients are released.
 
     Args:
         call: The function to call.
@@ -57,12 +56,11 @@ def _calling_node() -> Any:
 
 @contextmanager
 def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[object]]) -> Iterator[None]:
-    """Within the context, let every backward pass run in the context ``around(roots)``, which can enter a `TorchFunctionMode`
-    again.
+    """Within the context, let every backward pass run in the context ``around(roots)``.
 
-    Such a mode handles calls to ``backward`` and ``grad`` like other functions, and torch disables a mode while it handles a
-    call. So the mode would miss the Python functions called in backward. If a torch release lacks the private function to
-    replace, ``around`` is never called.
+    For example, ``around`` can enter a `TorchFunctionMode` again. Torch disables such a mode while the mode handles a call, and
+    a mode also handles calls to ``backward`` and ``grad``. So without ``around``, the mode would miss the Python functions
+    called in backward. If a torch release lacks the private function to replace, ``around`` is never called.
 
     Args:
         around: A function that returns a context for a backward pass. Its argument is the list of the graph's roots, which are
@@ -159,7 +157,7 @@ def _wrapping_unpack_hook(
     import torch
 
     def register_wrapped(self: object, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> Any:
-        # Do not wrap a graph module as a hook, because torch.compile inlines it.
+        # Do not wrap a hook that is a graph module, because torch.compile inlines such a hook.
         return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else wrap(unpack_hook))
 
     return register_wrapped
@@ -204,9 +202,7 @@ def running_node_number() -> int | None:
 
 
 def running_node_name() -> str | None:
-    """Return the name of the currently running autograd node in this thread: ``"ProdBackward0"``; ``None`` outside
-    backward.
-    """
+    """Return the name of this thread's running autograd node, such as ``"ProdBackward0"``; ``None`` outside backward."""
     import torch
 
     node = torch._C._current_autograd_node()

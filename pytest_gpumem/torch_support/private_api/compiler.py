@@ -36,7 +36,7 @@ def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:
 
 
 def load_compiler() -> None:
-    """Import torch.compile's default backend now. Its warnings about torch's own use of torch.jit are ignored."""
+    """Import torch.compile's default backend now. Ignore the warnings about torch's own use of torch.jit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
@@ -94,14 +94,15 @@ def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
     operators to the trace and call ``Tensor.__bool__``.
 
     Yields:
-        A decorator for the program's own functions, which are traced again while they run.
+        A decorator for the program's own functions. While such a function runs, it is traced again.
     """
     import torch
 
     core: Any = torch._C
     state = core._get_tracing_state()
     included, excluded = core._dispatch_tls_local_include_set(), core._dispatch_tls_local_exclude_set()
-    # Within an operator, the dispatch key "Tracer" is excluded. While it is excluded, the tracing state cannot be changed.
+    # Within an operator, the dispatch key "Tracer" is excluded. While it is excluded, the tracing state cannot be changed, so
+    # include this key again.
     tracer = core.DispatchKeySet(core._parse_dispatch_key("Tracer"))
 
     def traced(function: Callable[P, R]) -> Callable[P, R]:

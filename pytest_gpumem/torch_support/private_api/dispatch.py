@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator's kernel without the active dispatch modes. The modes still intercept the operators that the kernel
-    calls.
+    """Run an operator's kernel without the active dispatch modes.
 
-    For example, ``run_kernel(torch.ops.aten.add.Tensor, "CPU", (x, y), {})`` adds two tensors on the CPU.
+    The modes still intercept the operators that the kernel calls. For example,
+    ``run_kernel(torch.ops.aten.add.Tensor, "CPU", (x, y), {})`` adds two tensors on the CPU.
 
     Args:
         operator: An operator overload, such as ``torch.ops.aten.add.Tensor``.
@@ -35,7 +35,7 @@ def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_higher_order(operator: object) -> bool:
-    """Return whether an operator has functions as arguments, as `torch.cond` and ``flex_attention`` have."""
+    """Return whether an operator takes functions as arguments, like `torch.cond` and ``flex_attention``."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(operator, HigherOrderOperator)
@@ -44,7 +44,7 @@ def is_higher_order(operator: object) -> bool:
 def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
     """Return torch's FLOP counter, but changed so its first call does not import the compiler.
 
-    ``custom_mapping`` contains a formula for each further operator, by operator.
+    ``custom_mapping`` contains formulas for further operators, by operator.
     """
     from torch.utils import flop_counter as counters
 
@@ -60,8 +60,8 @@ def watched_operators(
 ) -> AbstractContextManager[object]:
     """Return a context in which every operator below autograd calls ``called`` instead.
 
-    Enter this context before `flop_counter`, because the counter keeps torch.compile from compiling ``called``. torch's
-    documentation recommends the mode used here, although its module is private.
+    Enter this context before `flop_counter`, because the counter keeps torch.compile from compiling ``called``. The context
+    uses `TorchDispatchMode`, which torch's documentation recommends although its module is private.
 
     Args:
         called: A function with the parameters ``(operator, args, kwargs, run)``. ``run()`` runs the operator. The program gets
@@ -95,9 +95,7 @@ def outside_torch_function() -> AbstractContextManager[object]:
 
 
 def takes_numbers_for_tensors(name: str) -> bool:
-    """Return whether an operator accepts Python numbers for tensor arguments, as ``mul`` does: ``torch.ops.aten.mul(tensor,
-    2)``.
-    """
+    """Return whether an operator accepts Python numbers for tensor arguments, as in ``torch.ops.aten.mul(tensor, 2)``."""
     import torch
 
     return bool(torch._C._should_allow_numbers_as_tensors(name))

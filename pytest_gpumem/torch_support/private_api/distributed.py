@@ -70,8 +70,8 @@ FAKE = "fake"
 def store_of_nobody() -> Any:
     """Return a store with which a process can initialise a process group of the backend `FAKE`, without other ranks.
 
-    Collectives in such a group return at once. Depending on the torch release, a collective copies this rank's part in place
-    of the other ranks' parts, or does not change its output.
+    Collectives in such a group return at once. Depending on the torch release, a collective fills the other ranks' parts of its
+    output with copies of this rank's part, or does not change its output.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -79,9 +79,7 @@ def store_of_nobody() -> Any:
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches of device meshes after their process groups have ended. Otherwise a later, equal mesh would reuse
-    them.
-    """
+    """Clear torch's caches for device meshes whose process groups have ended, so a later, equal mesh does not use them."""
     from torch.distributed import device_mesh
 
     forget_operators_of_meshes()
@@ -93,8 +91,9 @@ def forget_meshes() -> None:
 
 
 def forget_operators_of_meshes() -> None:
-    """Clear torch's cache of decisions about sharded operators, because its keys contain meshes whose process groups have
-    ended.
+    """Clear torch's cache of decisions about sharded operators.
+
+    The keys in this cache contain device meshes, whose process groups have ended.
     """
     from torch.distributed.tensor import DTensor, debug
 

@@ -14,12 +14,12 @@ R = TypeVar("R")
 
 
 def bfloat16_instructions() -> str | None:
-    """Return the name of the instructions with which oneDNN computes bfloat16 on this x86 CPU: ``AMX``, ``AVX512_BF16`` or
-    ``none``.
+    """Return the instructions with which oneDNN computes bfloat16 on this CPU: ``AMX``, ``AVX512_BF16`` or ``none``.
 
-    ``None`` if torch has no function to ask. oneDNN chooses its kernels by these instructions, and the kernels need different
-    workspaces. Example: a bfloat16 training step of the example project's GPT with checkpointing allocates 27.74 MB with
-    ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none`` on a CPU with AVX-512.
+    The result is ``None`` if the CPU is not an x86 CPU, or if torch cannot tell. oneDNN chooses its kernels by these
+    instructions, and the kernels need different workspaces. Example: a bfloat16 training step of the example project's GPT with
+    checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16``, and 29.29 MB with ``none`` on a CPU with
+    AVX-512.
     """
     import torch
 
@@ -34,8 +34,8 @@ def bfloat16_instructions() -> str | None:
 def outside_autocast(device_type: str) -> Iterator[None]:
     """Switch autocast off within the context, as if no autocast context surrounded it.
 
-    An autocast context caches its cast weights, and torch frees the cache when the outermost autocast context ends. Within a
-    surrounding autocast context, a step's cached weights would therefore outlive the step's forward pass.
+    An autocast context caches the weights that it casts, and torch frees this cache when the outermost autocast context ends.
+    If the program's autocast context surrounded a step, the step's cached weights would outlive its forward pass.
     """
     import torch
 
@@ -58,9 +58,9 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 for float32 matrix products, convolutions and recurrent layers on a GPU.
 
-    Since torch 2.9 each backend has its own setting. This context first sets the older settings, which are common to all
-    backends, to the same value. Otherwise reading a common setting would raise an error, because a backend's setting differs.
-    For example, ``torch.backends.cudnn.flags`` reads a common setting, and some models call it.
+    Since torch 2.9 each backend has its own setting, and reading one of the older settings, which are common to all backends,
+    raises an error if a backend's setting differs. For example, ``torch.backends.cudnn.flags``, which some models call, reads
+    a common setting. So this context first sets the common settings to the same value.
     """
     import torch
 

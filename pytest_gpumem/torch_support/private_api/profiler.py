@@ -34,8 +34,9 @@ def allocation_events(profiler: Profile) -> list[AllocationEvent]:
 
 
 def event_tree(profiler: Profile) -> list[Any]:
-    """Return the event tree of a stopped profiler. An operator's children are its calls to other operators, and its
-    allocations.
+    """Return the event tree of a stopped profiler.
+
+    An operator's children in this tree are the operators that it called, and its allocations.
     """
     autograd_profiler: Any = getattr(profiler, "profiler", profiler)
     tree: list[Any] = autograd_profiler.kineto_results.experimental_event_tree()
@@ -58,9 +59,10 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept it.
+    """Return a context that a profile shows as a span with a name. Dispatch modes do not intercept this span.
 
-    The public `torch.profiler.record_function` is an operator itself, so selective checkpointing would cache its result.
+    The public `torch.profiler.record_function` calls an operator, so selective checkpointing would cache this operator's
+    result.
     """
     from torch._C._profiler import _RecordFunctionFast
 
@@ -71,7 +73,8 @@ def span(name: str) -> AbstractContextManager[object]:
 def quiet_kineto() -> Iterator[None]:
     """Prevent Kineto (torch's profiler library) from writing to stderr whenever a profiler starts or stops.
 
-    Kineto reads its log level from an environment variable when it is used for the first time.
+    Kineto reads its log level from an environment variable when it is used for the first time. So the variable is set before
+    this moment.
     """
     if KINETO_LOG_LEVEL in os.environ:
         yield
@@ -95,7 +98,7 @@ def recording_no_operators() -> Iterator[None]:
     profiler: Any = torch.autograd.profiler
     enable = profiler._enable_profiler
     scopes: Any = RecordScope
-    # An empty set of scopes would mean all scopes. So name a scope without operators: steps do not use the Static Runtime.
+    # An empty set of scopes would mean all scopes. So name a scope in which steps run no operators: the Static Runtime's.
     with replaced(profiler, "_enable_profiler", partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})):
         yield
 

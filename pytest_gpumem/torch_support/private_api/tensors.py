@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and the values of a sparse COO tensor. torch's public methods raise an exception for an uncoalesced
-    tensor.
+    """Return the indices and the values of a sparse COO tensor.
+
+    torch's public methods cannot be used, because they raise an exception for an uncoalesced tensor.
     """
     import torch
 
@@ -59,7 +60,7 @@ def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]
     """From now on, let torch print a GPU tensor from a copy on the host.
 
     torch's own code for printing disables dispatch modes and then selects elements on the GPU. So the dispatch mode for
-    emulated GPUs would miss these operators.
+    emulated GPUs would miss the operators that select these elements.
 
     Args:
         within: A function that returns a context, in which tensors are printed.
@@ -78,8 +79,8 @@ def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]
 def remember_functions_that_take_a_device() -> None:
     """Make torch build its set of functions with a ``device`` argument now, before this package replaces some of them.
 
-    A default device (``with torch.device("cuda"):``) applies only to functions in this set, which torch otherwise builds at
-    the first use.
+    A default device (``with torch.device("cuda"):``) applies only to functions in this set. Without this call, torch would
+    build the set at its first use, with this package's replacements instead of torch's functions.
     """
     from torch.utils import _device
 

@@ -40,8 +40,8 @@ def _sentence(text: str) -> dict[str, Any]:
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
     """Return a chart with a step's memory over time, as stacked areas with the phases and the peak.
 
-    If ``judged``, the verdict on the peak, has a baseline or a budget, lines show them. If only one or two points in time were
-    recorded, a sentence replaces the chart: ``"The step held 4.00 MB, then 8.00 MB."``
+    If the verdict on the peak (``judged``) has a baseline or a budget, the chart has a line for each of them. If only one or
+    two points in time were recorded, a sentence replaces the chart: ``"The step held 4.00 MB, then 8.00 MB."``
     """
     if len(over_time.time_ns) < _FEWEST_POINTS:
         held = ", then ".join(format_bytes(total, units) for total in over_time.total)

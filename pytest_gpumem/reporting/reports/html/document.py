@@ -38,7 +38,7 @@ def document(template: str, **values: Any) -> str:
     )
     environment.filters["lines"] = lambda text: escape(in_lines(text))
     scripts = tuple(map(_source, ("charts.js", "page.js")))
-    plotly = _within_a_script(_source("plotly/plotly-basic.min.js"))
+    plotly = _safe_in_script(_source("plotly/plotly-basic.min.js"))
     text = environment.get_template(template).render(
         **values,
         policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
@@ -58,7 +58,7 @@ def _source(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 
-def _within_a_script(source: str) -> str:
+def _safe_in_script(source: str) -> str:
     """Return JavaScript that cannot close the ``<script>`` element around it.
 
     The added backslashes do not change the meaning of strings and patterns in JavaScript.

@@ -151,8 +151,9 @@ def html(report: SessionReport) -> str:
       change, with the metric's name. If only one test failed, its details are open when the page loads.
     - A test's details begin with the folded failure text. Each measurement follows, with tables that explain changed metrics, a
       chart of memory over the step by category, a bar for each metric, the composition at the peak, and a chart of the timed
-      rounds. A bar runs from 0 to twice the baseline, or else the budget, and marks baseline, tolerance and budget. The chart
-      of rounds marks disturbed rounds, the median with its 95 % interval, and the baseline's median. Tables have up to 30 rows.
+      rounds. A bar ends at twice the baseline, or without a baseline at twice the budget, and marks baseline, tolerance and
+      budget. The chart of rounds marks disturbed rounds, the median with its 95 % interval, and the baseline's median. Tables
+      have up to 30 rows.
     - A matrix of configs has a table and, if the configs were timed, a chart of saving against cost.
     - A test's anchor consists of the test's name and a digest of its id, so links to a test work in every report.
     """

@@ -1,4 +1,4 @@
-"""Make the panels in the HTML page, each of which shows a measurement. Pure."""
+"""Make the panels in the HTML page. Each panel shows a single measurement. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.explanation import PartTable
 
 MOST_ROWS = 30
-"""A table has at most this many rows, and then a row with the sum of all others."""
+"""A table has at most this many rows. If there are more, a further row has the sum of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Bar:
     """A bar for a metric's value, with marks for the baseline and the limits.
 
     All numbers are fractions of the bar's full length, which is twice the baseline, or twice the budget without a baseline. The
-    baseline's mark therefore has the same position in every row, and a change of 10 % has the same length. Larger values are
-    cut.
+    baseline's mark therefore has the same position in every row, and a change of 10 % has the same length. A value beyond the
+    bar's full length is cut.
 
     Example: a peak of 6 MB, with a baseline of 4 MB and a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
     ``beyond="2.5 x"``.
