@@ -117,7 +117,7 @@ def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) 
 
 
 class _Commit(NamedTuple):
-    """A commit from ``git log``. If ``is_boundary`` is True, only the commit's children are in the requested range."""
+    """A commit from ``git log``. If ``is_boundary`` is True, the commit lies just before the requested range."""
 
     is_boundary: bool
     hash: str
@@ -199,7 +199,7 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the sorted names of the packages to search, and candidates. Each candidate changes one more package.
+    """Return the sorted names of the packages to search, and the candidates. Each candidate changes one more package.
 
     A package is left out if only ``good`` or only ``bad`` contains it, or if both contain builds of the same release.
 
