@@ -84,9 +84,9 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    If ``first_parent`` is False, a merged branch may start at a commit older than ``first``. The result lists this older commit
-    right after ``first``, as a parent of ``first``, because ``first`` contains the older commit's code. So if ``first`` is
-    good, the search can exclude the older commit.
+    If ``first_parent`` is False, a merged branch may start at a commit older than ``first``. This older commit follows right
+    after ``first``, and counts as a parent of ``first``, because ``first`` contains its code. So if ``first`` is good, the
+    search excludes the older commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
