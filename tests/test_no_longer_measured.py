@@ -234,7 +234,7 @@ def test_an_update_names_a_no_longer_measured_test_and_keeps_its_baseline(projec
         [
             (
                 "gpumem store: 1 test has baselines here and is not measured any more (test_it.py::test_it); no update changes "
-                "them: mark it again, or remove them with `gpumem prune test_it.py::test_it`"
+                "them: mark the test again, or remove its baselines with `gpumem prune test_it.py::test_it`"
             ),
             f"gpumem: {int(bool(beside))} gated, 1 missing",
         ]

@@ -54,7 +54,7 @@ def pytest_load_initial_conftests(
     try:
         loaded = yield
     except Exception as error:
-        # After this error in a conftest.py, pytest prints the error and ends.
+        # pytest ends after this error, so no later hook could print the hint.
         if (hint := _emulation_hint([str(getattr(error, "cause", error))])) is not None:
             sys.stderr.write(f"gpumem: {hint}\n")
         raise
@@ -136,8 +136,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _register_markers(config: pytest.Config) -> None:
     """Register the markers.
 
-    Only ``pytest --markers`` needs their help, which imports the table of metrics, so otherwise the markers are registered
-    without help.
+    Their help is made from the table of metrics. Only ``pytest --markers`` prints it, so all other runs register the markers
+    without help, and do not import the table.
     """
     lines = MARKER, CONFIG_MARKER
     if config.getoption("markers", default=False):

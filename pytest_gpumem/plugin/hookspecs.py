@@ -23,7 +23,8 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
 
     Returns:
         A mapping from device names to functions without arguments. Each function returns a ``pytest_gpumem.Device``, or
-        raises ``pytest_gpumem.DeviceUnavailable`` with the reason. It is called when the first test with this device runs.
+        raises ``pytest_gpumem.DeviceUnavailable`` with the reason. The function for a device is called when the first test
+        with this device runs.
 
     Example::
 

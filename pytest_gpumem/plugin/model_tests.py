@@ -74,7 +74,7 @@ class ModelTests:
 
 
 class ModelFile(pytest.File):
-    """The file ``pyproject.toml`` as a collector with a test for each model's step."""
+    """A collector for the file ``pyproject.toml``, which yields a test for each model's step."""
 
     def __init__(self, *, steps: Sequence[ModelStep], **more: Any) -> None:
         super().__init__(**more)
@@ -140,7 +140,7 @@ def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
 def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> None:
     """Measure the step of a model, as a test function would.
 
-    If no step can be made from the model and the config, fail the test with a sentence.
+    If no step can be made from the model and the config, fail the test with one sentence, without a traceback.
     """
     import torch
 

@@ -16,7 +16,7 @@ from pytest_gpumem.base.units import nearest
 
 
 class Subcommand(NamedTuple):
-    """A subcommand in the list of ``gpumem --help``, which imports no subcommand. Its module is below `tools`."""
+    """A subcommand's line in ``gpumem --help``, which is printed without importing the subcommand's module below `tools`."""
 
     help: str
     module: str

@@ -276,7 +276,7 @@ if os.environ["RANK"] == "1":
     )
     job = run_ranks(project.path, 2)
     assert job.status != 0
-    said = "ERROR: only rank 1 of 2 measures test_it.py::test_b, and not both rank 0 and rank 1 of 2, so it cannot be gated"
+    said = "ERROR: test_it.py::test_b is measured on rank 1 of 2, but not on rank 0, so it cannot be gated"
     assert job.output.count(said) == 2, job.output
 
 

@@ -23,8 +23,8 @@ COMMAND: pytest.StashKey[Command] = pytest.StashKey()
 """The stash key for an item's `Command`, if ``pytest ID`` cannot run the item again."""
 
 WORKER_IS_WHOLE = "gpumem_whole"
-"""The key in a pytest-xdist worker's input under which the controller stores its result of `is_whole_run`. The worker
-cannot compute the result, because it gets all arguments as if they were typed."""
+"""The key in a pytest-xdist worker's input under which the controller stores its result of `is_whole_run`, so all workers
+have the same result."""
 
 SELECTING = ("keyword", "markexpr", "lf", "stepwise", "deselect", "ignore", "ignore_glob", "gpumem_model", "pyargs")
 """Options of pytest and of this plugin that select only some of the tests."""

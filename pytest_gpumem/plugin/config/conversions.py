@@ -70,7 +70,7 @@ def _not_empty(expected: str) -> Callable[[str, str], str]:
 def check_in_file(kind: Kind, value: Any, where: str) -> None:
     """Raise `SettingsError` if a project's file names a store on another host.
 
-    Such a store must be typed, because a pull request can change the file.
+    Such a store must be named on the command line, because a pull request can change a project's file.
     """
     if kind is not STORE:
         return

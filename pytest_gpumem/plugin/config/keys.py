@@ -25,8 +25,8 @@ class Key(NamedTuple):
     help: str
     """One or two sentences for the settings' page, as Markdown."""
     default: str | None = None
-    """The default in words, as Markdown, if it is not the default of a field in `Settings`. In a table inside
-    ``[tool.gpumem]``, ``None`` means that the key has no default."""
+    """The default in words, as Markdown. ``None`` if the page takes the default from the field in `Settings`, or, in a table
+    inside ``[tool.gpumem]``, if the key has no default."""
     details: str = ""
     """Further Markdown for the settings' page."""
 
@@ -53,7 +53,7 @@ GPU_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
         "capability": Key(
             kinds.TEXT,
-            'Compute capability, with its limits: `"8.9"`.',
+            'Compute capability, which also sets limits such as the threads on a multiprocessor: `"8.9"`.',
             "that of `like`; needed without it",
         ),
         "sms": Key(
@@ -223,7 +223,7 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         "time_budget": Key(
             kinds.DURATION,
             "Time limit for timing all steps in a test once, such as `2 s` or `500 ms`. If steps have to be timed again, "
-            "a second limit of the same length begins. A sample takes about half of the remaining time.",
+            "a second limit of the same length begins. Timing a step takes about half of the remaining time.",
         ),
         "tolerance": Key(
             kinds.TABLE,

@@ -34,8 +34,7 @@ class Kind:
         A relative path in pyproject.toml is relative to pytest's root directory (`rootdir`). A typed relative path starts in
         the current folder.
 
-        `Settings` stores the folder in which a relative path starts in a second field, for example ``store_base`` for
-        ``store``.
+        A second field in `Settings` stores the folder in which the relative path starts: ``store_base`` for ``store``.
         """
 
 

@@ -69,7 +69,7 @@ def check_of_a_call(item: pytest.Item) -> None:
 
 
 _MARKERS = pytest.StashKey[tuple[pytest.Mark, ...]]()
-"""The key for a test's markers from the time when the session selected the measured tests."""
+"""The stash key for the markers that a test had when the session selected the measured tests."""
 
 
 def remember_markers(item: pytest.Item) -> None:
@@ -156,8 +156,9 @@ def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
 
 
 def _without(nodeid: str, config_id: str) -> str:
-    """Return a test's id without the config's id, because it is the same for all tests in a matrix: ``test_it[fp32-4]``
-    becomes ``test_it[4]``.
+    """Return a test's id without the config's id: ``test_it[fp32-4]`` becomes ``test_it[4]``.
+
+    The result is the same for all tests in a matrix.
     """
     test, _, parameters = nodeid.removesuffix("]").partition("[")
     rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")

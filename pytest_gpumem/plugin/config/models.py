@@ -48,7 +48,7 @@ class ModelStep:
 
     @property
     def matrix(self) -> str:
-        """The test's name without its config, which all tests from the same entry share:
+        """The part of the test's name that all tests from the same entry share, which is the name without the config:
         ``"hf-tiny:openai-community/gpt2[4x128]"``.
         """
         return self._named(self._size)
@@ -133,16 +133,17 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
 def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
     """Return the steps for the ``typed`` models.
 
-    If ``steps`` contains none for a model, its step has one sample and the config ``fp32``.
+    A typed model without a step in ``steps`` gets a step with one sample and the config ``fp32``.
     """
     groups = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
     return tuple(step for group in groups for step in group)
 
 
 def from_root(model: ModelName, base: Path, root: Path) -> ModelName:
-    """Return a model whose name is a path relative to ``base`` with the path relative to ``root``.
+    """Return a model with its path written relative to ``root`` instead of ``base``.
 
-    A model whose name is not a path is returned unchanged.
+    For example, the model ``hf:nets/gpt``, typed in ``/repo/tests``, becomes ``hf:tests/nets/gpt`` in the root ``/repo``. A
+    model whose name is not a path, such as ``hf:openai-community/gpt2``, is returned unchanged.
     """
     path = base / Path(model.name).expanduser()
     if not path.exists():

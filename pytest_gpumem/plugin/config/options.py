@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""The stash key for the pytest argument that collects an item again, if its id does not. For a model that is not in the
-settings, the argument is ``--gpumem-model=NAME``."""
+"""The stash key for the pytest argument that collects an item again, if the item's id cannot. For example, a model that is
+not in the settings needs ``--gpumem-model=NAME``."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
 """The stash key for an item's `Cell`, if the item's matrix of step configs comes from the settings and not from a marker."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
@@ -108,9 +108,9 @@ _RELATIVE = (
     "A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it "
     "starts in pytest's root directory."
 )
-_EXPLAIN = """ `on-failure`: a step is explained if its test fails because of bytes, if memory runs out, or if its baseline
-is written. With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md)
-would write its baseline from the report.
+_EXPLAIN = """ `on-failure`: a step is explained if its test fails because of a figure in bytes, if memory runs out, or if its
+baseline is written. With `--gpumem-baseline` and a JSON report, a step is also explained if
+[`gpumem accept`](command-accept.md) would write its baseline from the report.
 
 `always`: every step is explained. At its end, the session prints the largest rows of each peak for ten tests. With `-v` it
 prints them for all tests.

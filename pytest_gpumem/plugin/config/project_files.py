@@ -123,7 +123,7 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
         "rootdir_cmd_arg": of_user["rootdir"],
         "invocation_dir": folder,
     }
-    # Before 9.0, pytest's function has fewer parameters, and returns plain values.
+    # Before pytest 9.0, `determine_setup` has fewer parameters, and returns plain values.
     parameters = inspect.signature(determine_setup).parameters
     try:
         root, file, values, *_ = determine_setup(

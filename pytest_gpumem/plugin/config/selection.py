@@ -97,7 +97,8 @@ def measured_test_of(item: pytest.Item, settings: Settings, devices: Sequence[st
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
     """Return a clause with a correction for a wrong device in a marker.
 
-    For example, a marker cannot name an emulated GPU, because emulation replaces CUDA in the whole session.
+    If the marker names an emulated GPU, the clause proposes the option, because emulation replaces CUDA in the whole session
+    and not for a single test.
     """
     from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 
@@ -165,7 +166,7 @@ def _covers(config: pytest.Config, pattern: str) -> bool:
     """
     if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob", "gpumem_model")):
         return False
-    # pytest-xdist passes the `testpaths` to its workers as arguments, so these arguments mean the whole suite.
+    # If no path was typed, `config.args` contains the `testpaths`, and they mean the whole suite.
     if list(config.args) == config.getini("testpaths"):
         return True
     literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]

@@ -69,7 +69,7 @@ class PatternBudget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for a session, from ``[tool.gpumem]`` and the options. They do not change."""
+    """The settings for a session, from ``[tool.gpumem]`` and the options. They stay the same until the session ends."""
 
     baseline: bool = False
     update: UpdateMode | None = None
@@ -105,7 +105,7 @@ class Settings:
     """The assumption on an emulated GPU about which experts get each token."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """The time limit, in seconds, for the first time samples of all steps in a test."""
+    """The time limit, in seconds, for timing all steps in a test once. Timing them again has a limit of the same length."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class Settings:
     def gates(self) -> bool:
         """True if the session is a gate (``--gpumem-baseline`` or ``--gpumem-strict``).
 
-        In a gate, the report decides the exit code.
+        A gate ends with exit code 0 only if its report passed.
         """
         return self.baseline or self.strict
 
@@ -194,7 +194,7 @@ def settings_from(
         root: pytest's root directory.
         started_in: The folder in which pytest was started. Relative paths in options start in this folder.
         option_values: pytest's parsed values for options, by name. Other names are ignored.
-        only_in_file: The names of options that were not typed, so their values come from ``addopts``.
+        only_in_file: The names of options whose values come from ``addopts`` in a file, because the user did not type them.
 
     Raises:
         SettingsError: A setting is wrong.
@@ -226,7 +226,7 @@ def settings_from(
 def _only_in_file(config: pytest.Config) -> Collection[str]:
     """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``.
 
-    In a pytest-xdist worker, return an empty collection.
+    In a pytest-xdist worker, return an empty collection, because the controller has checked the same options.
     """
     if hasattr(config, "workerinput"):
         return ()
@@ -237,7 +237,7 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
 
 def _converted(option: Option, value: Any) -> Any:
     """Convert an option's value to the value in `Settings`. Raises `SettingsError`."""
-    # `gpumem ab` passes an empty mode to switch off the key `update` in the table.
+    # `gpumem ab` passes an empty mode to switch off the key `update` in [tool.gpumem].
     return None if option.name == "update" and not value else convert(option.kind, value, option.flag)
 
 
@@ -295,7 +295,7 @@ def read_table(path: Path) -> dict[str, Any] | None:
 def check_readable(path: Path) -> None:
     """Raise `SettingsError` if a pyproject.toml cannot be read.
 
-    Otherwise pytest would later raise a less helpful error for this file.
+    Without this check, pytest would later raise a less helpful error for this file.
     """
     text = _text(path, str(path))
     if text is not None:
@@ -418,8 +418,8 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 
 
 def options_to_repeat(config: pytest.Config) -> list[str]:
-    """Return the typed options that affect measurements, such as ``["--gpumem-device=cpu"]``. A printed command for
-    accepting results repeats them.
+    """Return the typed options that affect measurements, such as ``["--gpumem-device=cpu"]``. The command that a failure
+    prints for accepting new figures repeats them.
 
     With ``--gpumem-against``, the command must run on the default device instead of the emulated GPU, because baselines for
     a real GPU have to be measured on that GPU.

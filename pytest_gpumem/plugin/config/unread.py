@@ -34,10 +34,10 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
     """Return a warning about settings without effect; ``None`` if there are none.
 
     For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the repository's
-    pyproject.toml has no effect. If the root directory itself has the table, other tables are ignored. The function
-    searches the folders above the root directory, up to the repository's top folder. Outside a repository, the search goes
-    up to the folder in which pytest was started, if that folder contains the root directory. A mistyped table such as
-    ``[tool.gpumen]`` is reported as well.
+    pyproject.toml has no effect. If the root directory itself has the table, there is no warning. Otherwise the function
+    searches the folders above the root directory for a table, up to the repository's top folder. Outside a repository, the
+    search goes up to the folder in which pytest was started, if that folder contains the root directory. A mistyped table in
+    the root directory, such as ``[tool.gpumen]``, is reported as well.
 
     Args:
         root: pytest's root directory.

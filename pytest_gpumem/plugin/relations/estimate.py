@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 MOST_DIFFERENCE = 0.02
 """If the measured bytes differ from the formula by more than this ratio, the difference is a finding."""
 _COPY = 0.1
-"""If the measured bytes are two or more times the formula, up to this ratio, the finding says that several copies are alive."""
+"""If the measured bytes are two or more times the formula, the finding says that several copies are alive. The bytes may
+differ from the multiple by this part of the formula: 2.05 times the formula counts as two copies, and 2.5 times does not."""
 _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
@@ -28,8 +29,8 @@ class Estimate:
     state: StateBytes
     """Parameters, gradients and other state in bytes, by formula and as measured."""
     findings: tuple[str, ...]
-    """A sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on memory without a
-    known owner between steps."""
+    """A sentence for each kind of state that differs from its formula by more than 2 %, and a sentence on memory that stays
+    allocated between steps without a known owner."""
 
     @property
     def parameters(self) -> int:
@@ -127,7 +128,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """Return a clause such as ``": two copies of the gradients are alive"``; empty if ``measured`` is near no multiple."""
+    """Return a clause such as ``": two copies of the gradients are alive"``; empty if ``measured`` is no multiple."""
     if not formula:
         return ""
     copies = round(measured / formula)

@@ -43,11 +43,12 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
 
 Rounding errors add up over the layers. So each tolerance is tens of times the precision's unit roundoff, which is 5e-4 for TF32
 and float16, and 4e-3 for bfloat16. For float32 (6e-8) the tolerance is over a thousand times the unit roundoff, because kernels
-sum in different orders. If a gradient is wrong, its error is about as large as the gradient.
+sum in different orders. A wrong gradient exceeds all these tolerances, because its error is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
-"""The number of loss scales to try under float16: 65536, 4096, 256, 16 and 1. An overflow at a large scale is not an error."""
+"""The number of loss scales to try under float16: 65536, 4096, 256, 16 and 1. An overflow is no error unless the
+last scale overflows as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ def difference(
         first: The first gradients.
         second: The second gradients.
         rtol: The relative tolerance.
-        atol: The absolute tolerance. The default is 0.01 x ``rtol`` x the largest gradient. Without it, gradients with nothing
-            but rounding errors (for the bias in an attention's keys) would differ.
+        atol: The absolute tolerance. The default is 0.01 x ``rtol`` x the largest gradient. Without ``atol``, gradients with
+            nothing but rounding errors (for the bias in an attention's keys) would differ.
         hint: The text to add to the message if values differ.
     """
     names = list(second.by_name)
@@ -155,7 +156,7 @@ def difference(
 
 
 def _hint(config: StepConfig, other: StepConfig) -> str:
-    """Return why gradients can differ although both configs are right. The text is added to a message; empty if unknown."""
+    """Return a reason why gradients can differ although both configs are right, as the end of a message; otherwise empty."""
     if config.compile != other.compile or "none" not in (config.compile, other.compile):
         return "; compiled code draws other random numbers: compare with dropout switched off"
     if config.accumulate != other.accumulate:
@@ -178,7 +179,7 @@ def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) 
     if not first.numel():
         return None
     error, allowed = _size(first - second), atol + rtol * _size(second)
-    # Do not test `error > allowed`, because this comparison is false if the error is NaN.
+    # Do not test `error > allowed`, because this comparison is false for NaN, so an error of NaN would pass.
     if error <= allowed:
         return None
     index = int((first - second).abs().nan_to_num(nan=float("inf")).argmax())

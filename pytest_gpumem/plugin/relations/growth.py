@@ -30,7 +30,7 @@ MOST_KINDS = 3
 
 
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call a step repeatedly, and fail if memory still grows in the calls' second half.
+    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
 
     If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this further call replaces, such as a
     batch, does not count as kept. With several ranks there is no further call, because the other ranks may not make it.

@@ -27,7 +27,7 @@ COUNT = 4
 LEAST_IN_8_BITS = 4096
 """For a parameter with fewer elements, 8-bit optimizers (torchao, bitsandbytes) keep their state in full precision."""
 BLOCK_IN_8_BITS = 256
-"""Consecutive 8-bit values that share a scale (torchao's ``block_size``)."""
+"""The number of consecutive 8-bit values that share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With several ranks, DDP does not expose its buckets. Move their bytes here from the memory without a known owner.
+            # With several ranks, DDP does not expose its buckets. So count their bytes from the formula, and subtract them from
+            # the memory without a known owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded

@@ -1,4 +1,8 @@
-"""Decide which measurements in a test are explained, and run a test's call once more for an explanation."""
+"""Decide which measurements in a test are explained, and run a test's call once more for an explanation.
+
+To explain a measurement, the code runs once more while its allocations are recorded. The explanation lists the tensors at the
+peak, with the module and line of each.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ module reads the attribute, the test has to pass ``explain=True``.
 
 @dataclass(eq=False, repr=False)
 class ExplainPolicy:
-    """The rules for which measurements in a test are explained. They implement ``--gpumem-explain``.
+    """The rules that decide which measurements in a test are explained. They implement ``--gpumem-explain``.
 
     Example:
         Under ``on-failure``, a test that needs 4 MB more than its baseline is explained, because the failure lists the
@@ -46,7 +50,7 @@ class ExplainPolicy:
     judging: Judging
 
     def should_explain(self, judged: JudgedMeasurement) -> bool:
-        """Return whether the test reads the composition, fails because of bytes, or may become a baseline."""
+        """Return whether the test reads the composition, fails because of a figure in bytes, or may get a new baseline."""
         return self._is_read or self._is_needed(judged, "memory")
 
     def should_show_whole_step(self, judged: JudgedMeasurement) -> bool:
@@ -60,7 +64,7 @@ class ExplainPolicy:
 
     @property
     def _is_read(self) -> bool:
-        # If a test has only the marker, its function has no access to a measurement.
+        # Without the fixture, a test function has no access to a measurement, so it cannot read a composition.
         judging = self.judging
         return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
@@ -85,8 +89,8 @@ class ExplainPolicy:
         return self._is_needed(judged, "work")
 
     def _is_shown(self, judged: JudgedMeasurement, kind: Kind) -> bool:
-        """Return whether this session prints the explanation, because every step is explained or a metric of this ``kind``
-        fails the test.
+        """Return whether this session prints the explanation, because every step is explained, or because a metric of this
+        ``kind`` (``"memory"`` or ``"work"``) fails the test.
         """
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
@@ -117,7 +121,7 @@ class ExplainPolicy:
     def should_explain_error(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error to explain.
 
-        With ``--pdb`` it is not explained, because this clears the debugger's frames.
+        With ``--pdb`` the error is not explained, because an explanation clears the frames that the debugger shows.
         """
         return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 
@@ -131,8 +135,9 @@ def call_again(item: pytest.Item) -> None:
     """Run a test's call once more with the same arguments. pytest does not report this run."""
     kind = item.cls if isinstance(item, pytest.Function) else None
     if isinstance(item, pytest.Function) and kind is not None and issubclass(kind, unittest.TestCase):
-        # The method `debug` runs a unittest test without collecting its result. An instance with an event loop can run only
-        # once. So a second instance runs, with the attributes that fixtures have set on the first instance.
+        # The method `debug` runs a unittest test without collecting its result. An instance with an event loop
+        # (`IsolatedAsyncioTestCase`) can run only once. So a second instance runs, with the attributes that fixtures have
+        # set on the first instance.
         instance: Any = item.instance
         second_instance = type(instance)(item.originalname)
         own_attributes = vars(second_instance)

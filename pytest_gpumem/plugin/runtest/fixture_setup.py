@@ -115,7 +115,7 @@ class SharedFixtures:
 
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
-    """Return a test's fixtures in ``among``, which it requests by arguments or by ``request.getfixturevalue``."""
+    """Return the fixtures in ``among`` that a test requests, by arguments or by ``request.getfixturevalue``."""
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 
@@ -165,7 +165,10 @@ class FixtureSetup:
         """The running measured test, from its set-up to its teardown; otherwise ``None``."""
 
     def begin(self, item: pytest.Item, device: Device) -> Ownership:
-        """Prepare for the set-up of a measured test, and return the `Ownership` for its device."""
+        """Return the `Ownership` for the device of a measured test, after removing what earlier tests left behind.
+
+        For example, gradients that earlier tests left on a shared model are cleared.
+        """
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
@@ -173,7 +176,7 @@ class FixtureSetup:
         return ownership
 
     def close(self) -> None:
-        """Unfreeze the heap."""
+        """Unfreeze the objects that `FrozenHeap` has hidden from garbage collections."""
         self._heap.close()
 
     @pytest.hookimpl(wrapper=True)
@@ -225,7 +228,8 @@ class FixtureSetup:
     ) -> Generator[None, object, object]:
         """Set up the fixture and record its bytes.
 
-        If the fixture's code ends the device's recording, the test gets no figures, but does not fail.
+        If the fixture's code interrupts the device's recording, for example with a profiler of its own, the test gets no
+        figures, but does not fail.
         """
         run = self.run
         was_set_up = False

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
-"""The key for the reason why this machine does not have a test's device, and for the test's verdict."""
+"""The stash key for two values if a test's device is not available: the reason, as a clause, and the test's verdict."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
 """An attribute of a skip exception. It is set if the test's verdict is already recorded."""
@@ -121,7 +121,8 @@ class Measuring:
 
     # Set-up
 
-    # With trylast, this wrapper is the innermost. So other plugins' set-up and teardown still run if it raises an error.
+    # With trylast, this wrapper is the innermost. So other plugins' set-up and teardown still run if this wrapper raises an
+    # error.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         measured = self.measured.get(item)
@@ -242,7 +243,7 @@ class Measuring:
         judging.conclude(run.verdict(), run.device.memory_title)
 
     def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
-        """After a failed call, add the test's measurements so far to its report, and record the test's end by ``error``."""
+        """After a failed call, add the test's measurements so far to its report, and record that ``error`` ended the test."""
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
@@ -256,7 +257,7 @@ class Measuring:
         return device.lost() or self.fixtures.shared.lost(item)
 
     def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
-        """List the uncomputed values read by the test in its report, because they may have caused the error."""
+        """Add to the test's report a list of the uncomputed values that it read, because they may have caused the error."""
         no_values = device.lacks("values")
         if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
             return
@@ -272,7 +273,7 @@ class Measuring:
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
         if measured.has_fixture:
-            # The set-up would have skipped this test, so the gate must fail it.
+            # The set-up skips a test whose device is not available, unless the gate fails the test. So fail this test.
             judging.conclude(verdict)
         result = yield
         judging.conclude(verdict)
@@ -307,8 +308,8 @@ class Measuring:
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
-        # After Ctrl-C, pytest skips the teardown. A profiler that is still running when the interpreter exits can crash the
-        # process.
+        # After Ctrl-C, pytest skips the teardown. So stop the test's profiler here, because a profiler that is still running
+        # when the interpreter exits can crash the process.
         if self.fixtures.run is not None:
             self.fixtures.run.release()
             self.fixtures.run = None

@@ -167,7 +167,7 @@ def _has_verdict(item: pytest.Item) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JudgedMeasurement:
-    """A measurement's verdict, and the compared baseline."""
+    """A measurement's verdict, and the baseline that the measurement was compared with."""
 
     verdict: Verdict
     baseline: Baseline | NoBaseline | None
@@ -238,7 +238,8 @@ class Judging:
     def verdict(self, judged: Sequence[JudgedMeasurement], relations: int = 0) -> TestVerdict:
         """Return the verdict on the test with the given measurements.
 
-        ``relations`` is the number of its successful relations, such as ``gpumem.assert_no_growth``.
+        ``relations`` is the number of assertions about several steps that the test passed, such as
+        ``gpumem.assert_no_growth``.
         """
         measured = self.measured
         return TestVerdict(
@@ -254,7 +255,8 @@ class Judging:
     def missing(self, judged: Sequence[JudgedMeasurement], slug: str) -> tuple[str, ...]:
         """Return the names of the test's baselines for which the test took no measurement.
 
-        If a measurement lacks counts from its baseline, they are named as well: ``train_step (FLOPs, syncs)``.
+        A baseline is also returned if its measurement lacks some of its counts. The counts follow in brackets:
+        ``train_step (FLOPs, syncs)``.
 
         Args:
             judged: The test's measurements.
@@ -405,8 +407,8 @@ class Judging:
                 or measurement_verdict.difference is not None
                 or measurement_verdict.count_changes
             )
-            # Under explain=always, keep the callers for `gpumem ab`, which finds the differing lines in its two versions of
-            # the code.
+            # Under explain=always, keep each row's callers. `gpumem ab` needs them to mark the lines that differ between its
+            # two versions of the code.
             keeps_callers = not is_explained or self.settings.explain == "always"
             verdicts.append(measurement_verdict if keeps_callers else without_callers(measurement_verdict))
         return replace(verdict, verdicts=tuple(verdicts))

@@ -80,12 +80,12 @@ def load(
 
 
 class _RepeatedLoading:
-    """A second run of the factory, which is recorded, while the object from the first run is alive.
+    """A second run of the factory, which is recorded to explain the peak. The object from the first run is still alive.
 
     Example:
         A model with 16,640 parameters in ``float32`` holds 66,560 bytes. The object from the first run keeps its 66,560
-        bytes during the second run. They were allocated before the recording began, so the recorded peak does not include
-        them.
+        bytes during the second run. These bytes were allocated before the recording began, so the recorded peak does not
+        include them.
     """
 
     def __init__(self, run: TestRun, factory: Callable[[], object], random: RandomNumbers) -> None:

@@ -126,8 +126,8 @@ class Ownership:
     def clear_left_gradients(self, item: pytest.Item) -> None:
         """Before ``item`` is set up, clear gradients that earlier tests left on its shared fixtures.
 
-        Without this, the figures would depend on earlier tests, because accumulating into a gradient takes more memory than
-        creating it. Gradients from a fixture's own set-up are not cleared.
+        If these gradients stayed, the figures would depend on earlier tests, because accumulating into a gradient takes more
+        memory than creating it. Gradients from a fixture's own set-up are not cleared.
         """
         for fixturedef, note in self._serving(item).items():
             set_up_gradients = {id(reference()) for reference in note.gradients}
@@ -190,7 +190,7 @@ def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) ->
 
 
 def _is_of_pytest(fixturedef: pytest.FixtureDef[Any]) -> bool:
-    """Return whether a fixture is one of pytest's own without allocations in its set-up, such as ``tmp_path`` or a
+    """Return whether a fixture comes from pytest itself and allocates nothing in its set-up, such as ``tmp_path`` or a
     parameter.
 
     If its name begins with an underscore, the answer is no, because such fixtures run users' code such as ``setup_class``.
@@ -206,8 +206,8 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
     """Return the fixture definitions that the test uses; ``None`` for an item without fixtures.
 
-    They come from a private mapping in pytest. If a name has several definitions, the last definition is the closest to the
-    test. An earlier definition is used only if the following definition requests a fixture of the same name.
+    The definitions come from a private mapping in pytest. If a name has several definitions, the last definition is the
+    closest to the test. An earlier definition is used only if the following definition requests a fixture of the same name.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:

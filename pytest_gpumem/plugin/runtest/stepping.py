@@ -70,7 +70,8 @@ class MeasuredLoop:
     def step_ended(self) -> bool:
         """End a step in a loop without a torch optimizer. After the first call, optimizers do not end steps any more.
 
-        If all steps are measured, an optimizer's step ends the loop by an exception. This method only returns True.
+        After the last measured step, an optimizer's step ends the loop by an exception, whereas this method only returns
+        True.
 
         Returns:
             True if all steps have been measured, so the loop may end.
@@ -134,8 +135,8 @@ class MeasuredLoop:
             )
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
-        """Return whether memory ran out in the step whose operators are counted, because it needs more memory than an
-        ordinary step.
+        """Return whether memory ran out in the step whose operators are counted. Counting makes this step need more memory
+        than an ordinary step.
 
         With several ranks, the answer is always no: the other ranks may be waiting for this rank, so the loop has to fail.
         """
@@ -232,6 +233,6 @@ def _class_for(loaded: tuple[str, ...]) -> Any:
                     trainer.should_stop = True
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            """Do nothing. Both base classes have a method with this name, but their arguments differ."""
+            """Do nothing, with any arguments. Both base classes have this method, but with different arguments."""
 
     return GpumemCallback

@@ -49,10 +49,9 @@ def write_cached_report(config: pytest.Config, report: SessionReport) -> str | N
 
 
 def _leaves(root: Path, cache: Path) -> bool:
-    """Return whether the report's folder is outside of the root directory although its path is inside, because of a
-    symbolic link.
+    """Return whether a symbolic link leads from the report's folder in the root directory to a folder outside of it.
 
-    If the settings place the cache outside of the root directory, the cache folder itself is trusted.
+    If the settings place the cache outside of the root directory, only links that lead out of the cache folder count.
     """
     trusted = root if cache.is_relative_to(root) else cache
     return not cached_report_path(cache).parent.resolve().is_relative_to(trusted.resolve())

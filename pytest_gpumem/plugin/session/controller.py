@@ -1,6 +1,6 @@
 """The plugin that gets all results of a session, updates the store, and writes the reports.
 
-The plugin runs in the process with all tests' reports. With pytest-xdist, this is the controller.
+The plugin runs in the process that receives the reports of all tests. With pytest-xdist, this is the controller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """The plugin for the process with all tests' reports."""
+    """The plugin for the process that receives the reports of all tests."""
 
     def __init__(self, config: pytest.Config, settings: Settings, store: Store) -> None:
         self._config = config
@@ -81,7 +81,7 @@ class Controller:
             self._files.begin()
 
     def packs(self, packed: Callable[[], Packed]) -> None:
-        """Store a function to call at the end of the session. It returns how a process packed its tests."""
+        """Store a function that returns how a process packed its tests. It is called at the end of the session."""
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)
@@ -101,7 +101,7 @@ class Controller:
             self._complete = False
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        # Only measured tests matter, because other tests have no baselines.
+        # Ignore deselected tests that are not measured, because they have no baselines.
         if any(map(is_measured, items)):
             self._deselected = True
 
@@ -193,7 +193,7 @@ class Controller:
             if sentence is not None and self._settings.update is None:
                 self._errors.append(sentence)
             elif sentence is not None:
-                # With an update, this is no error, because somebody may have removed the store to record all baselines
+                # With an update, a missing store is no error, because somebody may have removed it to record all baselines
                 # anew.
                 self._closing.append(f"{STORE}{sentence}")
 
@@ -240,9 +240,9 @@ class Controller:
             self._closing.append(why_not)
 
     def _all_results(self) -> list[TestResult]:
-        """Return the results of all tests.
+        """Return the results of all tests, including tests in files that skipped themselves.
 
-        This adds tests in skipped files, and the likely former names of renamed tests.
+        The result of a renamed test contains its likely former name.
         """
         results = self._results.all()
         skipped = self._selection.skipped if self._selection is not None else ()
@@ -266,7 +266,8 @@ class Controller:
         if self._selection is None:
             self._errors.append("no process reported which tests it selected")
         elif session.testscollected == 0 and not self._selection.collected:
-            # This is no error in a shard without measured tests, because other shards run them.
+            # If a shard has deselected all its measured tests, `collected` still contains them. That is no error, because
+            # other shards run these tests.
             self._errors.append("no test was collected")
         elif self._settings.baseline and not self._settings.strict and not results:
             with self._or_error():

@@ -32,7 +32,8 @@ def emulate_gpu_of_settings(config: pytest.Config) -> None:
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        # If a session in another project started this session, an environment variable describes the other project's cards.
+        # If a session in another project started this session, the device may be one of the other project's cards, which an
+        # environment variable describes.
         own_gpus = {**described_gpus(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
         gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)

@@ -2,8 +2,8 @@
 
 A report passes if all selected measured tests ran to their end, no test failed, and no other error made the session red. If
 pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error gives the reason.
-Examples are ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
-``--setup-only``, ``--setup-plan``, and a session without any collected test.
+Examples of such sessions are a call of ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number
+of failures, ``--setup-only``, ``--setup-plan``, and a session without any collected test.
 
 With ``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` or ``--cache-show``, the exit code is 1 if
 ``--gpumem-baseline`` was typed as well. If only the settings or ``addopts`` switch the gate on, the exit code is 0, so an
@@ -64,7 +64,7 @@ _LISTS = {
 
 
 class Reporting(Protocol):
-    """The attributes and methods of a session for deciding its exit status."""
+    """The attributes and methods of a session that its exit status depends on."""
 
     settings: Settings
 
@@ -84,7 +84,7 @@ class Reporting(Protocol):
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
-    """Return the exit status for a pytest process, where pytest's own status is ``status``.
+    """Return the exit status for a process in which pytest itself would end with ``status``.
 
     In a gate, the status becomes 1 if the session's report did not pass, and a line on standard error gives the reason. If
     the report passed, but another plugin changed the status later, the report is written again.
@@ -104,13 +104,14 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
 
 
 class EndOfProcess:
-    """Prevents code from ending this process with 0 by `os._exit` or `os.exec*` before its report has passed. Forked
-    processes are not affected.
+    """Prevents code from ending this process with 0 by `os._exit` or `os.exec*` before its report has passed.
 
-    Instead, `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
+    Until then, `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
+    Forked processes are not affected.
 
     Args:
-        is_lost: Returns whether ending with 0 would be wrong at this moment. If so, also reports the end.
+        is_lost: Returns whether ending with 0 would be wrong at this moment. If it would, the function also reports that the
+            process ends.
     """
 
     def __init__(self, is_lost: Callable[[], bool]) -> None:
@@ -131,7 +132,8 @@ class EndOfProcess:
     def has_come(self, *, passed: bool) -> None:
         """Restore the original functions if the session has ``passed``.
 
-        Otherwise the replacements stay. An original `os._exit` in the functions for `atexit` is unregistered.
+        Otherwise the replacements stay, because a function for `atexit` may call `os._exit(0)`. If the original `os._exit`
+        itself was registered with `atexit`, it is unregistered.
         """
         if passed:
             self._process = None

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.session.session_baselines import SessionBaselines
 
 _SETTINGS_FILE = "pyproject.toml"
-"""The file with the tests for named models. It is not reported, because pytest collects a model from ``--gpumem-model``
-only with this option."""
+"""The file with the tests for named models. It is never reported as excluded, because pytest collects a model from
+``--gpumem-model`` only with this option."""
 _MOST_NAMED = 3
 
 
@@ -46,7 +46,7 @@ class CollectedFiles:
 
 
 def tests_in(files: Collection[str], stored: SessionBaselines) -> frozenset[Test]:
-    """Return the tests in ``files`` for which the store has baselines for this session."""
+    """Return the tests in ``files`` that have baselines for this session."""
     return frozenset((key.file, key.test) for _, key in stored.keys(files))
 
 
@@ -123,10 +123,10 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: SessionBa
 def left_out_by_name(
     config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
 ) -> dict[Test, str]:
-    """Return existing tests with baselines in collected files, if a setting excludes them by their names. Each test has the
-    name of this setting.
+    """Return the tests that have baselines, but whose names a setting excludes, each with the name of the setting.
 
-    For example, ``python_functions = check_*`` excludes ``test_it``. Deleted tests are not returned.
+    For example, ``python_functions = check_*`` excludes ``test_it``. Only existing tests in collected files are returned,
+    and not deleted tests.
 
     Args:
         config: pytest's configuration.

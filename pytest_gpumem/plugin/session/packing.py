@@ -41,7 +41,7 @@ class GpuShare:
 
     memory: SharedMemory
     needed: int | None
-    """The test's bytes in addition to its process's memory; ``None`` if the test needs the whole GPU."""
+    """The bytes that the test needs in addition to the memory of its process; ``None`` if it needs the whole GPU."""
     why_alone: WhyAlone | None = None
     """The reason why the test needs the whole GPU; ``None`` if the test shares the GPU."""
     largest_need: int | None = None
@@ -51,11 +51,12 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The sharing of GPUs among a session's tests, All workers report the same figures, except ``repeated``."""
+    """The sharing of GPUs among a session's tests. All workers report the same figures, except for ``repeated``."""
 
     sharing: int = 0
+    """The number of tests that share a GPU."""
     alone: tuple[tuple[WhyAlone, str], ...] = ()
-    """The tests with a whole GPU for themselves, each with the reason."""
+    """The tests that get a whole GPU, each with the reason."""
     repeated: frozenset[str] = frozenset()
     """The tests which exceeded their reserved memory, so they ran again with the whole GPU."""
     not_shared: frozenset[str] = frozenset()

@@ -111,8 +111,8 @@ class GpumemSession:
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
         """Return a `RankSession` if this process is a rank, otherwise a `OneProcess`.
 
-        If the launcher's environment variables are wrong, a typed gate fails at once. Otherwise the error is raised only if
-        the session measures a test.
+        If the launcher's environment variables are wrong, a session with a typed option such as ``--gpumem-baseline`` fails
+        at once. Any other session fails only if it measures a test.
         """
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
@@ -395,7 +395,7 @@ class GpumemSession:
             sys.stderr.write(f"gpumem: {why}\n")
 
     def leave(self, *, passed: bool) -> None:
-        """At the end of the process, wait until all ranks have reached their end.
+        """At the end of the process, wait until all ranks have finished their sessions.
 
         If the session has not ``passed``, the replacement of `os._exit` stays, because an `atexit` function may call
         `os._exit(0)`.
@@ -492,7 +492,8 @@ class GpumemSession:
         self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
     def _pack(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], devices: Devices) -> None:
-        # Ranks do not share GPUs. While a rank waited for memory, the other ranks would wait for this rank in another test.
+        # Ranks do not share GPUs. If a rank had to wait for memory before a test, the other ranks would wait for this rank
+        # and keep their memory.
         if not self.settings.pack or self._ranks.rank is not None:
             return
         from pytest_gpumem.plugin.session.packing import Planner, largest_first

@@ -55,15 +55,16 @@ def shorten_repeated_failures(reporter: Any, report: SessionReport) -> None:
 
 
 def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
-    """Do not show some failures in pytest's report and in its summary, but only their number.
+    """Let pytest's report and its summary show only the number of these failures.
 
-    pytest's own statistics are not changed, because other plugins read them. A copy of the reporter shows the two sections.
+    pytest's own statistics are not changed, because other plugins read them. Instead, a copy of the reporter with fewer
+    failures shows the two sections.
     """
     left_out = set(map(id, failures))
     more = f"... and {counted(len(failures), 'more failure')} that the causes in the table explain (-v shows all)"
 
     def show(section: str) -> None:
-        # A copy of an unfinished line's state would end the line twice.
+        # End an unfinished line before the reporter is copied. Otherwise the reporter and its copy would both end it.
         reporter.ensure_newline()
         copied = copy(reporter)
         shown = [failure for failure in reporter.stats["failed"] if id(failure) not in left_out]

@@ -98,7 +98,7 @@ class RankHooks:
             raise
 
     def _end(self, item: pytest.Item, measured: MeasuredTest, error: BaseException, phase: str) -> None:
-        """Tell the other ranks about the test's end by ``error``.
+        """Tell the other ranks that ``error`` ended the test.
 
         Unless the test raised ``error`` itself, raise a failure with the combined verdict of all ranks.
         """

@@ -31,7 +31,10 @@ _MOST_SHOWN = 5
 
 
 class RankSession(OneProcess):
-    """The session of a rank. Between `join` and `leave`, a `Watch` ends the session if another rank is lost."""
+    """The session of a rank.
+
+    Between `join` and `leave`, a `Watch` ends the session if another rank is lost, because it has crashed or is stuck.
+    """
 
     consensus: Consensus
 
@@ -92,10 +95,11 @@ class RankSession(OneProcess):
                 )
             measured_on_one = sorted(set(measured_on_first) ^ set(measured_on_rank))
             if measured_on_one:
-                measuring_rank = "rank 0" if measured_on_one[0] in measured_on_first else str(rank)
+                ranks = ["rank 0", str(rank)]
+                measuring_rank, other_rank = ranks if measured_on_one[0] in measured_on_first else reversed(ranks)
                 return (
-                    f"only {measuring_rank} measures {measured_on_one[0]}, and not both rank 0 and {rank}, so it cannot be "
-                    "gated. Give it the marker, or the fixture, on every rank"
+                    f"{measured_on_one[0]} is measured on {measuring_rank}, but not on {other_rank}, so it cannot be gated. "
+                    "Give it the marker, or the fixture, on every rank"
                 )
         return None
 
@@ -112,7 +116,7 @@ class RankSession(OneProcess):
         return self._decided(RankEnd("judged", verdict), verdict, decide) or verdict
 
     def ended_by_itself(self, end: RankEnd, nothing: TestVerdict) -> TestVerdict | None:
-        """Tell the other ranks about the test's end by an error or a skip on this rank, and return the combined verdict.
+        """Tell the other ranks that an error or a skip ended the test on this rank, and return the combined verdict.
 
         Args:
             end: How the test ended on this rank.
@@ -126,9 +130,9 @@ class RankSession(OneProcess):
     def _decided(
         self, end: RankEnd, own_verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]
     ) -> TestVerdict | None:
-        """Tell rank 0 how the test ended here.
+        """Tell rank 0 how the test ended on this rank, and return the verdict with rank 0's decision.
 
-        Rank 0 combines this with the other ranks and decides. Return the verdict with this decision.
+        Rank 0 combines the verdicts of all ranks before it decides.
         """
         self.has_ended = True
         if not self.rank.is_first:

@@ -110,8 +110,8 @@ class StoreAtEnd:
             return ()
         unused_keys = unused_baselines(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # Count all tests with a result as measured, because an update reports tests which are no longer measured in a
-            # separate line.
+            # Count all tests with a result as measured. If such a test is no longer measured, a separate line says so
+            # (`_no_longer_measured`).
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},
@@ -121,8 +121,9 @@ class StoreAtEnd:
         return (unused_line(unused_keys),) if unused_keys else ()
 
     def stored(self, results: list[TestResult], functions: Sequence[str]) -> StoreState:
-        """Return the store's keys for the report. `gpumem merge` finds unused baselines with them, because a single shard
-        cannot.
+        """Return the store's keys for the report, from which `gpumem merge` finds unused baselines.
+
+        A single shard cannot find them, because it does not know the tests in the other shards.
 
         Args:
             results: The session's results.
@@ -155,7 +156,7 @@ class StoreAtEnd:
         ]
 
     def _compared_slugs(self, results: list[TestResult]) -> set[str]:
-        """Return the slugs of the devices with whose baselines the results were compared."""
+        """Return the slugs of the devices whose baselines the results were compared with."""
         measured = {verdict.measurement.environment.slug for result in results for verdict in result.verdict.verdicts}
         return {self.settings.compared_slug(slug) for slug in measured}
 
@@ -170,7 +171,7 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
         return []
     first = tests[0]
     count = counted(len(tests), "test has", "tests have")
-    mend = f"mark it again, or remove them with `{command_name()} prune {first.nodeid}`"
+    mend = f"mark the test again, or remove its baselines with `{command_name()} prune {first.nodeid}`"
     return [
         (
             f"store: {count} baselines here and {word_form(len(tests), 'is', 'are')} not measured any more "

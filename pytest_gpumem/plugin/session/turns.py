@@ -120,8 +120,8 @@ class Repeating:
 
 
 def _is_left_to_other_plugins(item: pytest.Item) -> bool:
-    """Return whether not to repeat a test here, because a debugger needs the first failure, or because pytest-rerunfailures
-    repeats the test.
+    """Return whether `Repeating` must not repeat a test: a debugger needs the first failure, or pytest-rerunfailures repeats
+    the test.
     """
     option = item.config.getoption
     if option("usepdb", False) or option("force_reruns", None) or item.get_closest_marker("flaky") is not None:

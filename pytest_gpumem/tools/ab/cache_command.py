@@ -26,8 +26,8 @@ def cache(*, clear: bool) -> None:
 
     `gpumem ab` and `gpumem bisect` install requirements such as `transformers==4.38.2` into virtual environments, and use these
     environments again. For each environment, a line shows the requirements, the installed packages, the day of the installation
-    and the size. An environment is not finished while another command installs it, or after an interrupted installation. The
-    last line only counts such environments.
+    and the size. An environment is not finished while another command installs it, or after an interrupted installation. Such
+    environments are not listed, but only counted in the last line.
 
     \b
     Examples:

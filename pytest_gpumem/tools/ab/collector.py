@@ -104,7 +104,7 @@ def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
 
     Modules in the checkout ``home`` and modules in installed packages are left out.
     """
-    # In a layered virtual environment, a `.pth` file adds the lower environment's site-packages folder to `sys.path`.
+    # In a virtual environment on top of another, a `.pth` file adds the other's site-packages folder to `sys.path`.
     layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
@@ -133,6 +133,7 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    # pytest calls this hook before all others, also in pytest-xdist's workers.
+    # Register the collector in this hook, because pytest calls this hook before all hooks of the collector, and also in
+    # pytest-xdist's workers.
     if VARIABLE in os.environ:
         pluginmanager.register(Collector(**json.loads(os.environ[VARIABLE])), "gpumem-ab")

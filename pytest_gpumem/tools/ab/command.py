@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PYTEST_ARGUMENTS = "pytest_gpumem.tools.ab.command"
+"""The key under which click's ``Context.meta`` stores the words after ``--``."""
 _FILE_OPTIONS = ("-r", "--requirement")
 
 
@@ -195,8 +196,8 @@ def ab(
     worktrees, and runs `pytest PYTEST_ARGS` in them by turns: base, head, head, base, base, head. Uncommitted changes are left
     out; a line on standard error counts the changed files.
 
-    Each pair of neighbouring runs is a ratio of step times. Bytes and counts are compared as the gate compares them with a
-    baseline. The command neither reads nor writes baselines.
+    Each pair of runs gives a ratio of step times. Bytes and counts are compared as the gate compares them with a baseline. The
+    command neither reads nor writes baselines.
 
     To compare packages, give --base-with or --head-with. If BASE is missing, the project in the current folder runs with both
     sets of packages, with its uncommitted changes and even outside a git repository. The packages are installed into cached

@@ -131,7 +131,7 @@ def is_settled(report: ComparisonReport, previous: ComparisonReport | None) -> b
     """Return whether all tests are decided, so no more pairs are needed. ``previous`` is the report before the last pair.
 
     If no test is timed, a single pair decides all tests. Otherwise there must be at least `FEWEST_PAIRS` pairs. In addition,
-    each test must certainly be no slower than the tolerance allows, or have the same outcome in both reports.
+    each test must certainly be no slower than the tolerance allows, or have the same outcome in the last two reports.
     """
     assert report.pairs is not None, "the report was made from pairs of runs"
     if not report.rows:
@@ -226,7 +226,7 @@ def settings_in(root: Path) -> Settings:
 
 
 def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVariant, head_run: Run) -> ChangedCode:
-    """Return the lines that differ between base's and head's code. The two runs tell pytest's root directory."""
+    """Return the lines that differ between base's and head's code, as paths from pytest's root directory in each run."""
     old, new = (
         Folders(variant.top / run.root, variant.site_folders) for variant, run in ((base, base_run), (head, head_run))
     )

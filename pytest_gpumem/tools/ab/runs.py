@@ -269,7 +269,7 @@ class Runner:
             )
             if status:
                 raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
-        # This comes after --setup, which may create folders that belong on PYTHONPATH.
+        # Compute PYTHONPATH after --setup, which may create folders that belong on it.
         environment = self._environment(worktree, own / "plugin", lines)
         # Each run has its own pytest cache. Otherwise --last-failed would select other tests in the next run.
         options = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]

@@ -183,8 +183,8 @@ def differing_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tu
 def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[ChangedPackage, ...]:
     """Return the packages whose release differs between ``base`` and ``head``, sorted by normalized name.
 
-    Only packages that were installed specially for ``base`` or ``head`` are compared. If head's requirements name an address
-    (URL) for a package, the package is always returned.
+    Only packages that were installed specially for ``base`` or ``head`` are compared. A package for which head's requirements
+    name an address (URL) is always returned, because its code may have changed without its release number.
     """
     sides = [
         {str(canonicalize_name(name)): release for name, release in provisioned.packages.items()}

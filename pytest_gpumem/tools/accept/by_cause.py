@@ -45,7 +45,7 @@ def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -
 def with_causes(
     causes: Causes, results: Sequence[TestResult], accepted: Sequence[Cause], units: UnitSystem
 ) -> list[tuple[TestResult, Refusal | None]]:
-    """Return the tests with growth from an accepted cause.
+    """Return the tests with growth from an accepted cause, each with the reason if it is refused.
 
     Args:
         causes: All causes in the report.

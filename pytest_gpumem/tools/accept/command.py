@@ -340,7 +340,7 @@ def _with_nothing_to_accept(
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each written or removed baseline if this test is accepted."""
+    """Yield a line for each baseline that is written or removed if this test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():

@@ -65,7 +65,7 @@ def candidates_of(
         terms: The options of the report's session.
         store: The store, which is only read.
         source: The date, commit and reason for the new entries.
-        forced: True to replace even baselines with changes from after the report's session.
+        forced: True to replace baselines even if they have changed since the report's session.
 
     Raises:
         BackendError: The store cannot be read.
@@ -93,7 +93,7 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
 
 
 def _check_names(result: TestResult, verdict: Verdict) -> None:
-    """Check whether the store can contain a measurement's names.
+    """Check whether the store can contain the names of a measurement, its device and its test.
 
     Raises:
         TypeError, ValueError, StoreError: A name is invalid, or no file can contain the name.

@@ -47,8 +47,9 @@ _ANY_MEMORY = 2**43
 
 
 def begin(gpu: Gpu) -> None:
-    """Import torch for an emulated GPU into this process. This process must not use CUDA, because each trial runs in a fork of
-    this process.
+    """Import torch for an emulated GPU into this process.
+
+    This process must not use CUDA itself, because each trial runs in a fork of it, and a fork cannot inherit CUDA's state.
 
     Raises:
         EmulationError: This machine cannot emulate a GPU.
@@ -110,8 +111,9 @@ def _never(_dtype: torch.dtype) -> torch.nn.Module:
 def _inspect(
     name: str, gpu: Gpu, make: Callable[[torch.device, bool], AdviceSubject]
 ) -> tuple[tuple[BlockContainer, ...], int | None, str] | None:
-    """Return the paths to the subject's blocks, the samples in its batch, and its attention implementation. Return ``None`` if
-    torch has no kernels for the GPU.
+    """Return the paths to the subject's blocks, the number of samples in its batch, and its attention implementation.
+
+    Return ``None`` if torch has no kernels for the GPU.
     """
     if why_no_kernels(gpu) is not None:
         return None

@@ -256,7 +256,7 @@ def advise(
       With many tokens, the allocator reserves more and more unused memory, because a longer block rarely fits into the space
       of a shorter block. For example, a two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB in tensors after 32
       tokens, 170 MB for 109 MB after 96 tokens, and 3.11 GB for 299 MB after 384 tokens.
-    - If N is 84 or more, an emulated GPU runs only 41 tokens: the first 28 tokens after the prompt, and the last 13 tokens
+    - If N is 82 or more, an emulated GPU runs only 41 tokens: the first 28 tokens after the prompt, and the last 13 tokens
       after another prompt that is as long as all text before them. If the allocations repeat from token to token, PyTorch's
       allocator then repeats them for all N tokens. So allocated and reserved peaks are exact to the byte, but the peak's
       tensors are not listed. If the allocations do not repeat, for example because the text reaches a sliding window, all N
@@ -553,7 +553,7 @@ def _search_on_device(
     subject = subject_on(device)
 
     def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Trial, str | None]:
-        # On an emulated GPU, peaks may lack the workspaces of cuDNN's kernels on a real GPU.
+        # On an emulated GPU, peaks may lack the workspaces that cuDNN's kernels need on a real GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 

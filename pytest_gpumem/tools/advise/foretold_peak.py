@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 """An allocation's identity: the number of its step, and its index among the allocations in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
-"""The number of tokens in the second recording: 13. Its steps after the first three include the longest period, which is 8
-steps."""
+"""The number of tokens in the second recording: 13. Between the first three steps and the last, 10 steps remain. They contain a
+whole period even if the allocations repeat only after 8 steps, the longest of the `PERIODS`."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
 """The minimum length of a generation whose peak is predicted: 82 tokens. A shorter generation runs completely, because
 recording and replaying it would take longer."""
@@ -70,7 +70,7 @@ class _NotForetold(Exception):
 
 
 def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Peak | None:
-    """Return the peak of a repeated generation, or ``None`` if the peak cannot be predicted, so all tokens have to run.
+    """Return the peak of a generation that is repeated, or ``None`` if it cannot be predicted, so all tokens have to run.
 
     Args:
         device: An emulated GPU.
@@ -120,7 +120,7 @@ def _lengthened(prompt: Mapping[str, torch.Tensor], extra: int) -> dict[str, tor
 
 
 def _recorded(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Recording:
-    """Generate ``tokens`` tokens, and return all allocations and frees in these steps.
+    """Generate ``tokens`` tokens, and return the allocations and frees in the step for each token.
 
     Raises:
         _NotForetold: The number of forward passes differs from the number of tokens, a block from before the recording was

@@ -89,9 +89,7 @@ def largest_of(trials: Sequence[SizeTrial], *, finished: bool = True) -> Largest
 
 
 def _bounds(trials: Sequence[SizeTrial]) -> tuple[int, SizeTrial | None]:
-    """Return the largest size that fits, and the trial with the smallest size that does not fit, or ``None`` if all sizes
-    fit.
-    """
+    """Return the largest size that fits, and the trial with the smallest size that does not fit (``None`` if all sizes fit)."""
     low = max((trial.size for trial in trials if trial.fits), default=0)
     beyond = [trial for trial in trials if trial.size > low]
     return low, min(beyond, key=lambda trial: trial.size, default=None)

@@ -49,8 +49,8 @@ class Trial:
     time: float | None = None
     why_not: str = ""
     allocated: int | None = None
-    """Bytes in tensors at the peak. If the device reports reserved bytes, ``peak`` is the allocator's reserved bytes, which are
-    more."""
+    """Bytes in tensors at the peak. If the device reports reserved bytes, ``peak`` is the allocator's reserved bytes, which
+    include unused memory."""
     slow: str = ""
     """A clause if the device computes the precision in another, slower precision; otherwise empty. Such a config is recommended
     only if no other config fits."""
@@ -84,8 +84,9 @@ def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str |
 
 
 def is_start(config: StepConfig) -> bool:
-    """Return whether a config is the first config of a search: fp32, with or without sharding. If a step with this config
-    raises an error, the model's own code is the cause.
+    """Return whether a config is the first config of a search: fp32, with or without sharding.
+
+    If a step with this config raises an error, the model's own code is the cause, and not a setting such as ``bf16``.
     """
     return config.precision == START.precision and config.given().keys() <= {
         "precision",
@@ -105,7 +106,7 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
         samples: The number of samples in the batch, which must be divisible by the number of micro-batches. ``None`` if
             unknown.
         fully: Whether ``fully_shard`` shards the model. If so, ``mp-bf16`` is tried first, because ``fully_shard`` then gathers
-            the parameters in bfloat16.
+            the parameters in bfloat16, with half the bytes of float32.
     """
     return (
         ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
@@ -138,7 +139,8 @@ def next_config(
         trials: The trials so far.
         samples: The number of samples in the batch, or ``None`` if unknown.
         blocks: The path pattern for the model's repeated blocks, such as ``h.*``.
-        start: The first config to try. All candidates keep the sharding in this config, or are skipped if they cannot.
+        start: The first config to try. All candidates have its sharding. A candidate that cannot be combined with it is
+            skipped.
     """
     trials_by_config = {trial.config: trial for trial in trials}
     if start not in trials_by_config:
@@ -231,8 +233,9 @@ def _best(measured: Sequence[Trial], limit: int | None) -> Trial | None:
 
 
 def _saving_rank(trial: Trial, first: Trial) -> tuple[float, float]:
-    """Return the trial's memory saving relative to its extra time, and the saving itself. Both are compared with the first
-    trial.
+    """Return the trial's memory saving relative to its extra time, and the saving itself.
+
+    Saving and extra time are ratios to the peak and the time of the first trial.
     """
     if not first.peak or not trial.peak:
         return 0.0, 0.0
@@ -262,7 +265,7 @@ class Search:
     sharding: StepConfig | None = None
     """A config with only the sharding for all tried configs. The configs in ``configs`` already have this sharding."""
     refused: tuple[Trial, ...] = ()
-    """Failed trials for configs named by the user to which the sharding cannot be added. These configs are never run."""
+    """A failed trial for each of the user's configs that cannot be combined with the sharding. These configs are never run."""
 
     def over(self, trials: Sequence[Trial], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
         """Yield the configs to try. The caller appends each trial to ``trials`` before it requests the next config."""

@@ -1,4 +1,4 @@
-"""Measure a model's step with a config. If the step fails, the failure is a trial's result, and in most cases not raised."""
+"""Measure a model's step with a config. A failure is a result as well, and an error is raised only for the first config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _NO_BLOCKS = (
 
 @dataclass(frozen=True)
 class AdviceSubject:
-    """The subject of the trials: a function that builds a model, a batch, and a loss function if the model does not compute its
+    """The subject of the trials: a batch, a function that builds the model, and a loss function unless the model computes its
     loss.
     """
 
@@ -94,7 +94,10 @@ class AdviceSubject:
     """
 
     def number(self, axis: SizeAxis) -> int | None:
-        """Return the number of samples in the batch, or the number of tokens in each sample. Return ``None`` if unknown."""
+        """Return the batch's size along ``axis``: the number of samples, or the number of tokens in each sample.
+
+        Return ``None`` if this number is unknown.
+        """
         if self.size is None:
             return None
         if axis == "samples":
@@ -309,7 +312,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         )
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
-        # Build the model during the recording. The recording would not show the module and line of a model from before.
+        # Build the model during the recording. Tensors from before the recording would have no module and no line.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
             return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:
@@ -354,7 +357,8 @@ def _prepared(
         try:
             with step as prepared:
                 if not subject.task.trains:
-                    # Count the peak from here, because an inference step does not cast or quantise the weights.
+                    # Count the peak from here, without the casting or quantising of the weights that has just prepared the
+                    # inference step.
                     peak = stack.enter_context(device.peak_from_now_on())
                 yield prepared, peak
         except Exception as error:

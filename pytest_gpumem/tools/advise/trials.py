@@ -40,7 +40,7 @@ class Trials:
     where: str = ""
     """The device's name as a prefix for progress lines. Empty if there is only one device."""
     goes_on: bool = False
-    """True if an error in the first trial does not end the session, because trials on other devices have results."""
+    """True if an error in the first trial does not end the command, because trials on other devices have results."""
     elsewhere: dict[StepConfig, list[SizeTrial]] = field(default_factory=dict)
     """Trials of batch sizes on other devices, by config. They help to predict sizes, because a step needs nearly the same
     memory on each device. Trials on this device are added."""

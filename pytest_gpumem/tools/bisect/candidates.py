@@ -84,9 +84,9 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    If ``first_parent`` is False, a merged branch may start at a commit older than ``first``. The result lists this older commit
-    right after ``first``, as a parent of ``first``, because ``first`` contains the older commit's code. So if ``first`` is
-    good, the search can exclude the older commit.
+    If ``first_parent`` is False, a merged branch may start at a commit older than ``first``. This older commit follows right
+    after ``first``, and counts as a parent of ``first``, because ``first`` contains its code. So if ``first`` is good, the
+    search excludes the older commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
@@ -117,7 +117,7 @@ def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) 
 
 
 class _Commit(NamedTuple):
-    """A commit from ``git log``. If ``is_boundary`` is True, only the commit's children are in the requested range."""
+    """A commit from ``git log``. If ``is_boundary`` is True, the commit lies just before the requested range."""
 
     is_boundary: bool
     hash: str
@@ -199,7 +199,7 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the sorted names of the packages to search, and candidates. Each candidate changes one more package.
+    """Return the sorted names of the packages to search, and the candidates. Each candidate changes one more package.
 
     A package is left out if only ``good`` or only ``bad`` contains it, or if both contain builds of the same release.
 

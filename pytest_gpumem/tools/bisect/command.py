@@ -134,7 +134,8 @@ _ERROR_RENDERERS = {".json": failure_as_json, ".md": failure_as_markdown}
     "--all",
     "everything",
     is_flag=True,
-    help="Also search the commits in merged branches. By default, the result can be a merge, but not a commit in its branch.",
+    help="Also search the commits in merged branches. By default, the result can be a merge, but not a commit in the merged "
+    "branch.",
 )
 @jobs_option("With --setup, only one run is made at a time.")
 @max_slowdown_option("Only used with --metric=step_time.")
@@ -373,7 +374,7 @@ class _CandidateSearches:
         except InstallationError:
             if not bad.startswith(ADDRESS_PREFIX):
                 raise
-            # If a package was installed from a git address, the package index may lack it.
+            # The package index may lack a package that was installed from a git address. Then only the two ends are candidates.
             listed = []
         return releases(package, listed, good, bad, pinned_releases)
 

@@ -276,7 +276,7 @@ def _value(report: ComparisonReport, metric: str, side: str) -> float | None:
 
 
 def _most_important(report: ComparisonReport) -> str | None:
-    """Return the worse metric that a failure message would name first, or ``None`` if no metric is worse."""
+    """Return the metric that a failure message would name first, among those that became worse; ``None`` if none did."""
     worse = {change.metric for row in report.rows for change in row.changes if change.outcome is Outcome.REGRESSED}
     return min(worse, key=lambda name: METRICS[name].precedence, default=None)
 

@@ -1,4 +1,4 @@
-"""Find the first regressed test in a report, and the packages whose releases differ between the two compared runs."""
+"""Find the first regressed test in a report, and the packages whose releases differ between its good and its bad run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RegressedTest:
 
     ``good_releases`` and ``bad_releases`` contain the old and the new release of each package that differs, by name. ``gated``
     is True if the measurement was compared with a baseline. Then a commit may also be the cause. ``gated`` is False if
-    `gpumem ab` compared two variants.
+    `gpumem ab` compared two variants. Then only packages are searched.
     """
 
     key: Key
@@ -45,7 +45,7 @@ class RegressedTest:
 
     @property
     def metric(self) -> str | None:
-        """The metric to search by: ``step_time`` if only the time regressed; ``None`` if the search should choose."""
+        """The metric to search by: ``step_time`` if only the time regressed; ``None`` if the search chooses the metric."""
         return None if {*self.metrics} & {*JUDGED_METRICS} - {STEP_TIME} else STEP_TIME
 
     @property

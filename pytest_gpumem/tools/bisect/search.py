@@ -90,7 +90,10 @@ class _Remaining:
 
 
 def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
-    """Return the last good and first bad variant. ``answers`` has the judged positions, including the first and the last."""
+    """Return the last good variant, the first bad variant, and the skipped variants between them.
+
+    ``answers`` has the judged positions, including the first and the last.
+    """
     in_time = _in_time(graph, answers)
     remaining = _remaining(graph, in_time)
     between = tuple(position for position in _positions(remaining.suspects) if position != remaining.changed)
@@ -161,7 +164,8 @@ def _remaining(graph: Graph, in_time: Mapping[int, Answer]) -> _Remaining:
     )
     suspects = ancestors[changed]
     for position, answer in in_time.items():
-        # If a good variant descends from ``changed``, a later commit compensates for the change. Its ancestors stay suspects.
+        # If a good variant descends from ``changed``, a later commit compensates for the change. So the ancestors of this good
+        # variant stay suspects.
         if answer == "good" and not _contains(ancestors[position], changed):
             suspects &= ~ancestors[position]
     parent: int | None = changed

@@ -1,4 +1,4 @@
-"""Fingerprint of a working tree. Stored runs can be reused if the fingerprint has not changed since."""
+"""Fingerprint of a working tree. Stored runs can be reused if the fingerprint is the same as when they were stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def state_of(checkout: Checkout) -> str:
 
     In a git repository, the text contains the HEAD commit, the uncommitted changes, and the names and modification times of
     new files. Without git, the text contains the names, sizes and modification times of all files with code or settings. With
-    more than 20,000 folders, each call returns a different text.
+    more than 20,000 folders, each call returns a different text, so no stored run is reused.
     """
     try:
         untracked = git(checkout.top, "ls-files", "-z", "--others", "--exclude-standard").split("\0")

@@ -87,7 +87,7 @@ def _cards() -> tuple[str, ...]:
 
 
 def _stored(context: click.Context) -> list[tuple[str, Key]]:
-    """Return the device's slug and the key of each baseline. The list is empty if the store is no folder or cannot be read."""
+    """Return the slug and the key of each stored baseline. The list is empty if the store is no folder or cannot be read."""
     try:
         location, base = _store_of(context)
         return [] if is_url(location) else Store(backend_of(location, base)).keys()

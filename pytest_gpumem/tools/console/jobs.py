@@ -58,7 +58,8 @@ def available() -> int | None:
 def most_jobs(requested: int, free: Callable[[], int | None] = available) -> int:
     """Return how many simultaneous runs fit into memory: at least 1, and at most ``requested``.
 
-    If the result is lower than ``requested``, print it. For example, with 9 GB of free memory, 8 requested runs become 4.
+    If the result is lower than ``requested``, print a line about it. For example, with 9 GB of free memory, 8 requested runs
+    become 4.
 
     Args:
         requested: The number after ``--jobs``.

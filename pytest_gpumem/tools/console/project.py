@@ -54,7 +54,8 @@ class _NotEmulating:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
-        # The main plugin emulates a GPU if these arguments say so. Later, pytest parses all options again.
+        # The main plugin emulates a GPU if these arguments name one. The user's device is not lost, because pytest parses all
+        # options again later.
         early_config.known_args_namespace.gpumem_device = DEFAULT_DEVICE
         return (yield)
 

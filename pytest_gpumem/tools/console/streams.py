@@ -32,8 +32,8 @@ class InputError(click.ClickException):
     """An error in the user's input, with exit status 2. The message names the wrong input, and shows a correct input.
 
     Args:
-        lines: The lines of the message. They are sanitized, because they may contain a test's id, and an id could contain a
-            command for the CI runner, for example ``::error::``.
+        lines: The lines of the message. The lines are sanitized, because they may contain a test's id, and an id could
+            contain a command for the CI runner, for example ``::error::``.
     """
 
     exit_code = 2

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.reporting.reports.stored import StoredBaseline
 
 _PATIENCE = 180.0
-"""Seconds after which the process with torch is killed. It may need time to compile the stand-ins for CUDA's libraries."""
+"""Seconds after which the process with torch is killed. The process may need time to compile stand-ins for CUDA's libraries."""
 _RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
 """Python code to run a module as ``-m`` does, but without the current folder on ``sys.path``.
 
-A stranger may have put a ``torch.py`` into the current folder.
+A stranger may have put a ``torch.py`` into the current folder, and importing torch must not run it.
 """
 
 
@@ -62,7 +62,7 @@ def other_command() -> OtherCommand | None:
 def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
     """Import torch and open devices in a new process, and return the facts from the output of this process.
 
-    If the process crashes, or takes longer than 180 s, torch and each device in the result have this as their ``trouble``.
+    If the process crashes, or takes longer than 180 s, the ``trouble`` of torch and of each device in the result says so.
 
     Args:
         words: The devices, as values of ``--gpumem-device``: built-in devices, or a single emulated GPU.

@@ -237,7 +237,7 @@ def _convolutions(facts: Facts) -> Iterator[Finding]:
             continue
         wheel = re.search(r"\(pip install (.+?)\)", device.lacking)
         fact = device.lacking.replace(wheel[0], "").rstrip() if wheel else device.lacking
-        # pip also installs cuBLASLt with cuDNN. Without cuBLASLt, cuDNN is not used.
+        # The fix names only cuDNN. cuDNN cannot be used without cuBLASLt, but pip installs cuBLASLt along with cuDNN.
         yield Finding("limited", "convolutions", fact, f"pip install {wheel[1]}" if wheel else None)
 
 
@@ -251,7 +251,7 @@ def _compiling(facts: Facts) -> Iterator[Finding]:
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding for each device: its step times can be compared in clock cycles, or only in seconds."""
+    """Yield a finding for each device, which says whether its step times can be compared in clock cycles or only in seconds."""
     for device in facts.devices:
         if device.trouble is not None or not device.tells_time or device.conditions is None:
             continue
@@ -363,8 +363,8 @@ def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts
 
     Yields a finding for each group of baselines whose environments differ from the current environment in the same details.
     For example, three baselines with the metric ``operators`` were recorded with torch 2.13.0, and torch 2.15.0 is installed.
-    They are ``limited``: "3 baselines: torch was 2.13.0, now 2.15.0; a change of operators may be `uncertain`". Baselines with
-    only ``peak_allocated`` are ``ok``, because a release of torch does not change how this metric is compared.
+    The three are ``limited``: "3 baselines: torch was 2.13.0, now 2.15.0; a change of operators may be `uncertain`". Baselines
+    with only ``peak_allocated`` are ``ok``, because a release of torch does not change how this metric is compared.
     """
     assert device.environment is not None, "the device has a slug"
     numbers: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()

@@ -125,7 +125,7 @@ class ProgramRuns:
             self._seconds = (time.monotonic_ns() - self._began) / 1e9
             self._first = gpu, run
             return run
-        # torch counts the GPUs only once, so a fork sees as many GPUs as the first run.
+        # torch counts the GPUs only once, so a fork sees as many GPUs as the first run. Use no fork for another number of GPUs.
         server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
         # torch reads the allocator's settings when CUDA is first used. If a torch release reads them already at import, the
@@ -192,7 +192,7 @@ class ForkServer:
         self._import_output = self._close.enter_context(run_folder())
         pipes = [Pipe() for _ in range(jobs)]
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Connections to the server, one for each run at the same time. A connection is removed while a run uses it."""
+        """Connections to the server, one for each simultaneous run. A connection is removed while a run uses it."""
         for own_end, _ in pipes:
             self._idle.put(own_end)
         descriptors = [server_end.fileno() for _, server_end in pipes]
@@ -253,7 +253,9 @@ class ForkServer:
             try:
                 status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
             except BaseException:
-                self._alive = False  # the next answer on this connection would belong to this run
+                self._alive = (
+                    False  # Use the server no more, because this run's answer would be taken for the next run's.
+                )
                 raise
             self._idle.put(connection)
             return None if status is None else folder.run(status)

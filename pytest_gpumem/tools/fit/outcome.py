@@ -116,8 +116,8 @@ def result_of(run: ProgramRun, gpu: Gpu, context_bytes: int) -> RunResult:
     Args:
         run: The finished run.
         gpu: The GPU, or several equal GPUs.
-        context_bytes: The bytes in a CUDA context. Each process emulates a GPU for itself, from which one context is already
-            subtracted. So contexts are counted here only if several processes share a device.
+        context_bytes: The bytes in a CUDA context. Each process emulates a GPU for itself, and one context is already
+            subtracted from that GPU's memory. So contexts are counted here only if several processes share a device.
     """
     numbers = sorted({device.device for process in run.processes for device in process.devices})
     devices = [_on_device(run.processes, number) for number in numbers]

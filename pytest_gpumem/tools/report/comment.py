@@ -108,7 +108,7 @@ def _name(text: str) -> str:
 @click.option(
     "--title",
     metavar="TEXT",
-    help="Give the issue this title, behind its name. Default: the change that `gpumem bisect` found, if REPORT comes from "
+    help="Give the issue this title, after its name. Default: the change that `gpumem bisect` found, if REPORT comes from "
     f"`gpumem bisect`, otherwise '{DEFAULT_TITLE}'.",
 )
 @click.option(

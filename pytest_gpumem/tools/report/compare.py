@@ -70,7 +70,8 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     - **`failed`** means: the test failed in the report `NEW` and not in `OLD`, by itself, in its tear-down, by its budget or a
       relation, or because it did not finish. A test is also `failed` if it has figures in `OLD`, and its file could not be
       collected in `NEW`. A regressed test is not listed again as `failed`.
-    - Tests that are `gone` or `unmeasured` do not count as worse.
+    - Tests that are `gone` (only in `OLD`) or `unmeasured` (in `NEW` without figures, for example skipped) do not count as
+      worse.
 
     ## JSON
 

@@ -46,9 +46,10 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 
 
 def _check_option(word: str) -> None:
-    """Raise ``click.UsageError`` if a word begins with ``--gpumem-``, because known options were already parsed.
+    """Raise ``click.UsageError`` if a word begins with ``--gpumem-``.
 
-    The message suggests the known option with the most similar name.
+    Such a word is no known option, because click has already parsed the known options. The message suggests the option with
+    the most similar name.
     """
     if word.startswith("--gpumem-"):
         flags = [option.flag for option in OPTIONS if not option.for_tests]
@@ -56,7 +57,7 @@ def _check_option(word: str) -> None:
 
 
 class _ScriptPath(click.Path):
-    """The click type of the argument SCRIPT. If an unknown option precedes the script, click passes the option as the path."""
+    """The click type of the argument SCRIPT. It refuses an unknown option before the script, which click takes for the path."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         _check_option(str(value))

@@ -94,7 +94,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             candidates = unused_baselines(stored, measured=measured, whole_files=selection.files, exists=exists)
         # `present_devices` imports torch, so call it only if a candidate's test file exists.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
-        # A suite may be parametrized over a machine's devices, so a machine with another device may collect these tests.
+        # A suite may be parametrized over a machine's devices, so a machine with another device may collect these tests. Keep
+        # their baselines.
         elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
         removable = [entry for entry in candidates if entry not in elsewhere]
         if removable and not dry_run:
@@ -136,7 +137,7 @@ class _Collector:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        # pytest-gpumem makes its `GpumemSession` only if a test is measured. This command needs it even without measured tests.
+        # pytest-gpumem makes its `GpumemSession` only if a test is measured. This command needs the session in any case.
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()
