@@ -45,7 +45,7 @@ _MENDS = {
         " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside the measured code)"
     )
 }
-"""The advice to the user in a message, by the text about the read."""
+"""Advice that a message gives to the user, by the beginning of the message (``clause`` in `Reads.invalid`)."""
 
 Use = Literal["kept", "branch", "order", "integer"]
 """The way in which a program uses a float: it decides a branch, sorts a list, or becomes an integer. ``"kept"`` is any other

@@ -102,7 +102,7 @@ def _type_name(node: object) -> str:
         return f"function {node.__qualname__}"
     if is_a(node, types.FrameType):
         return f"frame of {node.f_code.co_qualname if hasattr(node.f_code, 'co_qualname') else node.f_code.co_name}"
-    # `class_name` leaves out the function in which a class is defined.
+    # `class_name` is shorter than ``__qualname__``, because it leaves out the function in which a class is defined.
     return class_name(type(node))
 
 

@@ -27,8 +27,8 @@ def renewals(timeline: Timeline) -> list[Renewal]:
     """Return the inputs freed by a step, each with the block created to replace the input.
 
     Example:
-        A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which is an
-        input. At the end, the attribute contains another tensor with the same size.
+        A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which counts as
+        an input. At the end, the attribute contains another tensor with the same size.
 
     Args:
         timeline: The recorded step and the following steps. A block kept by all following steps is not a renewed input.

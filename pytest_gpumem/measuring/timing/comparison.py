@@ -45,7 +45,7 @@ MOST_UNKNOWN_IN_TURNS = 2
 interval."""
 SLOWER_MACHINE = 0.03
 """If the clock runs slower than in the baseline's slowest run by more than this share, the effect of the slower clock is
-subtracted from a slowdown. A smaller difference is already part of the variation between runs."""
+subtracted from a slowdown. A smaller difference is not subtracted, because it is already part of the variation between runs."""
 SLOWER_RUN = 0.10
 """If the clock runs slower than the baseline's clock by more than this share, the run is not added to the baseline. Otherwise
 five such runs, half as many as a baseline can have (`MOST_RUNS`), would hide a slowdown."""
