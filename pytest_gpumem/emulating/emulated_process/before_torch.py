@@ -1,8 +1,8 @@
 """An import hook to emulate a GPU in each process that imports torch.
 
 The hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the mode that computes
-the values of small tensors. This module is imported at the start of every Python process (``startup``), so it imports the
-package's other modules only together with torch.
+the values of small tensors. This module is imported at the start of every Python process (``startup``), so it must load fast:
+it imports the package's other modules only when torch is imported.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def record_if_told_to() -> None:
 def _wait_for_autograd() -> None:
     """Wait until autograd's threads have released their graph nodes.
 
-    ``backward`` returns before this, so a thread may still release Python objects when the program ends. On an emulated GPU
-    this happens often, because kernels take no time. If a thread requests the lock of an ending interpreter, the interpreter
-    ends this thread. If the thread is in a C++ destructor at this moment, C++ aborts the process.
+    ``backward`` returns before the threads have done so. So a thread may still release Python objects when the program ends.
+    On an emulated GPU this happens often, because kernels take no time. If a thread requests the lock of an ending interpreter,
+    the interpreter ends this thread. If the thread is in a C++ destructor at this moment, C++ aborts the process.
     """
     deadline = time.monotonic() + _MOST_SECONDS
     previous, current = None, _threads_of_autograd()

@@ -166,8 +166,8 @@ def _forked() -> int:
         process = os.fork()
     if not process:
         end_with_parent()
-    # Parent and child both set the child's group, so neither continues before this. In the parent, the call fails if the child
-    # has ended or has started another program.
+    # Parent and child both set the child's group, so neither continues before the group exists. In the parent, the call fails
+    # if the child has ended or has started another program.
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, 0)
     return process

@@ -1,4 +1,4 @@
-"""Record a process's GPU memory usage. It is written to a file at exit, and when the process first runs out of memory."""
+"""Record a process's GPU memory usage, and write it to a file at exit and when the process first runs out of memory."""
 
 from __future__ import annotations
 

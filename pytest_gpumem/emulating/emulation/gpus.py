@@ -1,7 +1,7 @@
 """The GPUs available for emulation, and their names.
 
-``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
-[emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
+``--gpumem-device=emulated:CARD`` measures on an emulated GPU. [Emulated GPU](../concepts/emulated-gpu.md) describes the
+required environment. ``CARD`` is one of these words:
 
 | Word | GPU |
 |---|---|
@@ -203,7 +203,7 @@ def _read() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _limits() -> Mapping[tuple[int, int], Mapping[str, int]]:
-    """Return, for each compute capability, the fields of `Gpu` whose values are the same for all of its GPUs."""
+    """Return, for each compute capability, the fields of `Gpu` whose values are the same for all GPUs with this capability."""
     limits_by_capability = {}
     for text, limits in _read()["capability"].items():
         if text != "sources":

@@ -41,7 +41,7 @@ class Library:
     quiet: bool = False
     """True if stubs print no message, because ordinary programs call them."""
     why: str = ""
-    """The reason and the remedy in torch's error if it calls a stub. If empty, torch continues without the function."""
+    """The reason and the remedy in torch's error if torch calls a stub. If empty, torch continues without the function."""
 
 
 _INSTEAD = (

@@ -1,7 +1,8 @@
 """Write the results of collectives that send values from one rank to another, as if all ranks had the same values.
 
-NCCL's stand-in on an emulated GPU computes sums, broadcasts and all-gathers, but no other collectives. Example: if a rank
-sends ``[1, 2]`` by ``all_to_all``, the functions here write ``[1, 2]`` to the tensor in which the rank receives.
+NCCL's stand-in on an emulated GPU computes only sums, broadcasts and all-gathers. This module writes the results of the other
+collectives. Example: if a rank sends ``[1, 2]`` by ``all_to_all``, the functions here write ``[1, 2]`` to the tensor in which
+the rank receives.
 """
 
 from __future__ import annotations

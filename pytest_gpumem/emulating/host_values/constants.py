@@ -43,7 +43,8 @@ _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators that torch passes to a dispatch mode only in inference mode, each with the operator that it passes otherwise."""
+"""Operators that torch passes to a dispatch mode only in inference mode. Outside inference mode, torch passes the operator on
+the right instead."""
 _FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
 """Operators that fill a tensor with 1 (True) or 0 (False). This value is known even if the tensor is too large for the CPU."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
@@ -112,9 +113,7 @@ class Constants:
         self._noted.delete(address)
 
     def noted_as(self, tensor: torch.Tensor) -> Use | None:
-        """Return the use to record when the program reads a boolean tensor; ``None`` if its value is certain or it is not
-        constant.
-        """
+        """Return the use to record when the program reads a boolean tensor; ``None`` if there is no constant to record."""
         constant = self._noted.of(tensor) if tensor.dtype == torch.bool else None
         return None if constant is None else constant.noted
 
@@ -139,9 +138,7 @@ class Constants:
         return Constant(not constant.value, constant.noted) if negates else None
 
     def filled(self, operator: Operator, results: list[torch.Tensor]) -> Constant | None:
-        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; ``None`` for other
-        results.
-        """
+        """Return the note for a large tensor that an operator fills with 0 or 1, such as a mask; otherwise ``None``."""
         value = _FILLED.get(operator.name)
         is_large = len(results) == 1 and is_exact(results[0]) and not is_small(results)
         return Constant(value) if value is not None and is_large else None

@@ -103,9 +103,7 @@ class Exclusions:
         return exclusion if isinstance(exclusion, Scores) else None
 
     def decide(self, values: object, among: object) -> bool:
-        """Return whether ``torch.isin(values, among)`` is certainly False, because ``values`` cannot have any value in
-        ``among``.
-        """
+        """Return whether ``torch.isin(values, among)`` is certainly False, because all values in ``among`` are excluded."""
         if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):
             return False
         exclusion = self._of(values)
@@ -188,9 +186,7 @@ class Exclusions:
         return bool((on_host(value) == neutral).all())
 
     def _joined(self, tensors: list[torch.Tensor]) -> Choices | None:
-        """Return the note for the result of ``torch.cat(tensors)``; ``None`` if there is no note about one of the unknown
-        tensors.
-        """
+        """Return the note for the result of ``torch.cat(tensors)``; ``None`` if any of the unknown tensors has no note."""
         exclusions = [self._of(tensor) for tensor in tensors if self._is_unknown(tensor)]
         choices = [exclusion for exclusion in exclusions if isinstance(exclusion, Choices)]
         if not choices or len(choices) < len(exclusions):

@@ -78,7 +78,7 @@ _MADE_OF_NOTHING = frozenset(
 
 _frombuffer = torch.frombuffer
 """The original ``torch.frombuffer``. `watched_methods` replaces it by a function that notes the memory as shared with another
-library. `on_the_same_memory` calls the original, because its memory is not shared with another library."""
+library. `on_the_same_memory` calls the original, because it shares memory only with the emulated GPU."""
 
 _STATISTICS = ("running_mean", "running_var")
 """Arguments to which normalisations write. Most operators' schemas do not say so."""

@@ -1,5 +1,6 @@
-"""Track which host storages share their memory with NumPy or another library, because such a library reads without an
-operator.
+"""Track which host storages share their memory with NumPy or another library.
+
+Such a library reads values without an operator, so `HostValues` cannot intercept these reads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compute the values of small tensors on an emulated GPU, and record when the program reads any other value.
 
 An emulated GPU's kernels do nothing, but its memory is host memory. If all operands of an operator have known values and are
-small, the dispatch mode `HostValues` runs the operator again on the CPU, in the same memory, so its result is known too. All
-other values are *unknown*. Unknown floats are assumed to be finite, and the bytes in memory are meaningless. Small unknown
-integers are 0, and the CPU computes operators on them. A copy of an unknown value is unknown, and so is a result computed from
-an unknown value. `HostValues.reads` records each line where the program reads an unknown value.
+small, the dispatch mode `HostValues` runs the operator again on the CPU, in the same memory, so the result is known too. All
+other values are *unknown*. Unknown floats are assumed to be finite, and their bytes in memory are meaningless. Small unknown
+integers are stored as 0, and the CPU computes operators on these zeros. A copy of an unknown value is unknown, and so is a
+result computed from an unknown value. `HostValues.reads` records each line in which the program reads an unknown value.
 
 Example: a program on an emulated H100. ::
 
@@ -81,8 +81,8 @@ _READ = {
 """The beginning of the message about a read, by the operator that reads. For all other operators, the message begins with the
 operator's name."""
 _COUNTED = frozenset({"nonzero", "_coalesce"})
-"""Operators whose CUDA kernel runs and reads the size of its result. `HostValues.answer` has the number for the kernel to
-read."""
+"""Operators whose CUDA kernel runs, and then reads the size of its result from the GPU. An emulated GPU does not compute this
+size, so the kernel reads the number in `HostValues.answer`."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
 """Operators that convert a tensor's only element to a Python number."""
 NO_EIGENVALUES = f"the emulated GPU lacks torch.linalg.eig of libcusolver: {BY_STEM['libcusolver'].why}"
@@ -105,8 +105,7 @@ class _Answer(local):
 
 
 class HostValues(TorchDispatchMode):
-    """Dispatch mode for an emulated GPU. It computes small tensors on the CPU, and records when the program reads uncomputed
-    values.
+    """Dispatch mode for an emulated GPU, which computes small tensors and records when the program reads uncomputed values.
 
     `pytest_gpumem.emulating.host_values.scope` enters this mode once in a process. The module's docstring has an example.
     """
@@ -146,8 +145,8 @@ class HostValues(TorchDispatchMode):
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
-                # A fake tensor has no memory. Any other subclass calls operators on its inner tensors, and these calls reach
-                # this mode.
+                # A fake tensor has no memory, so there are no values to compute. Any other subclass gets the operator from
+                # torch and calls operators on its inner tensors, and these calls reach this mode.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
         if is_higher_order(func):
             return self._run_functions(func, args, named)
@@ -155,7 +154,8 @@ class HostValues(TorchDispatchMode):
         if operator is None:
             operator = self._operators[func] = operator_of(func)
         if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
-            # For a constant tensor in TorchScript, torch passes the number from which the tensor was made.
+            # For a constant tensor in TorchScript, torch passes the number from which the tensor was made. Make the tensor
+            # again.
             args = tuple(torch.as_tensor(arg) if at in operator.only_tensors else arg for at, arg in enumerate(args))
         is_undecomposed = torch.is_inference_mode_enabled() and (operator.view or operator.reads)
         if is_undecomposed or self._kernel is not None or operator.name == "to":
@@ -234,7 +234,7 @@ class HostValues(TorchDispatchMode):
         for tensor in read:
             if operator.name in _NUMBERS and self.notes.constants.noted_as(tensor) is not None:
                 continue  # `_read_number` records this read
-            # If the program reads a single unknown float, it gets an `UnknownFloat`, which records later how it is used.
+            # If the program reads a single unknown float, it gets an `UnknownFloat`, which later records the program's use.
             if self.notes.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 reader = operator if self._kernel is None else self._kernel
                 self.reads.invalid(_READ.get(reader.name) or f"{reader.name.strip('_')} reads values")
@@ -243,8 +243,9 @@ class HostValues(TorchDispatchMode):
         return read
 
     def _repeatable(self, argument: Any) -> Any:
-        """Replace unknown tensors among arguments by zeros, because their memory contains arbitrary bytes from earlier
-        tensors.
+        """Replace unknown tensors among arguments by zeros, so the operator's result is the same in each process.
+
+        The memory of unknown tensors contains arbitrary bytes from earlier tensors.
         """
         if isinstance(argument, torch.Tensor):
             has_values = not argument.is_cuda or (is_exact(argument) and is_small((argument,)))
@@ -261,10 +262,10 @@ class HostValues(TorchDispatchMode):
         inputs = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
         is_determined = self.notes.are_known(inputs)
         if not inputs and self._kernel is not None and not self._kernel.calls_readers:
-            is_determined = False  # a sparse kernel creates zeros and then writes to their memory directly
+            is_determined = False  # a sparse kernel creates zeros, and then overwrites them without an operator
         if operator.name == "isin":
-            # `generate` searches end tokens with `isin`. Assume the answer "no end token", even for a token chosen by an
-            # assumed routing.
+            # `generate` searches end tokens with `isin`. A token that an assumed routing chose counts as unknown here, so the
+            # assumed answer is "no end token".
             is_certain = is_determined and self.notes.routing_among(inputs) is None
             is_determined = is_certain or self.notes.exclusions.decide(*call.args[:2])
         if is_determined and self.notes.has_left and operator.name in ("_to_copy", "copy_"):
@@ -304,9 +305,7 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _run_kernel(self, call: Call, device_type: str) -> Any:
-        """Run an operator. If the operator's kernel may call other operators that read values, this mode also intercepts the
-        inner operators.
-        """
+        """Run an operator. If the operator's kernel may call operators that read values, intercept these inner operators."""
         key = device_type if call.operator.calls_readers else None
         for tensor in call.tensors if device_type == "CUDA" else ():
             if tensor.layout is not torch.strided:
@@ -386,9 +385,7 @@ class HostValues(TorchDispatchMode):
         return func(*args, **named)
 
     def _communicate(self, call: Call) -> Any:
-        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent the same values as this
-        rank.
-        """
+        """Run a collective operator. NCCL's stand-in computes the result as if every rank sent this rank's values."""
         name, on_gpu = call.operator.name, call.on_gpu
         result = call.run()
         returned = tensors_among((result,))

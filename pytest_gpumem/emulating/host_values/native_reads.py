@@ -49,8 +49,8 @@ _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0
 memory does not depend on the number.
 
 ``normal`` reads whether the standard deviations are valid, and ``_linalg_check_errors`` whether a decomposition failed.
-``histc`` reads the limits of a histogram. ``_grouped_mm`` reads the ends of groups, but the size of its result is known
-before."""
+``histc`` reads the limits of a histogram. ``_grouped_mm`` reads the ends of groups, but the size of its result does not depend
+on them."""
 _kept: list[object] = []
 """The callback for C++ code, and the replaced operators. These references keep both alive until the process ends."""
 
@@ -121,7 +121,7 @@ class NativeReads:
         return 1
 
     def _answer(self, operator: Operator | None, nbytes: int) -> int | None:
-        """Return the number that C++ reads in an operator for all operands; ``None`` if the number depends on the operands."""
+        """Return the number that C++ reads in an operator; ``None`` if the number depends on the operands."""
         if self.mode.answer.number is not None:
             return self.mode.answer.number
         if operator is not None:
@@ -163,7 +163,7 @@ def _is_part_of_values(operator: Operator | None, operands: tuple[Any, ...], at:
 
 
 def _is_noted(operator: Operator | None, is_number: int) -> bool:
-    """Return whether `HostValues` or a function in `watched_methods` notes a copy to the host anyway."""
+    """Return whether `HostValues` or a function in `watched_methods` already handles a copy to the host."""
     if operator is not None and (operator.name in _NOTED or operator.collective):
         return True
     if operator is None and not is_number:
@@ -184,9 +184,7 @@ def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
 
 
 def _our_frames() -> Iterator[FrameType]:
-    """Yield the frames of this package's functions in this thread, the innermost first, except for modules that only wrap
-    calls to torch.
-    """
+    """Yield this package's frames in this thread, the innermost first, except in modules that only wrap calls to torch."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 -- the interpreter's, documented
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and not file.startswith(_PASSING_ON):

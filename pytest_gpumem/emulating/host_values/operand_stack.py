@@ -49,9 +49,7 @@ class StackCell:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction, the cells that it pops from the stack (``taken``, the lowest first), and the cells that it pushes
-    (``put``).
-    """
+    """An instruction with the stack cells that it pops (``taken``, the lowest first) and the cells that it pushes (``put``)."""
 
     instruction: dis.Instruction
     taken: list[StackCell]
@@ -60,9 +58,7 @@ class Step:
     """All other cells, which remain on the stack while the instruction runs."""
 
     def callee(self) -> str | None:
-        """Return the last part of the called function's name; ``None`` if the instruction is no call or the function has no
-        name.
-        """
+        """Return the last part of the called function's name; ``None`` if the instruction calls no function with a name."""
         name = self.instruction.opname
         if not name.startswith("CALL"):
             return None
@@ -107,8 +103,9 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
 
 
 def _joined(stack: list[StackCell] | None, other_stack: list[StackCell] | None) -> list[StackCell]:
-    """Return the stack at an instruction with two incoming paths. If the paths differ, a cell whose ``kind`` is set is
-    preferred.
+    """Return the stack at an instruction to which two paths lead.
+
+    In each position, a cell whose ``kind`` is set is preferred.
     """
     if stack is None or other_stack is None:
         return stack or other_stack or []

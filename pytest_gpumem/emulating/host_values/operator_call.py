@@ -47,7 +47,7 @@ class Call:
     def has_numbers_for_tensors(self) -> bool:
         """Return whether a number is passed for a tensor argument, for example 2 in ``x * 2``.
 
-        In a direct call, the kernel raises an exception for such a number.
+        If the kernel is called directly (`run_kernel`), it raises an exception for such a number.
         """
         arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
         return any(

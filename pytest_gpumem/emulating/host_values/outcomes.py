@@ -1,4 +1,4 @@
-"""Decide what the host knows about the tensors to which an operator on the GPU wrote, and note it.
+"""Decide what the host knows about the tensors to which an operator on the GPU wrote, and store this in the notes.
 
 `outcome_of` decides, and `note_output` applies the decision to each tensor.
 """
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
     has_known_inputs: bool
     is_known: bool
-    """True if all values are known that the operator wrote to GPU memory."""
+    """True if all values that the operator wrote to GPU memory are known."""
     is_computed: bool
     """True if the CPU computed the values, even if it used unknown integers."""
     routing: Routing | None
@@ -61,10 +61,9 @@ class Outcome(NamedTuple):
 def outcome_of(
     notes: TensorNotes, call: Call, results: list[torch.Tensor], outputs: list[torch.Tensor], *, has_known_inputs: bool
 ) -> Outcome:
-    """Decide what becomes known about the outputs of an operator on the GPU, and let the CPU or the assumed routing write
-    values to them.
+    """Decide what becomes known about a GPU operator's outputs, and let the CPU or the assumed routing write their values.
 
-    The notes remain unchanged.
+    The notes are not changed here, but in `note_output`.
 
     Args:
         notes: The notes about the operator's inputs.
@@ -79,7 +78,7 @@ def outcome_of(
     excluded = None if has_known_inputs and routing is None else notes.exclusions.result(operator, args)
     is_filled, mask, chosen = False, None, None
     if has_known_inputs:
-        # In a tensor of zeros, a program can mark the chosen experts.
+        # Programs mark the chosen experts in a tensor of zeros. So under an assumed routing, even a large one is known.
         is_filled = choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outputs, routed=True)
         constant = None if is_filled else notes.constants.filled(operator, results)
     else:
@@ -108,8 +107,8 @@ def note_output(
         call: The call.
         outcome: The decision about all outputs of the call.
         output: The output.
-        is_overwritten: Whether the operator wrote to the output's whole storage. If false, all values are known only if they
-            were known before.
+        is_overwritten: Whether the operator wrote to the output's whole storage. If false, older values remain in the storage,
+            so the output is known only if these were known before.
     """
     if not output.is_cuda:
         has_values = all(is_exact(source) and is_small((source,)) for source in call.on_gpu)
@@ -156,7 +155,7 @@ def _compute(
     *,
     has_known_inputs: bool,
 ) -> bool:
-    """Run a GPU operator again on the CPU to compute its results. Return whether the results now have these values."""
+    """Run a GPU operator again on the CPU, and write the values to its results. Return whether values were written."""
     operator = call.operator
     if operator.reads or operator.name in NO_VALUES or (operator.random and operator.name not in _DRAWN):
         return False

@@ -45,7 +45,7 @@ _MENDS = {
         " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside the measured code)"
     )
 }
-"""The advice to the user in a message, by the text about the read."""
+"""Advice that a message gives to the user, by the beginning of the message (``clause`` in `Reads.invalid`)."""
 
 Use = Literal["kept", "branch", "order", "integer"]
 """The way in which a program uses a float: it decides a branch, sorts a list, or becomes an integer. ``"kept"`` is any other
@@ -68,12 +68,12 @@ class Reads:
         """The threads in which a backward pass was started and has not ended, the innermost last."""
 
     def take_trouble(self) -> str | None:
-        """Return a text about the first invalidating read since the last call; ``None`` if there was none."""
+        """Return a text about the first read since the last call that made the measurement invalid; ``None`` without one."""
         trouble, self._trouble = self._trouble, None
         return trouble
 
     def take_others(self) -> UnknownReads:
-        """Return all reads since the last call that did not make the measurement invalid."""
+        """Return the reads since the last call, except reads that made the measurement invalid."""
         other_reads = UnknownReads(self._decided, self._other, self._routed)
         self._decided, self._other, self._routed = Counter(), Counter(), {}
         return other_reads

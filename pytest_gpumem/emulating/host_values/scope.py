@@ -1,7 +1,7 @@
 """Enter the dispatch mode `HostValues` for the whole process, except for the operators in backward.
 
-The thread calling `begin` enters the mode and never leaves it. Each thread started later by Python enters the mode too, and
-autograd's threads inherit it. The methods that read a tensor (`watched_methods`) are replaced in the whole process.
+The thread that calls `begin` enters the mode and never leaves it. Each thread that Python starts later enters the mode too, and
+autograd's threads inherit the mode. The methods that read a tensor (`watched_methods`) are replaced in the whole process.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ def _watch_threads(mode: HostValues) -> None:
     ) -> int:
         return begin_thread(within(function), args, named or {})
 
-    # `threading` still calls the original function, because it imported it earlier. So `Thread.start` is replaced too.
+    # The module `threading` has imported the original function, and still calls it. So `Thread.start` is replaced too.
     _thread.start_new_thread = _thread.start_new = begin_within

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def follow_scripts(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
     """From now on, record a read for each ``tolist`` in a TorchScript function with unknown tensors.
 
-    This is the case if an argument is an unknown host tensor, or if the function copies an unknown tensor to the host.
+    A function has unknown tensors if an argument is an unknown host tensor, or if it copies an unknown tensor to the host.
     """
 
     @contextmanager

@@ -30,8 +30,7 @@ ordinary attribute without an effect."""
 
 
 def follow_serialized(mode: HostValues, is_unknown: Callable[[Any], bool]) -> None:
-    """From now on, add `MARK` to tensors when they are pickled, and restore the notes about them when they are loaded or
-    moved.
+    """From now on, add `MARK` to pickled tensors, and restore the notes about tensors that are loaded or moved.
 
     Args:
         mode: The mode with the notes about tensors.

@@ -67,9 +67,7 @@ class StorageNotes(Generic[T]):
         return self.at(tensor.untyped_storage().data_ptr()) if self._entries and has_storage(tensor) else None
 
     def around(self, address: int) -> tuple[int, T] | None:
-        """Return the start of the storage that contains an address, and the note about this storage; ``None`` if there is no
-        note.
-        """
+        """Return the start of the storage that contains an address, and the storage's note; ``None`` if there is no note."""
         for start, (storage, nbytes, note) in self._entries.copy().items():
             if start <= address < start + nbytes and not storage.expired():
                 return start, note

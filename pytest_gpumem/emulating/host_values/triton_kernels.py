@@ -129,9 +129,7 @@ def _stored_to(lines: list[str]) -> set[str]:
 
 
 def _connect(made_of: dict[str, set[str]], result: str, inner: list[str], values: list[str]) -> None:
-    """Record in ``made_of`` that a loop's results and variables can have the given values: initial values or yielded
-    values.
-    """
+    """Record in ``made_of`` that a loop's results and variables can have the given (initial or yielded) values."""
     for at, value in enumerate(values):
         for name in (f"{result}#{at}", *([result] if len(values) == 1 else []), *inner[at : at + 1]):
             made_of.setdefault(name, set()).add(value)

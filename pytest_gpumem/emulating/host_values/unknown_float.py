@@ -33,7 +33,7 @@ class UnknownFloat(float):
     """The record to which all `UnknownFloat` objects add their uses."""
 
     def __new__(cls, *_: object) -> UnknownFloat:  # noqa: PYI034 -- Self is new in Python 3.11
-        # `statistics.mean` calls the class of its arguments with its result.
+        # `statistics.mean` converts its result by ``type(argument)(result)``. So accept any argument, and ignore it.
         return float.__new__(cls, UNKNOWN)
 
     def __bool__(self) -> bool:
@@ -70,9 +70,7 @@ class UnknownFloat(float):
         return self
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **named: Any) -> Any:
-        """Compute a NumPy function with this float. The result is an `UnknownFloat` if it is a scalar, otherwise an ordinary
-        array.
-        """
+        """Compute a NumPy function with this float. A scalar result is an `UnknownFloat`, an array is an ordinary array."""
         numbers = (UNKNOWN if isinstance(number, UnknownFloat) else number for number in inputs)
         result = getattr(function, method)(*numbers, **named)
         if function.__name__ not in ("isnan", "isinf", "isfinite") and result.dtype == bool and result.ndim == 0:

@@ -243,8 +243,9 @@ def _asks_whether_finite(step: Step) -> bool:
 
 
 def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
-    """Return the kind of an instruction's result; ``None`` if the result is not followed. Calls and comparisons are not
-    handled.
+    """Return the kind of an instruction's result; ``None`` if the result is not followed.
+
+    Other functions handle calls and comparisons.
     """
     first = kinds[0]
     if name in ("TO_BOOL", "GET_ITER", "CONVERT_VALUE", "UNARY_NOT"):

@@ -237,8 +237,9 @@ def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _format(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
-    """Format a tensor as a string. For an unknown scalar, record a read if it is an integer, or if the program uses the string
-    for more than printing.
+    """Format a tensor as a string, and record a read of an unknown scalar.
+
+    For a float, a read is recorded only if the program uses the string for more than printing.
     """
     with mode.reads.ignored():
         text = original(tensor, *args, **named)
@@ -259,9 +260,7 @@ def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, 
 
 
 def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``torch.tensor`` or a similar function, and mark the result as unknown if it is made from a list with unknown
-    tensors.
-    """
+    """Call ``torch.tensor`` or a similar function, and mark a result made from a list with unknown tensors as unknown."""
     listed = [arg for arg in args if isinstance(arg, (list, tuple))]
     with mode.notes.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
         return original(*args, **named)
@@ -289,9 +288,9 @@ def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named
 
 
 def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Call ``ctc_loss``, and record a read if the lengths are unknown. `HostValues` is inactive during the call.
+    """Call ``ctc_loss``, and record a read if the lengths are unknown.
 
-    If a dispatch mode is active, torch reads the lengths in a different way.
+    `HostValues` is left during the call, because torch reads the lengths in a different way if a dispatch mode is active.
     """
     arguments = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
     probabilities, targets = arguments.get("log_probs"), arguments.get("targets")
@@ -362,7 +361,7 @@ def _broadcast(
     copied = original(tensors, *args, **named)
     for copies in copied:
         pairs = list(zip(copies, tensors, strict=True))
-        # Several copies have the same storage.
+        # Several copies share a storage, which is known only if all its copies are known.
         unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.notes.is_unknown(tensor)}
         for copy, tensor in pairs:
             if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
@@ -383,9 +382,7 @@ def _add(
 def _step(
     mode: HostValues, original: Callable[..., Any], scheduler: Any, metrics: Any, *args: Any, **named: Any
 ) -> Any:
-    """Call ``ReduceLROnPlateau.step``, and record a decided branch if the metric is unknown, because the scheduler compares
-    it.
-    """
+    """Call ``ReduceLROnPlateau.step``, which compares the metric. If the metric is unknown, record a decided branch."""
     if is_unknown_number(metrics) or _is_unknown(mode, metrics):
         mode.reads.of_float("branch")
     return original(scheduler, metrics, *args, **named)

@@ -11,7 +11,8 @@ _LACKS = re.compile(
     r"requires \.target sm_|no kernel image is available",
     re.IGNORECASE,
 )
-"""Phrases in such errors from PyTorch (``_scaled_mm``, sparse products, flash attention), cuDNN, Triton, ptxas and vLLM."""
+"""Phrases in errors about a missing feature of the GPU, raised by PyTorch (``_scaled_mm``, sparse products, flash attention),
+cuDNN, Triton, ptxas and vLLM."""
 _NO_ATTENTION = re.compile(r"no available kernel", re.IGNORECASE)
 _RAISED = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*(?P<error>[A-Z]\w*): (?P<words>.+)$", re.MULTILINE)
 """A traceback's line with an exception's name and message. torchrun and pytest-xdist put the process's name before it."""
@@ -31,7 +32,8 @@ def lacking(error: str, capability: tuple[int, int]) -> str | None:
     words = " ".join(error.split()).rstrip(".")
     if _LACKS.search(words):
         return words
-    # The same message can mean that no GPU has a kernel for these tensors. torch gives the reason only in warnings.
+    # This message can also mean that no GPU has a kernel for these tensors, and torch gives the reason only in warnings. So the
+    # message counts only if the GPU is too old for flash attention.
     if _NO_ATTENTION.search(words) and capability < FLASH_ATTENTION:
         needed, has = (".".join(map(str, version)) for version in (FLASH_ATTENTION, capability))
         return f"{words} (flash attention needs compute capability {needed}, and this GPU has {has})"

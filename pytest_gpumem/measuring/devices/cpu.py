@@ -71,7 +71,8 @@ class CpuDevice(Device):
     name = "cpu"
     tells_time = True
     seconds_between_readings = 0.1
-    """`pace` and `conditions` evict the step's data from the caches. Small steps then take 1.3 % to 2.7 % longer for 9 ms."""
+    """`pace` and `conditions` evict the step's data from the caches. Afterwards, small steps take 1.3 % to 2.7 % longer for 9
+    ms. So readings are at least 0.1 s apart."""
 
     def __init__(
         self, lock: DeviceLock | None = None, *, other_ranks: Callable[[], Sequence[int]] | None = None

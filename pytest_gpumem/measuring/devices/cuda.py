@@ -59,7 +59,7 @@ class CudaDevice(Device):
     """The current CUDA GPU, whose memory is the memory of tensors in torch's caching allocator.
 
     `Peak.allocated` is the allocator's statistic ``requested_bytes``, the sum of the tensors' sizes before rounding. By
-    contrast, ``allocated_bytes`` is the sum after rounding. It depends on the order of the tests, because the allocator rounds
+    contrast, ``allocated_bytes`` is the sum after rounding, and depends on the order of the tests, because the allocator rounds
     a size according to the free blocks in its cache. If an allocator has no ``requested_bytes``, ``allocated_bytes`` is used.
 
     For example, a tensor with 5,000 bytes counts as 5,000 requested bytes and 5,120 allocated bytes, a multiple of 512.
@@ -305,7 +305,7 @@ class CudaDevice(Device):
             if statistics_after.get(name, 0) - statistics_before.get(name, 0) >= _PROBE_BYTES:
                 return counter
         raise DeviceUnavailable(
-            "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or an allocator of one's own): after an "
+            "the CUDA allocator keeps no statistics (PYTORCH_NO_CUDA_MEMORY_CACHING, or a custom allocator): after an "
             f"allocation of {_PROBE_BYTES} bytes it still reports "
             f"{statistics_after.get('allocated_bytes.all.current', 0)} bytes"
         )
@@ -349,8 +349,8 @@ class CudaMemory:
     """A GPU's memory, which processes share under ``--gpumem-pack`` (see `SharedMemory`).
 
     A process holds its CUDA context and its allocator's reserved memory. The context's size is the process's
-    memory according to NVML minus the reserved memory. It grows with each kernel whose code is loaded, so at least
-    `CONTEXT_BYTES` are assumed, the size after many kinds of kernels have run.
+    memory according to NVML minus the reserved memory. A context grows with each kernel whose code is loaded. So its size is
+    assumed to be at least `CONTEXT_BYTES`, the size after many kinds of kernels have run.
     """
 
     def __init__(self, runtime: TorchCuda, ledger: MemoryLedger) -> None:

@@ -97,10 +97,10 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
 
     The threads must run one at a time, like the main thread and backward's. The order has to be restored because the
     profiler puts backward's operators inside an arbitrary operator from the main thread, or outside all of them. Tokens with
-    the same time keep their order, and an operator's inputs stay right behind it.
+    the same time keep their order, and an operator's inputs stay directly behind the operator.
 
-    A span in a second thread may end shortly after the span in the first thread that waits for it (``torch.jit.fork``). Then
-    the first span is extended until the second span ends, but not beyond the surrounding mark.
+    If a span waits for a second thread (``torch.jit.fork``), a span in this second thread may end shortly after the waiting
+    span. Then the waiting span is extended until the other span ends, but not beyond the surrounding mark.
     """
     moments: list[int] = []
     open_spans: list[int] = []
@@ -154,7 +154,7 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
 
     The profiler's tokens and the history must have the same allocations in the same order. Three kinds of events are only in
     the history: frees that another stream has delayed, events from threads without a profiler, and failed allocations (0 bytes
-    at `NOWHERE`). They are inserted between the common events, as accurately as the history's clock allows.
+    at `NOWHERE`). These are inserted between the other events, as accurately as the history's clock allows.
 
     For example, an allocation at ``0x7f00`` has 5,120 bytes in the profiler's tokens and 5,000 bytes in the history. In the
     result it has 5,000 bytes.

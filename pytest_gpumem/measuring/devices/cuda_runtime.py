@@ -1,6 +1,6 @@
 """The calls to torch.cuda that `CudaDevice` needs, without any decisions.
 
-Tests of `CudaDevice` replace them with recorded statistics from a real GPU.
+Tests of `CudaDevice` replace these calls with recorded statistics from a real GPU.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            # Outside the main thread, this thread's call stacks begin in the same function as other threads' call stacks.
+            # Every thread except the main thread begins in the same Python function. So only the main thread can distinguish
+            # its own call stacks from other threads' call stacks.
             in_main_thread = threading.current_thread() is threading.main_thread()
             entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
             region.history = history_of(entries, threads_apart=in_main_thread)

@@ -166,7 +166,7 @@ def _streams(device: GpuWithWorkspaces) -> dict[int, int]:
 
 
 def _own_streams(device: GpuWithWorkspaces, blocks: Mapping[int, int]) -> Iterator[int]:
-    """Yield the streams on which the calling thread has a workspace, because requesting a workspace allocates nothing there."""
+    """Yield the streams on which the calling thread already has a workspace: requesting a workspace there allocates nothing."""
     for stream in {*blocks.values()}:
         live = device.live()
         device.runtime.make_workspace(stream)

@@ -1,4 +1,7 @@
-"""An emulated GPU as a device. Bytes are counted as on CUDA, the stand-ins count kernel launches, and steps are not timed."""
+"""An emulated GPU as a device. Bytes are counted as on CUDA, and steps are not timed.
+
+Kernel launches are counted by the emulation's stand-ins for NVIDIA's libraries.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ class EmulatedDevice(CudaDevice):
     def open(self) -> None:
         super().open()
         self.forget_libraries()
-        # Discard reads that were noted before `open`: code outside the measured tests made them.
+        # Discard reads of unknown values that were noted before `open`, because code outside the measured tests made them.
         self.lost()
         self.take_reads()
 

@@ -95,7 +95,7 @@ class LiveBlocks:
 
     A free at an address without a live block is ignored. An allocation at a live block's address means that the block's free
     was missed, so the new block replaces the earlier block. But if `hold_known` was called after the earlier block was
-    allocated, its bytes still count as live. Otherwise later readings would differ because of a free that happened earlier.
+    allocated, the earlier block still counts as live, so a free that was missed before `hold_known` changes no later reading.
 
     For example, 100 bytes are allocated at ``0xa000``, and then 60 bytes at ``0xa000``. There are 60 live bytes, or 160 if
     `hold_known` was called in between.

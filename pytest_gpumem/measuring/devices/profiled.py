@@ -74,7 +74,8 @@ def _opened(event: Any) -> SpanBegin:
         return SpanBegin(
             event.start_time_ns, "node", name.removeprefix(_NODE).removeprefix(_ENGINE), _sequence_of(event)
         )
-    # An operator in backward has the sequence number of its autograd node, but it is not the operator that made the node.
+    # An operator in backward has the sequence number of its autograd node. Only the operator that made the node keeps this
+    # number, so an operator in backward gets -1.
     return SpanBegin(event.start_time_ns, "operator", name, -1 if _is_backward(event) else sequence)
 
 

@@ -45,8 +45,8 @@ class LockFile:
 
     When a process ends or is killed, the system frees its record locks, and forked children do not inherit them. By contrast,
     the children (such as ``DataLoader`` workers) would keep a lock from ``flock``. A process must not open the file a second
-    time, because closing any of its descriptors frees all its locks on the file. Raises ``OSError`` if the system has no
-    record locks.
+    time, because closing one of the two descriptors frees all the process's locks on the file. Raises ``OSError`` if the system
+    has no record locks.
     """
 
     def __init__(self, folder: Path, file_name: str) -> None:

@@ -22,7 +22,8 @@ _CALLS = 100
 _PIECE = 2**18
 _PIECES = 3
 _RING = 2**22
-"""The bytes in a ring of buffers. Two rings are larger than a core's own cache, and smaller than the shared cache."""
+"""The bytes in a ring of buffers. Two rings are larger than a core's own cache, and smaller than the shared cache. So copies
+between them depend on the shared cache's speed."""
 
 
 class ReferenceWorkload:

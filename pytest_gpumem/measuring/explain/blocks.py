@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Lifetime:
     """A memory block from its allocation to its free.
 
-    A moment is an index into the recording's tokens, and -1 means before the recording. The module `lifetimes` has an example.
+    A moment is an index into the recording's tokens: allocations, frees, and the beginnings and ends of spans. -1 means before
+    the recording. The module `lifetimes` has an example.
     """
 
     address: int
@@ -26,7 +27,7 @@ class Lifetime:
     freed: int | None = None
     """The moment of the free; ``None`` if the block was still live at the end of the recording."""
     own: bool = True
-    """True if the step allocated the block, or if the block already belonged to the step when the recording began."""
+    """True if the step allocated the block, or if the block belonged to the step before the recording, for example a weight."""
     phase: str = ""
     """The phase that allocated the block. In code without marked phases: ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
@@ -50,7 +51,8 @@ class Lifetime:
     ``None`` if no following step was recorded.
     """
     matched: Lifetime | None = None
-    """For a leftover from an earlier step, the block of equal size that the recorded step made in the same way."""
+    """Only for a leftover, which is a block left behind by an earlier step: the recorded step's block with the same size, made
+    in the same way. This block shows the line that made the leftover."""
 
     @property
     def is_older(self) -> bool:
@@ -93,8 +95,8 @@ class Timeline:
     phases: Mapping[str, int] = field(default_factory=dict)
     """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
-    """The steps recorded right after this step. In the timeline of a following step, all blocks from
-    before this following step are older blocks, whoever owns them."""
+    """The steps recorded right after this step. A following step's timeline counts all blocks from before that step as older
+    blocks, even blocks made by the recorded step."""
 
     def at(self, moment: int) -> list[Lifetime]:
         """Return the blocks live right after the token at ``moment``."""

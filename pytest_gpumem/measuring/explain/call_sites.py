@@ -55,7 +55,7 @@ class OperatorSites:
         self._tracker = Tracker(device, sites, "modules", snapshots=False)
         self._first_number = next_node_number()
         self._made: dict[int, tuple[int, OperatorSite]] = {}
-        """The thread and place that created each autograd node, by the node's number. Each thread has its own numbers."""
+        """The thread and place that created each autograd node, by the node's number. Threads number their nodes separately."""
         self._at_line: dict[tuple[str, str], OperatorSite] = {}
         """The place of the first forward operator at each line."""
         self.modules: set[str] = set()
@@ -75,7 +75,8 @@ class OperatorSites:
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
         line = site.user, site.library
         if number is None:
-            # Code recomputed in backward does not show its layer. So store the folded path (``blocks.*``) for this code.
+            # If backward recomputes this line, the layer is unknown. So the line's place has a folded path: ``blocks.*``
+            # instead of ``blocks.3``.
             self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
@@ -90,10 +91,11 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # Autograd creates an operator's node before the operator runs. So a new latest number belongs to this operator's node.
+        # Autograd creates an operator's node before the operator runs. So if the latest number is new, this operator has it.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return
         creating_thread, _ = self._made.setdefault(number, (thread, place))
         if creating_thread != thread:
+            # Two threads have a node with this number, so the number does not show the place.
             self._made[number] = creating_thread, NOWHERE

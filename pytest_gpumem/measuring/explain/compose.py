@@ -17,9 +17,10 @@ Example:
 
     1. The owner's category, if an ownership snapshot gave the block a label: ``parameter``, ``buffer``, ``gradient``,
        ``optimizer state`` or ``input``.
-    2. ``workspace``: the block was freed before the call that allocated the block ended, or with the backend's workspaces.
+    2. ``workspace``: the block was freed before the end of the call that allocated the block, or after the step, together with
+       the workspaces of the backend (cuBLAS).
     3. ``other``: the block is older than the recording and has no label.
-    4. ``temporary``: an autograd node allocated the block.
+    4. ``temporary``: an autograd node allocated the block, in backward.
     5. All other blocks come from Python code. A block from an optimizer is ``temporary`` if it was freed, and otherwise
        ``other``. A block from a module is ``activation`` if it outlived the module's call, and otherwise ``temporary``. A
        block from outside all modules is ``activation`` if it was live when backward began to run nodes. If not, it is
@@ -76,7 +77,7 @@ def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Compositio
 
 
 def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
-    """Return the composition of the bytes kept by the step after its end. ``growth`` is passed to `survivors_of`."""
+    """Return the composition of the bytes kept by the step after its end. ``growth`` are the bytes kept by each step."""
     survivors = survivors_of(timeline, growth)
     step = (timeline, *timeline.following)[survivors.step]
     rows = [
@@ -98,12 +99,12 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
 def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
     """Return the holders of the bytes kept by the step after its end.
 
-    If it is ambiguous which blocks are kept, and these blocks have several holders, the result names all as alternatives.
+    If it is unknown which of several blocks the step keeps, the result names the holders of all these blocks as alternatives.
 
     Args:
         timeline: The recorded step and the following steps.
         paths: For each live block at the end of the recording, the path to the block's holder, by the block's address.
-        growth: Passed to `survivors_of`.
+        growth: The bytes kept by each step, as in `survivors_of`.
     """
     survivors = survivors_of(timeline, growth)
     step = (timeline, *timeline.following)[survivors.step]
@@ -116,10 +117,11 @@ def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) ->
 
 
 def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tuple[Sequence[Lifetime], Row]]:
-    """Yield the latest blocks of a replacement, with a row for the bytes by which these blocks have grown.
+    """Yield the blocks that replaced smaller blocks, with a row for the bytes by which these blocks have grown.
 
-    Blocks of equal size have grown equally, so each block gets its own row. For example, a line replaces a cache of keys and a
-    cache of values. Otherwise only the sum is known, and a single row stands for all blocks.
+    For example, a line replaces a cache of keys and a cache of values by longer caches. If both have the same size, both have
+    grown equally, and each gets its own row. If the sizes differ, only the sum of the growth is known. Then a single row stands
+    for all blocks.
     """
     row = _row(larger.block, timeline)
     number = len(larger.latest)
@@ -141,7 +143,10 @@ def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[
 def _holders(
     timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
 ) -> tuple[Holder, ...]:
-    """Return the holders for rows. A row comes with the blocks that may contain its bytes. Rows without a path are dropped."""
+    """Return the rows' holders. Each row comes with the blocks that may contain its bytes.
+
+    A row is dropped if ``paths`` contains none of its blocks.
+    """
     rows_by_paths: dict[frozenset[str], list[Row]] = {}
     for blocks, row in rows:
         row_paths = frozenset(paths[block.address] for block in blocks if block.address in paths)

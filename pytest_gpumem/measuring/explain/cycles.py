@@ -52,7 +52,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
     ]
     counts: dict[str, int] = {}
     holding: set[int] = set()
-    # `_strongly_connected` returns a component after all components to which this component refers.
+    # `_strongly_connected` returns a component after all components to which it refers. So ``holding`` already contains these.
     for component in _strongly_connected(edges):
         if not any(
             is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component
@@ -67,7 +67,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """Return the text of a shortest cycle through an object in ``component``, if possible an object with a user's class."""
+    """Return the types in a shortest cycle in ``component``. The cycle begins with a user's class, if there is one."""
     first = min(component, key=lambda number: (_genericness(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}
@@ -102,7 +102,7 @@ def _type_name(node: object) -> str:
         return f"function {node.__qualname__}"
     if is_a(node, types.FrameType):
         return f"frame of {node.f_code.co_qualname if hasattr(node.f_code, 'co_qualname') else node.f_code.co_name}"
-    # `class_name` leaves out the function in which a class is defined.
+    # `class_name` is shorter than ``__qualname__``, because it leaves out the function in which a class is defined.
     return class_name(type(node))
 
 

@@ -1,6 +1,7 @@
 """Find the tensors left behind by a measured run, and their holders.
 
-A cache is filled at its first use, in the measured run. The recorded run comes later and finds a full cache.
+A cache is filled at its first use, in the measured run. The recorded run comes later and finds a full cache. So the recording
+does not contain the allocations that filled the cache.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ class RetainedBlocks:
         )
 
     def extend_explanation(self, explanation: Explanation) -> Explanation:
-        """Add the bytes left behind by the measured run, and not by the recorded run, to the recorded run's explanation.
+        """Return the recorded run's explanation, with the bytes that only the measured run left behind added.
 
-        The recorded run may have retained the same bytes under a different or unknown path. So only additional bytes are
-        added. A holder is certainly a cache only if all holders in the recorded run are known.
+        The recorded run may have retained the same bytes again, under another path or an unknown path. These bytes are not
+        added a second time. An added holder is called a cache only if all holders in the recorded run are known.
 
         Example:
             The measured run left 100 kB in ``Cache.tables`` and 40 kB in ``Net.seen``. The recorded run retained only 40 kB in

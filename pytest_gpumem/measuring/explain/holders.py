@@ -328,7 +328,7 @@ class _Search:
 
         Args:
             places: The objects' places, the most important first.
-            height: The number of references from a tensor to these objects.
+            height: The number of references from these objects down to a tensor.
         """
         searched = places[:MOST_AT_ONCE] if height < HIGHEST else []
         references = self._references(searched)
@@ -379,7 +379,7 @@ class _Search:
         """Return pairs of places: an object's place, and the place of a referrer to this object."""
         if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # The function receives this very tuple. From a list, Python would make another tuple, a further referrer since 3.14.
+        # get_referrers() gets this very tuple. From a list, Python would make another tuple, which 3.14 counts as a referrer.
         objects = tuple(self._objects[place] for place in places)
         place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}

@@ -16,18 +16,21 @@ if TYPE_CHECKING:
 
 
 _MOST_PLACES = 4
-"""If there are more than 4 blocks without an owner for each input of the same size, the inputs are not leftovers."""
+"""If there are more than 4 blocks without an owner for each input of the same size, the inputs are not leftovers, and only the
+blocks without an owner are (`_Matches.is_leftover`)."""
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
     """Return a timeline's blocks. Each leftover is matched with a block made by the recorded step in the same way.
 
-    Leftovers count as the step's own until the step's older blocks together reach ``own_bytes``, which were measured earlier.
-    Other leftovers come from steps between the measurement and the recording.
+    ``own_bytes`` are the step's own bytes when it was measured. Leftovers count as the step's own until the step's older blocks
+    together reach ``own_bytes``. Any further leftovers come from steps between the measurement and the recording, and do not
+    count.
 
     Example:
         Each step appends 40 bytes to a list. The recorded step finds 3 older blocks with 40 bytes, and ``own_bytes`` are 80.
-        So 2 of the 3 blocks are the step's own, and their row shows the line that appends. The third block came later.
+        So 2 of the 3 blocks are the step's own, and their row shows the line that appends. The third block was appended after
+        the measurement.
     """
     matches = _Matches(timeline)
     lifetimes = timeline.lifetimes
@@ -36,7 +39,7 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
     )
     blocks = [block for block in lifetimes if not matches.is_leftover(block)]
     for block in _in_turn(filter(matches.is_leftover, lifetimes), matches):
-        # Later steps cannot have left a block freed by this step. So the block counts even beyond ``own_bytes``.
+        # A block that this step frees is not a leak from a step after the measurement. So it counts even beyond ``own_bytes``.
         if block.nbytes <= room or (block.own and block.freed is not None):
             room -= block.nbytes
             blocks.append(replace(block, own=True, matched=matches.next_for(block)))
@@ -50,8 +53,8 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 class _Matches:
     """Finds a block of equal size in the recorded step for a leftover from an earlier step.
 
-    Blocks kept by all following steps match leftovers that are kept, too. Blocks freed by a following step match leftovers
-    freed by the recorded step.
+    A leftover that no recorded step frees matches a block kept by all following steps. A leftover that a recorded step frees
+    matches a block that a following step frees.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -77,7 +80,7 @@ class _Matches:
         """Return whether an earlier step may have left a block behind.
 
         An input may be a leftover, because all tensors in reach of the step's function count as inputs. But if few inputs and
-        many blocks without an owner have the same size, only the latter are leftovers, because a leak consists of many blocks.
+        many blocks without an owner have the same size, the inputs are not leftovers, because a leak consists of many blocks.
         For example, a batch is an input, and a module keeps 30 leaked tensors with the batch's size. In contrast, if a step
         leaks tensors into a closure and into a module, there are many inputs and many blocks without an owner.
         """
@@ -140,9 +143,9 @@ def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetim
 def _in_turn(leftovers: Iterable[Lifetime], matches: _Matches) -> list[Lifetime]:
     """Return leftovers in the order in which they become the step's own. The order does not depend on addresses.
 
-    Leftovers freed by the step come first, because later steps cannot have kept these. The other leftovers follow in groups,
-    and each group has as many blocks of each size as a step keeps. Among blocks with the same size, blocks already counted
-    as the step's own come first.
+    Leftovers freed by the step come first, because these are no leaks from steps after the measurement. The other leftovers
+    follow in groups, and each group has as many blocks of each size as a step keeps. Among blocks with the same size, blocks
+    already counted as the step's own come first.
     """
     ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
     freed = Counter(block.nbytes for block in ordered if block.freed is not None)

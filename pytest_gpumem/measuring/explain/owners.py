@@ -126,7 +126,7 @@ class TensorOwners:
     def labels(self) -> Iterator[Label]:
         """Yield an ownership snapshot: labels for the current parameters, buffers, gradients, optimizer state and inputs.
 
-        Parameters, buffers and optimizer state do not move, so they get a label only in the first snapshot.
+        Parameters, buffers and optimizer state do not move, so each gets a label only in the first snapshot that contains it.
         """
         owners: dict[int, str] = {}
         for reference, prefix in self._roots:
@@ -176,7 +176,8 @@ class TensorOwners:
     def _line(self, category: str, address: int, maker: str) -> str:
         """Return the line that made a block.
 
-        A creation site is used only for parameters and buffers, which are made early. Later blocks may reuse an address.
+        Creation sites are stored by address, and a later block may reuse the address. So they are used only for parameters and
+        buffers, which are made early.
         """
         if category in _EARLY and address in self._creation_sites:
             return self._creation_sites[address].user
@@ -188,7 +189,7 @@ class TensorOwners:
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield an optimizer's parameters. A wrapper yields the wrapped optimizer's parameters."""
+    """Yield an optimizer's parameters. For a wrapper around an optimizer, yield the wrapped optimizer's parameters."""
     import torch
 
     groups = attribute(optimizer, "param_groups")

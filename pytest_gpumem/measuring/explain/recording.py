@@ -1,7 +1,8 @@
 """Record a step in a separate run, and explain the step's peak.
 
-Marks and a profiler may change a step's memory, so the measured runs use neither. The recorded run must have the same peak and
-the same sum of allocations as the measured run. Otherwise the step is recorded again with fewer marks.
+A recording contains marks, which are spans for phases, modules and calls. Marks and the profiler may change a step's memory, so
+the measured runs use neither. The recorded run must have the same peak and the same sum of allocations as the measured run. If
+it does not, the step is recorded again with fewer marks.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 FOLLOWING_STEPS = 4
 """The number of following steps in a recording, if steps keep bytes and do not differ.
 
-4 steps distinguish a leak from a list with the latest four entries, and from two alternating buffers. If batch
-sizes are random, they rarely rise in all these steps.
+4 steps distinguish a leak from a list with the latest four entries, and from two alternating buffers. Random batch sizes rarely
+rise 4 times in a row, so they are not mistaken for a cache that grows in each step.
 """
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -164,7 +165,7 @@ class Recording:
         return replace(self, timeline=calls)
 
     def with_left_blocks(self) -> Recording:
-        """Return the same recording, but with the blocks left behind by an earlier run as the step's own."""
+        """Return the same recording, but count the blocks left behind by an earlier run as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.earlier_blocks.addresses & self.trace.before.keys()))
         own_bytes = self.own_bytes + self.earlier_blocks.nbytes
         return replace(
@@ -176,9 +177,9 @@ class Recording:
         )
 
     def without_later_growth(self, own_bytes: int) -> Recording:
-        """Return the same recording, but with at most ``own_bytes`` of older blocks as the step's own.
+        """Return the same recording, but count at most ``own_bytes`` of older blocks as the step's own.
 
-        The other older blocks were kept by steps after the measurement.
+        The other older blocks come from steps between the measurement and the recording.
         """
         if own_bytes >= self.own_bytes:
             return self
@@ -187,8 +188,8 @@ class Recording:
     def adjusted_to(self, expected: ExpectedFigures) -> Recording:
         """Return the recording as if it began with the measured step's own bytes.
 
-        If the recording matches only together with the blocks left behind by an earlier run, these blocks are a cache and count
-        as the step's own.
+        If the recording matches ``expected`` only with the blocks left behind by an earlier run, these blocks are a cache and
+        count as the step's own.
         """
         recording = self
         if self.earlier_blocks.nbytes and not self.matches(expected):
@@ -242,10 +243,10 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: ExpectedFi
     recording with the closest peak is used. If this peak differs from the measured peak, a note says so. Among equally close
     recordings, the most detailed recording is used.
 
-    If steps differ, several steps are recorded with the most marks first, until a step has the measured peak, which is the
-    highest. At least `DIFFERING_STEPS` steps are recorded, and at most as many as were measured. Among several recordings with
-    this peak, the recording with the most operators is used. Module calls are collected from all recorded steps, for example
-    from a validation in every fifth step. If steps keep bytes, a recording also contains the following steps.
+    If steps differ, the measured peak comes from the step with the highest peak. So several steps are recorded with the most
+    marks, until a step has this peak: at least `DIFFERING_STEPS` steps, and at most ``expected.steps``. If several recordings
+    have this peak, the recording with the most operators is used. Module calls are collected from all recorded steps, for
+    example from a validation in every fifth step. If steps keep bytes, a recording also contains the following steps.
 
     All ranks make the same number of recordings, because they decide together (`Device.consensus`).
 

@@ -27,8 +27,8 @@ def renewals(timeline: Timeline) -> list[Renewal]:
     """Return the inputs freed by a step, each with the block created to replace the input.
 
     Example:
-        A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which is an
-        input. At the end, the attribute contains another tensor with the same size.
+        A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which counts as
+        an input. At the end, the attribute contains another tensor with the same size.
 
     Args:
         timeline: The recorded step and the following steps. A block kept by all following steps is not a renewed input.
@@ -54,9 +54,10 @@ def renewals(timeline: Timeline) -> list[Renewal]:
 
 
 def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """For each recorded block, return the block with the same size, module and line in the last step after the recorded step.
+    """For each recorded block, return the block with the same size, module and line in the last following step.
 
-    If the last step has no such block, the entry is ``None``.
+    Without following steps, return the recorded blocks. If the last following step has more or fewer such blocks than the
+    recorded step, all entries are ``None``.
     """
     if not timeline.following:
         return recorded_blocks

@@ -79,11 +79,12 @@ class Sites:
         )
         self._files: dict[str, _File | None] = {}
         self.packages: set[Package] = set()
-        """The installed packages whose code a user's line called. To get the packages in a step, clear this set first."""
+        """The installed packages whose code a user's line called. To get only a step's packages, clear this set before the
+        step."""
 
     def caller_site(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
-        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - like the public inspect.currentframe(), but with a depth
         user = ""
         # Dict keys, so a recursive function appears once.
         beneath: dict[str, None] = {}
@@ -142,7 +143,8 @@ class Sites:
     def around(self, depth: int = 1, outermost: int = 0) -> str:
         """Return the name of the innermost user or library function.
 
-        ``outermost`` is the ``id`` of a frame at which the search ends. The name is empty if no function was found before.
+        ``outermost`` is the ``id`` of a frame at which the search ends. If there is no such function below this frame, the name
+        is empty.
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in caller_site
         while frame is not None and id(frame) != outermost:

@@ -135,14 +135,16 @@ def place_of(block: Lifetime) -> Place:
 class _ReplacedBlocks:
     """Older blocks freed by the step, which the step's survivors may replace.
 
-    ``passing`` are blocks freed by a following step. They replace older blocks too, so their number is subtracted.
+    ``passing`` are blocks made by the step and freed by a following step. They replace older blocks too, so fewer older blocks
+    remain for the survivors.
     """
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
         older = [
             block
             for block in timeline.lifetimes
-            # For code that runs once, older blocks include the blocks from the measured run, which are not the step's own.
+            # If code runs once, no steps follow. Then blocks from the measured run are older too, but not the step's own, and
+            # do not count.
             if block.is_older
             and block.freed is not None
             and (block.own or timeline.following)

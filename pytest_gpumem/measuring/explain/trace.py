@@ -67,7 +67,7 @@ class Mark:
     caller_function: str = ""
     """The function that contains ``caller``. For a module call, the function that calls the module."""
     casts: frozenset[int] = frozenset()
-    """Sizes in bytes. In a call, autocast may copy weights with these sizes to lower precision, and cache the copies."""
+    """The sizes in bytes of the weight copies in lower precision that autocast may make and cache during the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,8 @@ class SpanStack:
                 self.in_optimizer = False
             else:
                 self.call = opened
-            # Other code in a node belongs to the node: it is torch's code, or an autograd function's own backward.
+            # In a node, a module or a line from forward is recomputed. All other code belongs to the node: torch's code, or an
+            # autograd function's own backward.
             is_line_of_forward = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
             if self.within_node and (mark.kind == "module" or is_line_of_forward):
                 self.recomputed, self.node = True, None

@@ -82,7 +82,10 @@ class Tracker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark modules, optimizers and calls within the context. At lower levels of detail, some get no marks."""
+        """Mark modules, optimizers and calls within the context.
+
+        Level ``modules`` leaves out the calls, and level ``phases`` leaves out all three.
+        """
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -143,7 +146,7 @@ class Tracker:
         module_frame = self._modules[-1][3] if self._modules else 0
         function, caller, caller_function = self._sites.function(name, 3, module_frame)
         if self._modules and function == "forward":
-            function = ""  # forward runs with the module's grad mode, unless forward changes the mode itself
+            function = ""  # the module's mark already shows the grad mode in forward
         if self._modules and caller_function == "forward":
             caller_function = ""
         number = len(self.marks)

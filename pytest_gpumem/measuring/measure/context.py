@@ -96,7 +96,7 @@ class MeasuringContext:
         """
         assert self.sites is not None, "only called if steps are explained"
         try:
-            # The context's device must not add the recorded run's peak to its open windows.
+            # If another device is recorded, the context's device must not add the recorded run's peak to its open windows.
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
             with cyclic_collector_off(), restored_random_numbers(self.device), unseen:
                 explanation, recorded = explain(device, self.sites, subject, expected)

@@ -118,9 +118,9 @@ def count_step(
 ) -> CountResult:
     """Count a step's operators in one run, and its kernel launches in another run.
 
-    The tallies have no source lines. Operators are counted within a dispatch mode. Because torch does not use compiled code
-    within such a mode, the operators in a compiled step are not counted. If the device launches no kernels, there is no second
-    run.
+    The tallies have no source lines (`with_lines` finds these). Operators are counted within a dispatch mode. Because torch
+    does not use compiled code within such a mode, the operators in a compiled step are not counted. If the device launches no
+    kernels, there is no second run.
 
     Args:
         step: Runs the step.

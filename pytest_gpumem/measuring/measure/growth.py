@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 
 SETTLING_STEPS = 6
-"""The number of steps before growth is measured. A cache, or a list with a maximum length, may fill in these steps."""
+"""The number of steps before growth is measured. A cache, or a list with a maximum length, may fill in these steps. So its
+filling does not count as growth."""
 WINDOW = 12
 """The number of steps over which growth is measured.
 
-12 is divisible by 2 and 3. So if only every second or third step keeps bytes, the growth does not depend on the step with
-which the window begins. A buffer that is emptied at least once in these steps does not count as growth.
+12 is divisible by 2 and 3. So if only every second or third step keeps bytes, the measured growth is the same whether the
+window begins with such a step or with another step. A buffer that is emptied at least once in these steps does not count as
+growth.
 """
 
 
 def grows(live: Sequence[int]) -> bool:
     """Return whether live bytes grow over consecutive steps.
 
-    They grow if they never fall after their minimum and end above it. They also grow if the later half of the values has a
-    higher minimum and a higher maximum than the earlier half.
+    They grow if they never fall after their minimum and the last value is above the minimum. They also grow if the later half
+    of the values has a higher minimum and a higher maximum than the earlier half.
 
     Example:
         100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not grow.
@@ -73,11 +75,11 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 
 
 def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
-    """Run more steps to distinguish a leak from a cache that fills.
+    """Run more steps to distinguish a leak from a cache that fills, and return the growth on each device.
 
-    At first, garbage is collected only once, after all steps. Uncollected garbage can only add growth. So if memory does not
-    grow in these steps, there is no leak. If memory grows and there was garbage, the steps run again, with a collection after
-    each step.
+    At first, only young garbage is collected after each step. Uncollected garbage can only add growth. So if memory does not
+    grow in these steps, there is no leak. If memory grows and there was older garbage, the steps run again, and all garbage is
+    collected after each step that changed the live bytes.
 
     Args:
         run_step: Runs the step.
@@ -122,9 +124,12 @@ def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
 def growth_of(window: Sequence[Figures]) -> int:
     """Return the bytes kept by each step in the window, on a single device.
 
-    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
-    stronger evidence, one of two kinds. Among steps that allocate equally many bytes, live bytes never fall. Or every value in
-    the second half of the window is above every value in the first half.
+    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth
+    counts only in one of three cases:
+
+    - Live bytes never fall.
+    - Live bytes rise and never fall among the steps that allocate equally many bytes.
+    - Every value in the second half of the window is above every value in the first half.
     """
     live = _live(window)
     growth = growth_per_step(live)
@@ -152,7 +157,7 @@ def _has_only_risen(window: Sequence[Figures]) -> bool:
             continue
         if step.live_after < window[previous].live_after:
             return False
-        # If two rises overlap, a single kept tensor may have caused both, so they count once.
+        # If two rises overlap, a single kept tensor may have caused both. So they count as a single rise.
         if previous >= rose_until:
             rises, rose_until = rises + 1, number
     return rises > 1

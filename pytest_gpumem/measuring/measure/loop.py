@@ -29,8 +29,8 @@ class LoopEnded(Exception):
 class EndOfLoop(BaseException):
     """Raised inside a loop to end it after the measurement, so the loop's own ``finally`` and ``with`` blocks run.
 
-    The base class is ``BaseException``, because a loop may catch every ``Exception``. Raise each instance only once, because
-    the instance's traceback keeps the loop's frames and variables alive.
+    The base class is ``BaseException``, because a loop may catch every ``Exception``. Make a new instance each time, because
+    the traceback in a raised instance keeps the loop's frames and variables alive.
     """
 
     def __init__(self, loop: Loop) -> None:

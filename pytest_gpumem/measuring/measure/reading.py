@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Memory figures for a region of code on one device, in bytes. Live bytes and peaks are counted from the same zero point.
+    """Memory figures for a region of code on one device, in bytes.
 
-    ``other_bytes`` belong to other code and are live during the whole region. ``live_before`` is read before the region runs,
-    ``live_run`` right after the region, and ``live_after`` after a further garbage collection. These three values exclude
-    workspaces. Peaks include workspaces.
+    Live bytes and peaks are counted from the same zero point, so they can be subtracted from each other. ``other_bytes`` belong
+    to other code and are live during the whole region. ``live_before`` is read before the region runs, ``live_run`` right after
+    the region, and ``live_after`` after a further garbage collection. These three values exclude workspaces. Peaks include
+    workspaces.
 
     Example:
         The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
@@ -42,7 +43,8 @@ class Figures:
     turnover: int = 0
     """The bytes of all allocations in the region together, including blocks that were freed later."""
     held_change: int = 0
-    """The growth of the bytes held by the test's fixtures. They hold them on purpose, so these bytes are not retained."""
+    """The growth of the bytes held by the test's fixtures. Fixtures hold tensors on purpose, so `retained` excludes this
+    growth."""
     workspaces: int = 0
     """The bytes in workspaces at the peak. Libraries hold workspaces during an operation or between operations."""
     workspaces_before: int = 0
@@ -268,8 +270,8 @@ def read(
         with device.one_moment():
             within.close()
             reading.read_end()
-        # Read this outside of `one_moment`, in which nothing may be freed. A garbage collection may free memory even without
-        # garbage, for example in a callback.
+        # This collects garbage, so it comes after `one_moment`, in which nothing may be freed. Even a collection that finds no
+        # garbage may free memory, for example in a callback.
         reading.read_settled()
 
 

@@ -101,8 +101,8 @@ def first_times(
 ) -> Times:
     """Return a measured step's first time sample, and the times for its phases.
 
-    Timing runs hundreds of steps without recording their allocations. A step with recorded allocations runs before them, and
-    another after them.
+    Timing runs hundreds of steps without recording their allocations. A step with recorded allocations runs before these steps,
+    and another runs after them, to correct the device's list of live blocks (`unrecorded_steps`).
 
     Args:
         phases: The step's phases, in order.

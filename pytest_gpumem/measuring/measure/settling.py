@@ -128,7 +128,7 @@ class StepFigures:
         return (*own, *missing, *self.counted.notes())
 
     def _differing_note(self) -> str | None:
-        """Return a clause with the range if peaks differ from run to run."""
+        """Return a clause if peaks differ from run to run, or if no two consecutive runs were equal, and otherwise ``None``."""
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:

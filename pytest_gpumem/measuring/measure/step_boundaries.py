@@ -1,4 +1,4 @@
-"""Boundaries between the steps of a training loop: a step ends when an optimizer steps for the second time."""
+"""Boundaries between the steps of a training loop: a step ends when the same optimizer steps again."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class StepBoundaries:
 def without_record_functions() -> Iterator[None]:
     """Disable ``record_function`` within the context.
 
-    A span writes its end into the profiler's recording in which it began. If another recording begins before the span ends,
-    the first recording's memory is already freed.
+    A span writes its end into the profiler's recording in which the span began. If another recording begins before the span
+    ends, the first recording's memory is already freed, and the span would write into freed memory.
     """
     from torch.autograd.profiler import record_function
 

@@ -255,7 +255,8 @@ def _moved(
     non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
     if not non_blocking:
         syncs.in_function(_called(func))
-    # On a GPU, the copy would have its own memory, so a change to the copy would not change the source.
+    # On a GPU, a moved tensor is a copy with its own memory. So copy the tensor here too, or a change would also change the
+    # source.
     copy = result.clone() if result is source else result
     host.mark(copy, host=target == "host")
     return copy

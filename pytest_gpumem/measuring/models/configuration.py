@@ -20,7 +20,7 @@ _IMPLEMENTATION = "implementation"
 ``attn_implementation``, ``_experts_implementation_internal``, ...
 """
 _IN_THE_LIBRARY = re.compile(r"\w*")
-"""An implementation in transformers itself, such as ``sdpa``. Texts such as ``ORG/NAME``, ``ORG/NAME:function`` and
+"""Matches an implementation in transformers itself, such as ``sdpa``. Texts such as ``ORG/NAME``, ``ORG/NAME:function`` and
 ``paged|ORG/NAME`` name kernels on the hub instead, which are not loaded."""
 _FETCHED = ("backbone", "architecture", "backbone_kwargs", "model_args")
 """Keys for which timm or ``AutoConfig`` downloads or opens a file if the value contains a repository, a path or a URL.
@@ -29,8 +29,8 @@ Any other value for these keys names a class.
 """
 _ELSEWHERE = re.compile(r"[/\\:]")
 _CODE = ("trust_remote_code", "use_kernels", "kernel_config", "checkpoint_path")
-"""Keys that allow code from the hub, or load a pickled file. LightGlue models in transformers up to 5.0 obey
-``trust_remote_code``."""
+"""Keys that allow code from the hub, or load a pickled file. For example, LightGlue models in transformers up to 5.0 obey
+``trust_remote_code`` in a configuration."""
 _REPLACED = ("attribute_map",)
 """Keys that replace an attribute of the configuration's class. With ``attribute_map``, any key could be renamed to a refused
 key."""
@@ -81,8 +81,9 @@ def without_links(value: Any) -> Any:
 
 
 def _named_code(value: object, key: str = "", path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each value that names code or a file, after its dotted path. ``key`` is the innermost key above ``value`` that
-    restricts which values are allowed.
+    """Yield the dotted path and the value for each value that names code or a file.
+
+    ``key`` is the innermost key above ``value`` that restricts which values are allowed, for example ``attn_implementation``.
     """
     if isinstance(value, dict):
         for name, child in value.items():

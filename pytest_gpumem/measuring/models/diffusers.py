@@ -1,5 +1,6 @@
-"""Build diffusers models from a class name or a configuration. Weights are random. Pipelines, and code from the hub, are not
-used.
+"""Build diffusers models with random weights from a class name or a configuration.
+
+Pipelines, and code from the hub, are not used.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         task: The model's task.
 
     Raises:
-        ModelError: The model does not exist, or its inputs are unknown here.
+        ModelError: The model does not exist, or this module does not know the model's inputs.
     """
     diffusers = library_of(name, "diffusers")
     settings = _configuration(name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be built repeatedly with random weights, with its batch and loss.
+    """A model with its batch and loss. It can be built repeatedly, each time with random weights.
 
     Example: ``timm:resnet50`` has the class name ``"ResNet"``, inputs ``1 of 3x224x224``, and cross-entropy as its loss.
     """

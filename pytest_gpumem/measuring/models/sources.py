@@ -1,7 +1,6 @@
-"""List the sources of models that a user can name. The word before the colon chooses the source and the module that builds the
-model.
+"""List the sources of models that a user can name. The word before the colon chooses the source.
 
-Example: ``timm:resnet50`` is built by ``pytest_gpumem.measuring.models.timm``.
+Example: ``timm:resnet50`` comes from the source ``timm``, and the module ``pytest_gpumem.measuring.models.timm`` builds it.
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ class Task:
 
     @property
     def id(self) -> str:
-        """The task in the form for a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``. Empty if all weights are
-        trained.
-        """
+        """The task in a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``; empty if all weights are trained."""
         if self.lora is not None:
             return f"lora-{self.lora.id}"
         if self.trains:

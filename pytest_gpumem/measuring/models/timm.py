@@ -1,5 +1,6 @@
-"""Build timm models with random weights from their names. timm's configuration determines the image size and how many classes
-there are.
+"""Build timm models with random weights from their names.
+
+timm's configuration determines the image size and the number of classes.
 """
 
 from __future__ import annotations

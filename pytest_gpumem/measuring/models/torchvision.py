@@ -1,5 +1,6 @@
-"""Build torchvision models with random weights from their names. By default, images have the same size as for the best
-published weights.
+"""Build torchvision models with random weights from their names.
+
+By default, images have the same size as for the best published weights.
 """
 
 from __future__ import annotations

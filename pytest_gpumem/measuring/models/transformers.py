@@ -1,5 +1,6 @@
-"""Build transformers models from a configuration on the hub, in a folder or in a file. Weights are random, and no code from the
-hub runs.
+"""Build transformers models from a configuration on the hub, in a folder or in a file.
+
+Weights are random, and no code from the hub runs.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _DENSE_FIRST = "first_k_dense_replace"
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
-    """Describe a transformers model: how to build it, and its inputs. For training, the key-value cache is switched off, as in
-    most programs.
+    """Describe a transformers model: how to build it, and its inputs.
+
+    For training, the key-value cache is switched off, as in most programs.
 
     Args:
         name: ``hf:ORG/NAME`` or ``hf-tiny:ORG/NAME``. A path may replace ``ORG/NAME``.
@@ -137,8 +139,9 @@ def _fetched(transformers: Any, name: ModelName) -> Path:
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
-    """Return the model class for a configuration. Only model classes in transformers are accepted, and not, for example,
-    pipelines.
+    """Return the model class for a configuration. Only model classes in transformers are accepted.
+
+    For example, a configuration that names a pipeline's class is refused.
     """
     names = [each for each in config.architectures or () if isinstance(each, str)]
     for each in names:
@@ -166,8 +169,9 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Keep only the first two layers, and the first layer of each further kind. Lists with a value for each layer keep only the
-    values for these layers.
+    """Keep only the first two layers, and the first layer of each further kind.
+
+    A list with a value for each layer keeps only the values for the remaining layers.
 
     Example: a model has three layers with full attention, and then a layer with sliding attention. Three layers remain: the
         first two layers, and the sliding layer.

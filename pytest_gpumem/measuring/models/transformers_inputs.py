@@ -1,5 +1,4 @@
-"""Describe a batch for a transformers model by the model's class and configuration: random inputs, and for training also
-labels.
+"""Describe a batch for a transformers model: random inputs, and for training also labels.
 
 Example: GPT2LMHeadModel with the batch ``4x1024`` gets ``input_ids`` and ``labels`` with 4 x 1,024 token ids each.
 """
@@ -40,7 +39,10 @@ _BEHIND_PADDING = {
     ),
     *("ibert", "luke", "xmod", "esm"),
 }
-"""Model kinds that number positions from the padding token's id + 1 on, so fewer positions are usable than configured."""
+"""Model kinds that number positions from the padding token's id + 1 on, so fewer positions are usable than configured.
+
+For example, RoBERTa has 514 positions and the padding token 1. So 512 positions are usable.
+"""
 
 
 def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: bool) -> Inputs:

@@ -38,14 +38,14 @@ def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens:
         positions = config.max_target_positions
     else:
         positions = positions_of(config)
-    follows = main == TOKENS and not getattr(config, "is_encoder_decoder", False)
-    most = MOST_TOKENS if positions is None else positions - new_tokens * follows
-    if follows and size.length is None:
+    shares_positions = main == TOKENS and not getattr(config, "is_encoder_decoder", False)
+    most = MOST_TOKENS if positions is None else positions - new_tokens * shares_positions
+    if shares_positions and size.length is None:
         size = replace(size, length=max(1, min(MOST_TOKENS, most)))
     if new_tokens > (positions or new_tokens):
         raise ModelError(f"{name} has {positions} positions, which are too few to generate {new_tokens} tokens")
     length = size.length or 0
-    if follows and positions is not None and length > most:
+    if shares_positions and positions is not None and length > most:
         raise ModelError(
             f"{name} has {positions} positions, but a prompt of {counted(length, 'token')} with {new_tokens} new tokens needs "
             f"{length + new_tokens}"

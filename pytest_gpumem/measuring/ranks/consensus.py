@@ -160,7 +160,7 @@ class Consensus(Alone):
         self._board = board
         self._scope = "session"
         self._all_reduced: torch.Tensor | None = None
-        """The tensor for the collective in `release`. There is only one, because the process group keeps it alive."""
+        """The tensor for the collective in `release`. The process group keeps it alive, so each call uses this same tensor."""
 
     def comes_to(self, where: str) -> None:
         """Write this rank's current work, such as ``"tests/test_gpt.py::test_step (call)"``, to the key/value store at once.
@@ -303,6 +303,7 @@ class Consensus(Alone):
             for end_key, event in ((f"{self._scope}/end", "has ended the test"), ("ended", "runs no more tests")):
                 if ending and end_key != "ended":
                     continue
-                # Check the end first. Otherwise the rank could write its entry and end between the two checks.
+                # Check the end first. Otherwise the rank could write its entry and end between the two checks, and would
+                # wrongly count as lost.
                 if self._board.has([f"{end_key}/{number}"]) and not self._board.has([key]):
                     raise RankLost(f"{Rank(number, self.rank.world)} {event}")

@@ -36,7 +36,7 @@ class Launch:
     agent_store: bool
     """True if the launcher has started the key/value store's server; false if rank 0 has to start it."""
     attempt: str
-    """The run's id and how often the launcher has restarted the run. All keys in the store begin with this text."""
+    """The run's id and how often the launcher has restarted the run: ``run/0``. All keys in the store begin with this text."""
 
     @property
     def command(self) -> tuple[str, ...]:

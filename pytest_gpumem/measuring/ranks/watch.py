@@ -214,8 +214,9 @@ class Watch(threading.Thread):
         os._exit(status)
 
     def _terminated(self, *_: object) -> None:
-        """Do nothing. Python runs this handler in the main thread, which may be blocked, so the watching thread's socket
-        gets the signal.
+        """Do nothing, because Python runs this handler in the main thread, which may be blocked.
+
+        The watching thread gets the signal through its socket (`signal.set_wakeup_fd`).
         """
 
     def _forget_in_child(self) -> None:

@@ -41,7 +41,7 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
     lists = [
         (path, module, kind) for path, module in model.named_modules() if (kind := _type_of_members(module)) is not None
     ]
-    # Use a list of modules without children (embeddings, projections) only if there is no other list.
+    # Use a list whose modules have no children (embeddings, projections) only if there is no other list.
     deep = [listing for listing in lists if any(True for member in listing[1].children() for _ in member.children())]
     if not lists:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _type_of_members(module: torch.nn.Module) -> type | None:
 
 
 def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Leave out modules that are inside another module in ``modules``, in which outer modules must come first."""
+    """Return the modules that are not inside another module in ``modules``. Outer modules must come before inner modules."""
     outermost: list[tuple[str, torch.nn.Module]] = []
     for path, module in modules:
         if not any(path.startswith(f"{outer}.") or not outer for outer, _ in outermost):

@@ -75,7 +75,7 @@ class CheckpointKind:
     setting: Callable[[Any], AbstractContextManager[object]] = nullcontext
     """Returns a context manager that changes a global torch setting for all steps, given the argument."""
     part_of_compiler: str = ""
-    """The torch.compile feature that implements this kind; empty for other kinds. Such a kind needs a mode in ``compile=``."""
+    """The torch.compile feature that implements this kind, which then needs a mode in ``compile=``; empty for other kinds."""
     cached_casts: bool = True
     """True if autocast may keep the cast copy of a weight that forward uses again."""
     search_order: int = 0

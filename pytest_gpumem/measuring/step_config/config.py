@@ -167,8 +167,8 @@ class StepConfig:
 
     The step uses the test's own process group, or a group with ``torchrun``'s ranks. If there is no group, a single rank runs.
     torch's ``fake`` backend then returns the rank's own parts in place of the other ranks' parts, so sizes are right but values
-    are wrong. A single rank does not show NCCL's memory, memory that asynchronous collectives hold a little longer, differences
-    between ranks (experts, sequence lengths), and time.
+    are wrong. A single rank shows neither NCCL's memory nor the memory that asynchronous collectives hold a little longer. It
+    also shows no times, and no differences between ranks (experts, sequence lengths).
 
     Under data parallelism, the test passes the batch for one rank, not for the whole job. ``fully_shard``, ``tp:N`` and
     ``pp:N`` replace parameters, so the test must pass a function that builds the model (``lambda: copy.deepcopy(model)``).
@@ -469,7 +469,8 @@ def combinations(axes: Mapping[str, object], skip: Sequence[str] = ()) -> list[S
     skipped = {text: _skipped_by(text) for text in skip}
     for values in itertools.product(*lists):
         combination = dict(zip(axes, values, strict=True))
-        # Check this first, because a skipped combination may be an invalid config.
+        # Look for matching texts in ``skip`` before creating the config, because a skipped combination may be an invalid
+        # config.
         matching_texts = [
             text
             for text, settings in skipped.items()

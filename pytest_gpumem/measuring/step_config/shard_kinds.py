@@ -108,7 +108,7 @@ SHARD_KINDS = {
         ShardKind(
             "cp",
             "`context_parallel` with N parts of each sequence, the batch's second dimension. The rank runs the first part, "
-            "because all parts have the same size. Attention runs in a ring. It needs CUDA, and a model that calls "
+            "which has the same size as the other parts. Attention runs in a ring. It needs CUDA, and a model that calls "
             "`scaled_dot_product_attention`.",
             degree=True,
         ),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with ``change`` applied to each tensor. Everything else in the batch stays the same.
 
-    A mapping becomes a dict. A list or tuple keeps its class, for example a named tuple, but the class's Python code does not
-    run. If a container contains itself, the inner reference still points to the original container.
+    A mapping becomes a dict. A list or tuple keeps its class, for example a named tuple, but no Python code in this class runs,
+    such as its constructor. If a container contains itself, the inner reference still points to the original container.
 
     Example:
         ``map_tensors({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
@@ -76,8 +76,8 @@ def _like(container: object, members: dict[Any, Any]) -> Any:
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on ``device``. Tensors that are already on this device are not copied.
 
-    If ``batch`` is a function, the function is called first, without a default device for new tensors. With
-    ``torch.device(device)``, a function that draws random numbers from a CPU generator would fail.
+    If ``batch`` is a function, the function is called first. It is called without ``torch.device(device)`` as default device,
+    because under this default, a function that draws random numbers from a CPU generator would fail.
     """
     import torch
 

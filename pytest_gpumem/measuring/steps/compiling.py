@@ -83,9 +83,10 @@ def compilation_required(word: str) -> Iterator[None]:
 
 @contextmanager
 def warnings_of_compiling() -> Iterator[None]:
-    """Ignore warnings within the context.
+    """Ignore warnings within the context, in which torch compiles.
 
-    A test suite may turn warnings into errors, but its tests do not cause the compiler's warnings.
+    Tests do not cause the compiler's warnings. But if a test suite turns warnings into errors, these warnings would fail a
+    test.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -39,7 +39,7 @@ class DryRun:
 
 
 def dry_run(training: Training, device: Device) -> DryRun:
-    """Run the uncompiled training step until the gradient scale no longer falls on any rank.
+    """Run the uncompiled training step until the gradient scale no longer falls on any rank, and check the config's effect.
 
     Args:
         training: The training step.
@@ -218,7 +218,11 @@ class AttentionDetector:
 
 
 class AssumedChoices:
-    """Detector for choices that the device makes by assumption (``routing=``) after this object is created."""
+    """Detector for choices that the device makes by assumption after this object is created.
+
+    An emulated GPU computes the values of small tensors only. If an operator such as ``topk`` chooses by uncomputed values, the
+    device assumes a result, as ``routing=`` says.
+    """
 
     def __init__(self, config: StepConfig, device: Device) -> None:
         self._config = config

@@ -119,7 +119,7 @@ def model_source(model_or_factory: ModelOrFactory) -> ModelSource:
 
 
 def check_existing_model(config: StepConfig) -> None:
-    """Check that a step with this config changes nothing on an existing model but the values of its parameters.
+    """Check that a step with this config changes only the parameters' values in an existing model.
 
     Args:
         config: The step config.

@@ -1,4 +1,4 @@
-"""A pipeline stage, run by torch's 1F1B schedule.
+"""A pipeline stage, run by torch's 1F1B schedule, which alternates one forward with one backward.
 
 Even if no other rank exists, a stage has as many live micro-batches as in a real pipeline.
 """

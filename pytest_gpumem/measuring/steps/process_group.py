@@ -31,8 +31,8 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
     """Yield the layout of ranks for a sharded step, within a process group.
 
     - If the test has created a process group, this group is used.
-    - If ``torchrun`` started this process, a group with torchrun's ranks is created, and stays until the process exits. Ranks
-      that leave a group and create another group at the same address may miss each other.
+    - If ``torchrun`` started this process, a group with torchrun's ranks is created. The group stays until the process exits,
+      because ranks that leave a group and create another group at the same address may miss each other.
     - Otherwise a fake group is created, in which only the config's rank exists. In this group, a collective returns the rank's
       own parts in place of the other ranks' parts.
 

@@ -149,8 +149,8 @@ def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
 def part_of_sequence(batch: Any, layout: Layout) -> Any:
     """Return the batch with only this rank's share of each sequence.
 
-    With ``cp:N``, this is the first ``1/N`` of each tensor's second dimension, because the shares of all ranks have the same
-    size. Tensors with one dimension stay unchanged.
+    With ``cp:N``, each rank takes the first ``1/N`` of each tensor's second dimension. This part stands for the rank's real
+    share, which has the same size. Tensors with one dimension stay unchanged.
 
     Raises:
         ConfigError: A sequence cannot be split into ``2 * N`` equal parts. torch needs two parts for each rank, to balance the

@@ -61,8 +61,9 @@ def prepared_train_step(
 ) -> Iterator[PreparedTrainStep]:
     """Prepare a training step: forward, backward and optimizer.
 
-    If the test passes a function, it builds the model on the device. If there is a config, checkpointing is applied, and a dry
-    run checks that the config takes effect. Without a config, the step uses the model's own precision and AdamW.
+    If the test passes a function instead of a model, the function builds the model on the device. If there is a config,
+    checkpointing is applied, and a dry run checks that the config takes effect. Without a config, the step uses the model's own
+    precision and AdamW.
 
     Args:
         context: The context in which the step is measured.

@@ -52,10 +52,10 @@ class Training:
             self.scale_gradients()
 
     def phases(self) -> list[Phase]:
-        """Return the step's phases: forward and backward for each micro-batch, then clipping, optimizer and ``zero_grad``.
+        """Return the step's phases: forward and backward for each micro-batch, then the optimizer.
 
-        The model's output is freed when the loss is computed, and the loss is freed when the step ends. ``zero_grad`` clears
-        the gradients at the end, so all steps begin in the same state.
+        The model's output is freed when the loss is computed, and the loss is freed when the step ends. The optimizer phase
+        clips the gradients, updates the parameters, and calls ``zero_grad``, so all steps begin in the same state.
 
         Example:
             With ``accumulate=2``: forward, backward, forward, backward, optimizer.

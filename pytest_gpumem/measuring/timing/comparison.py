@@ -13,9 +13,9 @@ explain is subtracted first (`pytest_gpumem.measuring.timing.validity`). If the 
 another condition is not true, the sample is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
-seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
-uncertain. With a clock at 2.4 instead of 2.6 GHz, +8.0 % in seconds is -0.3 % in cycles: the machine is slower, not the step,
-so the step is uncertain.
+seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, the step
+would be uncertain. With a clock at 2.4 instead of 2.6 GHz, +8.0 % in seconds is -0.3 % in cycles: the machine is slower, not
+the step, so the step is uncertain.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MOST_UNKNOWN_IN_TURNS = 2
 interval."""
 SLOWER_MACHINE = 0.03
 """If the clock runs slower than in the baseline's slowest run by more than this share, the effect of the slower clock is
-subtracted from a slowdown. A smaller difference is already part of the variation between runs."""
+subtracted from a slowdown. A smaller difference is not subtracted, because it is already part of the variation between runs."""
 SLOWER_RUN = 0.10
 """If the clock runs slower than the baseline's clock by more than this share, the run is not added to the baseline. Otherwise
-five such runs would hide a slowdown."""
+five such runs, half as many as a baseline can have (`MOST_RUNS`), would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
 """In an A/B comparison, the clock in the head's runs may be slower than in the base's runs by at most this share (the median
 over pairs). Otherwise the comparison counts as disturbed.
@@ -143,10 +143,10 @@ class Comparison:
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
     """Compare this run's samples with earlier runs.
 
-    ``samples[0]`` is the first sample, and later samples repeat it. If there is only one sample and it is slower, the step
-    counts as slower, and the caller takes further samples. With several samples, the step is slower if two are slower and no
-    sample is *not slower*. The step is faster only if all samples are faster. Interference only adds time, so the sample with
-    the smallest slowdown decides.
+    ``samples[0]`` is the step's first sample, and the other samples were taken later. If there is only one sample and it is
+    slower, the step counts as slower, and the caller takes further samples. With several samples, the step is slower if two
+    are slower and no sample is *not slower*. The step is faster only if all samples are faster. Interference only adds time, so
+    the sample with the smallest slowdown decides.
 
     Args:
         samples: This run's samples.

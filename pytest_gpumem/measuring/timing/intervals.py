@@ -98,7 +98,7 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
     between runs. This spread is widened by Student's t, because it is known from only a few runs.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
-    rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+    rng = random.Random(0)  # noqa: S311 - a fixed seed, so the same samples give the same verdict
     current_medians, earlier_medians = (resampled_medians(side, RESAMPLES, rng) for side in (rounds, runs))
     deviation = spread * math.sqrt(1 + 1 / len(runs))
     ratios = [
@@ -123,7 +123,7 @@ def spread_of_runs(runs: Sequence[float]) -> float:
 
 def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
     """Return the ratio (second / first) between medians in paired runs, from a bootstrap over pairs and their rounds."""
-    rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
+    rng = random.Random(0)  # noqa: S311 - a fixed seed, so the same samples give the same verdict
     # The means in a bootstrap over n values have only (n - 1) / n of the true variance, so widen them.
     widening = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
     middle = statistics.fmean(math.log(statistics.median(head) / statistics.median(base)) for base, head in pairs)

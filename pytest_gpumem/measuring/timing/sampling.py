@@ -38,7 +38,7 @@ class TimeBudget:
 
     @property
     def second_sample(self) -> float:
-        """The seconds for a step's second sample: as many as for the first sample in the test."""
+        """The seconds for a step's second sample: as many as for the first sample in the test's first step."""
         return self._seconds / 2
 
     @property
@@ -76,8 +76,9 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
     neither the first step nor the short round counts. A disturbed round is stored but does not count, and sampling continues
     if time remains.
 
-    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The times on
-    the slowest rank decide. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all ranks.
+    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
+    rank's times decide these numbers. A rank may wait for other ranks in a step, so a disturbance on one rank counts on all
+    ranks.
 
     Args:
         step: Runs one step.
@@ -269,8 +270,8 @@ def time_phases(
         phases: The phases by name, each with a function that runs the phase.
         device: The step's device.
         steps: The number of steps in a round.
-        time_budget: The remaining seconds. Half of them are for phases. If this is spent early, fewer than `ROUNDS_OF_PHASES`
-            rounds run.
+        time_budget: The remaining seconds. Phases get half the seconds. If this half is spent early, fewer than
+            `ROUNDS_OF_PHASES` rounds run.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):

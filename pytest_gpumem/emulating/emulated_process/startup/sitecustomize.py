@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _emulate(word: str) -> None:
-    """Install the import hook. It is loaded from its file, because pytest must be the first to import this package."""
+    """Install the import hook from its file, because pytest must be the first to import the package."""
     file = Path(__file__).parents[1] / "before_torch.py"
     module = _run(importlib.util.spec_from_file_location("_gpumem_before_torch", file))
     if module is not None:

@@ -1,4 +1,4 @@
-/* Where device memory lies: address space of the host, in spans that are reserved as a driver does. */
+/* The addresses of device memory. Device memory is address space of the host, reserved in spans as by NVIDIA's driver. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -51,20 +51,21 @@ size_t gpumem_charged_at(const void *at) {
     return charged;
 }
 
-/* Where device memory lies decides peaks where torch's allocator takes the lower of two free blocks of equal size. No
-   documentation says where the driver puts it: these rules give each of 2,026 addresses that were recorded on an H100
-   (docs/architecture.md). It reserves spans of address space, whole units each, which Linux gives it from high to low. */
+/* Addresses can decide a peak, because torch's allocator takes the lower of two free blocks with equal size. No documentation
+   describes how the driver chooses addresses. The rules here give each of 2,026 addresses that were recorded on an H100
+   (docs/architecture.md): the driver reserves spans of address space, each with a multiple of UNIT bytes, and Linux places new
+   spans from high to low addresses. */
 static const size_t UNIT = 32 << 20;
 static const uintptr_t FIRST_ADDRESS = 0x100000000000, LAST_ADDRESS = 0x600000000000;
 
 typedef struct {
     uintptr_t at;
-    size_t size, number; /* in order of creation */
+    size_t size, number; /* `number` counts the spans in order of creation */
 } Span;
 static Span *spans; /* in order of address */
 static size_t span_count, span_room, spans_made;
 
-/* The lowest of the smallest gaps in a span that hold `size`; 0 where none does. */
+/* The address of the smallest gap in a span that holds `size` bytes, the lowest if several are equal; 0 if none is large enough. */
 static uintptr_t best_gap(const Span *span, size_t size) {
     uintptr_t at = span->at, end = span->at + span->size, best = 0;
     size_t smallest = SIZE_MAX;
@@ -77,14 +78,14 @@ static uintptr_t best_gap(const Span *span, size_t size) {
     return best;
 }
 
-/* Whether spans are reserved from low to high, as some sandboxes give address space (gVisor, say). */
+/* Returns 1 if spans are reserved from low to high addresses, as in some sandboxes (for example gVisor). */
 static int is_ascending(void) {
     const char *order = getenv("GPUMEM_EMULATED_ADDRESSES");
     return order && !strcmp(order, "ascending");
 }
 
-/* A new span among those from `first` to `last`, in the highest hole that is larger than it: one that it would fill is passed
-   over. 0 where there is none. */
+/* Adds a span between the addresses `first` and `last`, and returns the span's address; 0 if there is no room. The span goes into
+   the highest hole that is larger than the span (the lowest one if is_ascending). A hole of the same size is skipped. */
 static uintptr_t add_span(size_t size, uintptr_t first, uintptr_t last) {
     size_t begin = 0, end = span_count;
     while (begin < span_count && spans[begin].at < first) begin++;
@@ -110,7 +111,8 @@ static uintptr_t add_span(size_t size, uintptr_t first, uintptr_t last) {
     return at;
 }
 
-/* An address for `size` bytes of a device, a multiple of the driver's page: in the newest span that has room, else in a new one. */
+/* An address for `size` bytes on a device, in the newest span that has room, or in a new span. `size` must be a multiple of
+   DEVICE_PAGE. */
 static uintptr_t place(size_t size, int device) {
     size_t each = (LAST_ADDRESS - FIRST_ADDRESS) / gpumem_gpu.count / UNIT * UNIT, newest = 0;
     uintptr_t first = FIRST_ADDRESS + device * each, last = first + each, found = 0;
@@ -122,7 +124,7 @@ static uintptr_t place(size_t size, int device) {
     return found ? found : add_span(rounded(size, UNIT), first, last);
 }
 
-/* A span goes with the last region in it. */
+/* Removes the span around an address if it contains no region. */
 static void drop_span_if_empty(uintptr_t at) {
     for (size_t i = 0; i < span_count; i++) {
         if (at < spans[i].at || at - spans[i].at >= spans[i].size) continue;
@@ -174,7 +176,7 @@ int gpumem_unreserve(void *at) {
     region_count--;
     drop_span_if_empty(gone.at);
     if (gone.device >= 0) gpumem_card_give_back(gone.device, gone.charged);
-    munmap((void *)gone.at, gone.size); /* before another thread may be given the address */
+    munmap((void *)gone.at, gone.size); /* under the lock, so no other thread gets the address before */
     pthread_mutex_unlock(&lock);
     return 1;
 }

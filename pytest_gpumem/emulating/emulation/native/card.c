@@ -1,8 +1,8 @@
-/* How many bytes of each device are taken: by this process alone, or by all that name one file in GPUMEM_EMULATED_CARD.
+/* Counts the bytes taken on each device: by this process alone, or by all processes with the same file in GPUMEM_EMULATED_CARD.
 
-   The file is an array of slots, one for each process. Whoever has a slot holds a record lock on its number, which the system
-   frees when the process ends, however it ends; the next one that needs room then empties the slot. Not thread-safe: memory.c
-   has the lock. */
+   The file is an array of slots, one for each process. A process holds a record lock on its slot's number. The system frees this
+   lock when the process ends, even if it is killed. The next process that needs room then empties the slot. These functions are
+   not thread-safe, so addresses.c calls them under its lock. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -19,7 +19,8 @@ typedef struct {
     size_t used[MOST_DEVICES];
     int in_use;
 } Slot;
-/* Bytes to lock, behind those of the slots' contents: a process's own, and that of whoever reads or writes. */
+/* The bytes to lock, which come after the slots' contents: from FIRST_LOCK on, a byte for each slot, which its process locks; and
+   MUTEX, which a process locks while it reads or writes slots. */
 static const off_t FIRST_LOCK = 1 << 24, MUTEX = (1 << 24) - 1;
 
 static Slot own_card;
@@ -49,7 +50,8 @@ static int find_slot(void) {
     return own != &own_card;
 }
 
-/* A forked child is a process of its own: it has neither its parent's locks nor its bytes. */
+/* Opens the card's file once in each process. A forked child opens it again, because it has neither its parent's locks nor its
+   parent's bytes. */
 static void open_card(void) {
     if (opened_by == getpid()) return;
     opened_by = getpid();
@@ -83,7 +85,7 @@ static size_t sum(int device) {
     return total;
 }
 
-/* A process that uses a device has a context there from then on. */
+/* The bytes of the CUDA context that a process gets when it first uses a device; 0 if the process has used the device before. */
 static size_t context_to_come(int device) { return own->used[device] ? 0 : gpumem_gpu.context_bytes; }
 
 int gpumem_card_take(int device, size_t bytes) {

@@ -1,4 +1,5 @@
-/* cuBLAS: handles and settings. Its computations are made by the builder: launched, and not run. */
+/* cuBLAS's handles and settings. libraries.py generates stubs for cuBLAS's computations, which count a launch and compute
+   nothing. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,7 +21,8 @@ int cublasGetVersion_v2(Handle *handle, int *version) { *version = CUDA_VERSION 
 const char *cublasGetStatusString(int status) { return status ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_SUCCESS"; }
 const char *cublasGetStatusName(int status) { return cublasGetStatusString(status); }
 
-/* Decompositions of several matrices. Each caller reads `info`, which is 0 if all is well: the host's, but that of getrf. */
+/* Decompositions of several matrices. Callers read `info`, which is 0 for success. It is a number on the host, but for getrf an
+   array on the device with a number for each matrix. */
 #define BATCHED(T) \
     int cublas##T##getrfBatched(Handle *handle, int n, void *all, int lda, int *pivots, int *info, int count) { \
         gpumem_launched("cublas" #T "getrfBatched"); \

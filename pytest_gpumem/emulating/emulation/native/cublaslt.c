@@ -1,5 +1,5 @@
-/* cuBLASLt: descriptors are empty, and every product has one algorithm, which needs no workspace of its own. torch allocates
-   the workspace that it offers, whether the algorithm takes it or not. */
+/* cuBLASLt. Descriptors are empty, and each matrix product has a single algorithm, which needs no workspace. torch allocates the
+   workspace that it offers to cuBLASLt even if the algorithm does not use this workspace. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* The few types of the CUDA runtime that its functions exchange with torch. Layouts: CUDA 12.4 and 13.0, which the last field
-   before the reserved ones tells apart; CUDA_MAJOR comes from the name of the library that torch needs. */
+/* The few types that functions of the CUDA runtime exchange with torch, with their layouts in CUDA 12.4 and 13.0. CUDA_MAJOR is
+   the major release of CUDA for which torch was built. */
 #ifndef GPUMEM_CUDART_TYPES_H
 #define GPUMEM_CUDART_TYPES_H
 

@@ -1,6 +1,6 @@
-/* cuDNN. Its graph interface is a store of attributes. What is made of convolutions is planned by the real library, where it is
-   installed (cudnn_real.c); every other graph of operations has one engine. cuDNN's front end, which is compiled into torch,
-   computes most of attention's workspaces itself; those are real. */
+/* cuDNN. Its graph interface only stores attributes. The real cuDNN plans graphs with convolutions if it is installed
+   (cudnn_real.c). Each other graph of operations has a single engine. cuDNN's front end is compiled into torch and computes most
+   of attention's workspaces itself, so these are as large as on a real GPU. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 
 enum { NOT_SUPPORTED = 3000 };
 
-/* Bytes of a cudnnBackendAttributeType_t; those that are not listed are enumerations. */
+/* The size in bytes of a value with a cudnnBackendAttributeType_t. Types that are not listed are enumerations. */
 size_t gpumem_cudnn_width(int type) {
     switch (type) {
     case HANDLE: case INT64: case 5: case 6: case DESCRIPTOR: return 8; /* 5: double, 6: pointer */
@@ -21,12 +21,12 @@ size_t gpumem_cudnn_width(int type) {
 }
 
 static long convolutions;
-/* How many convolutions were run, or captured in a graph. */
+/* The number of convolutions that have run or were captured in a graph. */
 long gpumem_convolutions(void) { return __atomic_load_n(&convolutions, __ATOMIC_RELAXED); }
-/* Called with the estimate of each workspace that nobody has planned, right before its convolution runs. */
+/* Called right before a convolution without a plan runs, with the estimated upper bound for the convolution's workspace. */
 static void (*unplanned)(int64_t most);
 void gpumem_tell_unplanned(void (*tell)(int64_t)) { unplanned = tell; }
-/* The largest estimate of all workspaces: tests hold the planned ones against it. */
+/* The largest estimated upper bound for a workspace so far. Tests compare planned workspaces with this number. */
 int64_t gpumem_most_workspace;
 
 static Attribute *attribute_of(const Descriptor *descriptor, int name) {
@@ -63,7 +63,7 @@ int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
 }
 int cudnnBackendInitialize(Descriptor *descriptor) { return 0; }
 
-/* Bytes of an element of a cudnnDataType_t: half precision, bfloat16 and double; 4 of all others. */
+/* The size in bytes of an element with a cudnnDataType_t: 2 for float16 and bfloat16, 8 for double, 4 for all others. */
 static int64_t element_width(const Attribute *type) {
     switch (type ? *(int *)type->values : 0) {
     case 2: case 9: return 2;
@@ -72,10 +72,10 @@ static int64_t element_width(const Attribute *type) {
     }
 }
 
-/* Estimates the most that a workspace takes: weight, input and output in another layout, and the input unfolded for a product
-   of matrices, in their own data type and channels in eights; the gradient of a weight in 4 bytes an element, as it is added up
-   so; and 16 MiB for parts of sums. No document bounds it, but no plan that was tried takes more
-   (tests/emulated/test_convolutions.py). */
+/* Estimates an upper bound for a convolution's workspace: copies of weight, input and output in another layout, the input unfolded
+   for a matrix product, and 16 MiB for partial sums. Copies have the tensor's own data type, and the number of channels is
+   rounded up to a multiple of 8. A weight has at least 4 bytes for each element, because its gradient is summed in this size. No
+   document states a bound, but no plan that was tried needs more (tests/emulated/test_convolutions.py). */
 static int64_t most_workspace(const Descriptor *operation) {
     int first = operation->type == FIRST_CONVOLUTION ? 703 : operation->type == LAST_CONVOLUTION ? 709 : 715;
     int64_t bytes = 0, unfolded = 1, width = 1;
@@ -91,7 +91,7 @@ static int64_t most_workspace(const Descriptor *operation) {
             int64_t size = ((int64_t *)sizes->values)[at];
             if (at == 1) size = (size + 7) / 8 * 8;
             product *= size;
-            /* Each place of the output has all channels of the input, as often as the weight has places. */
+            /* The unfolded input has, for each position of the output, all input channels at each position of the weight. */
             if (at == 1 ? i == 1 : at == 0 ? i == 2 : i != 1) unfolded *= size;
         }
         bytes += product * (i == 0 && width < 4 ? 4 : element_width(type));
@@ -99,7 +99,7 @@ static int64_t most_workspace(const Descriptor *operation) {
     return bytes + width * unfolded + 16 * (int64_t)MIB;
 }
 
-/* Bytes of a sum's operand, in half precision, if it is over heads; else 0. */
+/* The bytes of a sum's operand in half precision, if the sum adds up heads; otherwise 0. */
 static int64_t whole_heads(const Descriptor *reduction) {
     const int64_t *sizes[2];
     for (int i = 0; i < 2; i++) {
@@ -112,8 +112,9 @@ static int64_t whole_heads(const Descriptor *reduction) {
     return of[0] == to[0] && of[1] > to[1] && of[2] == to[2] && of[3] == to[3] ? 2 * of[0] * of[1] * of[2] * of[3] : 0;
 }
 
-/* What an H100's plans of attention took beside what the front end asks for (cuDNN 9.19): 256 bytes in each of 17 cases, and in
-   backward the gradients of keys and values for all heads where they share them. On other GPUs nothing was measured. */
+/* The bytes that attention's plans needed on an H100 (cuDNN 9.19) in addition to the front end's workspaces: 256 bytes in each of
+   17 cases, and in backward also the gradients of keys and values for all heads, if heads share keys and values. Other GPUs were
+   not measured, so nothing is added there. */
 static int64_t workspace_of_attention(const Descriptor *plan) { return gpumem_gpu.major == 9 ? 256 + plan->whole_heads : 0; }
 
 int cudnnBackendFinalize(Descriptor *descriptor) {
@@ -139,7 +140,7 @@ static void made_of(Descriptor *descriptor, const Descriptor *part) {
     if (part->most > descriptor->most) descriptor->most = part->most;
 }
 
-/* The attribute is kept for as long as the descriptor, and so is what it refers to. */
+/* The descriptor keeps the attribute, and the attribute keeps the descriptors to which it refers. */
 int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t count, const void *values) {
     size_t bytes = (size_t)count * gpumem_cudnn_width(type);
     Attribute *kept = attribute_of(descriptor, name);
@@ -199,7 +200,7 @@ int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t
     return 0;
 }
 
-/* The older interface: descriptors are empty. */
+/* cuDNN's older interface. Its descriptors are empty. */
 int cudnnCreate(void **handle) { *handle = calloc(1, 256); return 0; }
 int cudnnDestroy(void *handle) { free(handle); return 0; }
 int cudnnSetStream(void *handle, void *stream) { *(void **)handle = stream; return 0; }
@@ -276,7 +277,7 @@ int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int 
     *bytes = 0;
     return 0;
 }
-/* What a GPU answers is not known; this is 8 bytes for each of its threads. */
+/* The size on a real GPU is not known. The result is 8 bytes for each of the GPU's threads. */
 int cudnnDropoutGetStatesSize(void *handle, size_t *bytes) {
     *bytes = (size_t)gpumem_gpu.multiprocessors * (size_t)gpumem_gpu.threads_per_multiprocessor * 8;
     return 0;

@@ -1,7 +1,8 @@
-/* The process that plans convolutions: it has the real cuDNN, and answers requests of one other process until that ends.
+/* The process that plans convolutions. It loads the real cuDNN, and answers the requests of one other process until that process
+   ends.
 
-   The library has an environment and threads of its own here. In the process of a program it kept an `environ` that the program's
-   `setenv` had freed, and crashed with what a compiler had loaded. */
+   In this separate process, cuDNN has its own environment and threads. In the program's process, cuDNN kept using an `environ`
+   that the program's `setenv` had freed, and crashed together with libraries that a compiler had loaded. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -60,7 +61,7 @@ static int64_t opened(const char *path, const char *json) {
     cudnn.set = dlsym(library, "cudnnBackendSetAttribute");
     cudnn.get = dlsym(library, "cudnnBackendGetAttribute");
     if (!(cudnn.version && cudnn.create && cudnn.destroy && cudnn.finalize && cudnn.set && cudnn.get)) return 0;
-    /* Releases before 9.8 do not know such a descriptor. */
+    /* cuDNN releases before 9.8 do not know this descriptor, so they cannot plan without a GPU. */
     if (cudnn.create(DEVICE_PROPERTIES, &device)) return 0;
     if (cudnn.set(device, DEVICE_JSON, CHARACTER, (int64_t)strlen(json) + 1, json) || cudnn.finalize(device)) return 0;
     return (int64_t)cudnn.version();
@@ -87,12 +88,13 @@ static void close_others(void) {
 }
 
 int main(void) {
-    /* Whoever waits for a pipe of the program's to be closed shall not wait for this process, nor end it by Ctrl-C. */
+    /* Leave the program's session, so Ctrl-C does not end this process. Close the program's files, so a process that waits until
+       one of the program's pipes is closed does not wait for this process. */
     setsid();
     close_others();
     int nothing = open("/dev/null", O_RDWR);
     for (int at = 0; at < PLANNER_SOCKET; at++) dup2(nothing, at);
-    if (fork()) _exit(0); /* so that it is no child of the program */
+    if (fork()) _exit(0); /* the fork is not a child of the program */
     for (;;) {
         Request asked;
         void *made = NULL;

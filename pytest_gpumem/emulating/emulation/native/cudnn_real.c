@@ -1,8 +1,8 @@
-/* The real cuDNN, where it is installed: it plans convolutions, which is how large their workspaces are.
+/* The real cuDNN, if it is installed. It plans convolutions: it chooses kernels, and reports the sizes of their workspaces.
 
-   It gives its heuristics and the workspaces of its plans for a GPU that is only described to it: a descriptor of the GPU's
-   properties takes the place of a handle, which needs a driver. It runs in a process of its own (cudnn_planner.c), which each
-   process starts with its first convolution: one that crashes fails that convolution, and the next one starts another. */
+   cuDNN can plan for a GPU that is not there. A handle would need a driver, so cuDNN gets a descriptor with the GPU's properties
+   instead. cuDNN runs in a process of its own, the planner (cudnn_planner.c). A process starts its planner at its first
+   convolution. If the planner crashes, this convolution fails, and the next convolution starts another planner. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -28,13 +28,13 @@ enum { PLANNER_ENDED = 4000 }; /* CUDNN_STATUS_INTERNAL_ERROR */
 static char path[4096];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* one request at a time */
 static int to_planner = -1;
-static int generation = 1; /* handles are of one planner */
+static int generation = 1; /* the planner's number, because a handle is valid only in the planner that created it */
 
-/* To be called before torch is loaded. */
+/* Call this function before torch is loaded. */
 void gpumem_use_cudnn(const char *library) { snprintf(path, sizeof path, "%s", library); }
 
-/* The keys are those that the library asks for, all of them. The card's PCI number is not known here; neither it nor the card's
-   name changed any of 192 lists of plans of 10 GPUs (release 9.20). */
+/* Writes the GPU's properties as JSON, with all keys that cuDNN requires. The card's PCI number is not known, and is written as
+   0. Neither this number nor the card's name changed any of 192 lists of plans for 10 GPUs (cuDNN 9.20). */
 static int describe(char *text, size_t room) {
     const Gpu *gpu = &gpumem_gpu;
     Properties p;
@@ -57,7 +57,7 @@ static int describe(char *text, size_t room) {
     return length < 0 || (size_t)length >= room;
 }
 
-/* The planner lies beside this library. */
+/* Finds the planner's program, which is in the same folder as this library. */
 static int find_planner(char *text, size_t room) {
     Dl_info here;
     if (!dladdr(find_planner, &here) || !here.dli_fname) return 1;
@@ -84,7 +84,7 @@ static void leave_planner(void) {
 }
 static void take_lock(void) { pthread_mutex_lock(&lock); }
 static void give_lock(void) { pthread_mutex_unlock(&lock); }
-/* The planner answers the process that started it, whose handles mean nothing to another. */
+/* A planner answers only the process that started it. So a forked process forgets its parent's planner, and starts its own. */
 static void leave_in_fork(void) {
     leave_planner();
     give_lock();
@@ -103,19 +103,19 @@ static int start_planner(void) {
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     if (failed) { close(ends[0]); return 1; }
-    while (waitpid(started, NULL, 0) < 0 && errno == EINTR) {} /* it ends at once, and its child goes on */
+    while (waitpid(started, NULL, 0) < 0 && errno == EINTR) {} /* it ends at once, and its own fork is the planner */
     to_planner = ends[0];
     return 0;
 }
 
-/* Sends a request and reads its answer, and as many of its values as there is room for. */
+/* Sends a request, and reads the answer and its values. Returns 1 if this fails or if `room` is too small for the values. */
 static int exchange(Request asked, const void *values, Answer *answer, void *into, size_t room) {
     if (transfer(&asked, sizeof asked, 1) || transfer((void *)values, (size_t)asked.bytes, 1)) return 1;
     if (transfer(answer, sizeof *answer, 0)) return 1;
     return (size_t)answer->bytes > room || transfer(into, (size_t)answer->bytes, 0);
 }
 
-/* Starts a planner if this process has none, and returns the release of its library: 0 where it cannot plan. */
+/* Starts a planner if this process has none, and returns the release of the planner's cuDNN; 0 if the planner cannot plan. */
 static int64_t opened(void) {
     static int64_t release;
     char text[sizeof path + 2048];
@@ -149,8 +149,8 @@ int gpumem_cudnn_release(void) {
 static int64_t number_of(const void *real) { return (int64_t)real & 0xffffffffffff; }
 static int is_current(const void *real) { return real && (int64_t)real >> 48 == (generation & 0x7fff); }
 
-/* Asks the planner about a descriptor, or for one where `real` is NULL: 1 where the planner has ended, or is another than the one
-   that has the descriptor. To be called with the lock. */
+/* Sends a request about the descriptor `real` to the planner, or a request without a descriptor if `real` is NULL. Returns 1 if
+   the planner has ended, or if an earlier planner created the descriptor. The caller must hold the lock. */
 static int ask_locked(Request asked, void *real, const void *values, Answer *answer, void *into, size_t room) {
     if (!opened() || (real && !is_current(real))) return 1;
     asked.handle = number_of(real);
@@ -159,7 +159,8 @@ static int ask_locked(Request asked, void *real, const void *values, Answer *ans
     return 1;
 }
 
-/* The same, which raises an error of torch: another plan than the first one that it gives would be another figure. */
+/* The same as ask_locked, but takes the lock, and raises an error in torch if the planner has ended. Otherwise torch would try its
+   next plan, whose workspace may have another size. */
 static int ask(Request asked, void *real, const void *values, Answer *answer, void *into, size_t room) {
     take_lock();
     int failed = ask_locked(asked, real, values, answer, into, room);
@@ -185,12 +186,12 @@ static int create(int type, void **real) {
 void gpumem_really_destroy(void *real) {
     Answer answer;
     take_lock();
-    /* A planner that has ended took its descriptors with it. This must not raise. */
+    /* If the planner has ended, the descriptor no longer exists. Use ask_locked, because this function must not raise an error. */
     if (to_planner >= 0 && is_current(real)) ask_locked((Request){.what = DESTROY}, real, NULL, &answer, NULL, 0);
     give_lock();
 }
 
-/* Handles are freed also where an error of torch unwinds this code. */
+/* Frees an array of handles at the end of its scope, even if an exception from gpumem_raise leaves the scope. */
 static void free_handles(int64_t **handles) { free(*handles); }
 #define HANDLES __attribute__((cleanup(free_handles))) int64_t *
 
@@ -211,7 +212,7 @@ static int set_descriptors(void *real, const Attribute *attribute) {
 static int fill(void *real, const Descriptor *descriptor) {
     int status = 0;
     for (const Attribute *one = descriptor->attributes; one && !status; one = one->next) {
-        if (one->type == HANDLE) continue; /* the stand-in's */
+        if (one->type == HANDLE) continue; /* a handle of the stand-in, which the real cuDNN does not know */
         if (one->type == DESCRIPTOR) status = set_descriptors(real, one);
         else status = set(real, one->name, one->type, one->count, one->values, (size_t)one->count * gpumem_cudnn_width(one->type));
     }
@@ -220,7 +221,7 @@ static int fill(void *real, const Descriptor *descriptor) {
     return ask((Request){.what = FINALIZE, .type = descriptor->type}, real, NULL, &answer, NULL, 0);
 }
 
-/* Make the same of a descriptor and of all that it refers to, unless that has been done. */
+/* Creates the same descriptor in the planner, with all descriptors to which it refers, unless the planner has them already. */
 int gpumem_really_finalize(Descriptor *descriptor) {
     void *real;
     if (is_current(descriptor->real)) return 0;
@@ -243,7 +244,8 @@ static int get(const Descriptor *descriptor, int name, int type, int64_t wanted,
     return status;
 }
 
-/* Descriptors that are asked for are the caller's, which the library fills: each gets one of the library's. */
+/* If the attribute consists of descriptors, the caller passes its own descriptors in `values`. Each of them gets a descriptor in
+   the planner, which the real cuDNN fills. */
 int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values) {
     if (!is_current(descriptor->real)) return PLANNER_ENDED;
     if (type != DESCRIPTOR || !values)

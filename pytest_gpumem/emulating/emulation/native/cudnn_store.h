@@ -1,4 +1,4 @@
-/* What cuDNN is asked to keep: descriptors of its graph interface with the attributes that were set in them, and shapes. */
+/* The data that torch stores in cuDNN: shapes, and descriptors of cuDNN's graph interface with their attributes. */
 #ifndef GPUMEM_CUDNN_STORE_H
 #define GPUMEM_CUDNN_STORE_H
 
@@ -31,22 +31,22 @@ typedef struct Attribute {
 } Attribute;
 typedef struct {
     int type;
-    int holders;           /* the caller, and each attribute that refers to it */
-    int convolution;       /* whether it is a convolution, or made of one: a graph, its heuristics, its plans */
-    int64_t most;          /* of a convolution and what is made of it: the most that its workspace is estimated at */
-    int64_t whole_heads;   /* of attention's backward: gradients of all heads, which are added up for those that share keys */
-    void *real;            /* the real library's descriptor of the same, where there is one */
+    int holders;           /* the reference count: the caller, and each attribute that refers to this descriptor */
+    int convolution;       /* 1 for a convolution, and for a graph, heuristics and plans made from a convolution; otherwise 0 */
+    int64_t most;          /* if `convolution` is 1, an estimated upper bound for the workspace in bytes */
+    int64_t whole_heads;   /* in attention's backward, the bytes of the gradients for all heads if heads share keys and values */
+    void *real;            /* the same descriptor in the real cuDNN; NULL if there is none */
     Attribute *attributes; /* in the order in which they were set */
 } Descriptor;
 
 enum { MOST_DIMENSIONS = 8 }; /* CUDNN_DIM_MAX */
 typedef struct { int type, rank, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS]; } Shape;
 
-/* cudnn_real.c: the real library, which plans convolutions. Statuses are its own. */
-int gpumem_cudnn_release(void); /* 92000; 0 where there is none that can plan without a device */
+/* Functions in cudnn_real.c, which let the real cuDNN plan convolutions. They return cuDNN's status codes. */
+int gpumem_cudnn_release(void); /* cuDNN's release (92000); 0 if no installed cuDNN can plan without a GPU */
 int gpumem_really_finalize(Descriptor *descriptor);
 int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values);
 void gpumem_really_destroy(void *real);
-size_t gpumem_cudnn_width(int type); /* bytes of a value of an attribute */
+size_t gpumem_cudnn_width(int type); /* the size in bytes of an attribute's value */
 
 #endif

@@ -1,4 +1,4 @@
-/* CUPTI: the profiler finds that there is nothing to trace. Kernels are counted in kernels.c. */
+/* CUPTI. These functions report to the profiler that nothing can be traced. kernels.c counts kernel launches. */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-/* The emulated GPU: what it is, and which of several is the current one. */
+/* The emulated GPUs: their properties, and each thread's current GPU. */
 #include <stdio.h>
 #include <string.h>
 
@@ -20,7 +20,7 @@ const Gpu *gpumem_told(void) {
 int gpumem_has_told(void) { return told; }
 int gpumem_current(void) { return current; }
 
-/* "EMULATED", then the number of the device. */
+/* A UUID consists of the text "EMULATED" and, in its last byte, the device's number. */
 void gpumem_uuid(int device, unsigned char uuid[16]) {
     memcpy(uuid, "EMULATED\x80\0\0\0\0\0\0\0", 16);
     uuid[15] = (unsigned char)device;
@@ -95,19 +95,19 @@ int cudaGetDeviceProperties(Properties *p, int device) {
 }
 int cudaGetDeviceProperties_v2(Properties *p, int device) { return cudaGetDeviceProperties(p, device); }
 
-/* Numbers of cudaDeviceAttr, which are those of CUdevice_attribute. What is not listed is 0. */
+/* `attribute` is a number from cudaDeviceAttr or CUdevice_attribute, which are equal. Attributes that are not listed are 0. */
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
     const Gpu *gpu = gpumem_told();
     if (device < 0 || device >= gpu->count) return gpumem_fail(INVALID_DEVICE);
     switch (attribute) {
-    case 1: case 2: case 3: *value = 1024; break;                    /* threads of a block; in x and y */
+    case 1: case 2: case 3: *value = 1024; break;                    /* threads in a block: in all, in x, in y */
     case 4: *value = 64; break;                                      /* in z */
-    case 5: *value = 2147483647; break;                              /* blocks of a grid in x */
+    case 5: *value = 2147483647; break;                              /* blocks in a grid in x */
     case 6: case 7: *value = 65535; break;                           /* in y and z */
     case 8: *value = gpu->shared_per_block; break;
-    case 9: case 12: case 82: *value = 65536; break;                 /* constant memory; registers of a block, of an SM */
-    case 10: *value = 32; break;                                     /* warp */
-    case 11: *value = 2147483647; break;                             /* pitch */
+    case 9: case 12: case 82: *value = 65536; break;                 /* constant memory; registers in a block, in an SM */
+    case 10: *value = 32; break;                                     /* warp size */
+    case 11: *value = 2147483647; break;                             /* memory pitch */
     case 13: *value = gpu->sm_khz; break;
     case 14: case 30: *value = 512; break;                           /* alignment of textures and surfaces */
     case 15: case 19: case 31: case 32: case 41: *value = 1; break;  /* overlap, host mapping, concurrency, ECC, unified */
@@ -124,9 +124,9 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device) {
     case 81: *value = gpu->shared_per_multiprocessor; break;
     case 97: *value = gpu->shared_per_block_optin; break;
     case 99: *value = 1; break;                                      /* host registration */
-    case 102: *value = 1; break;                                     /* virtual memory management, in the driver's numbers */
+    case 102: *value = 1; break;                                     /* virtual memory management (CUdevice_attribute) */
     case 106: *value = gpu->blocks_per_multiprocessor; break;
-    case 111: *value = gpu->major >= 8 ? 1024 : 0; break;            /* shared memory that a block reserves */
+    case 111: *value = gpu->major >= 8 ? 1024 : 0; break;            /* shared memory reserved in each block */
     case 115: *value = 1; break;                                     /* memory pools */
     case 120: *value = gpu->major >= 9; break;                       /* clusters */
     default: *value = 0;

@@ -1,4 +1,4 @@
-/* The driver's functions that torch and Triton ask for: contexts, virtual memory (expandable segments), modules. */
+/* The CUDA driver's functions that torch and Triton call: contexts, virtual memory (expandable segments) and modules. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@ extern int cudaDeviceGetAttribute(int *, int, int), cudaSetDevice(int), cudaGetD
 extern int cudaStreamIsCapturing(void *, int *);
 extern void *gpumem_driver_function(const char *);
 
-static const Pointer CONTEXT = 0xC000; /* contexts are this and the device's number */
+static const Pointer CONTEXT = 0xC000; /* a context is this number plus the device's number */
 
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return 0; }
@@ -38,13 +38,13 @@ int cuCtxPushCurrent_v2(Pointer context) { return cuCtxSetCurrent(context); }
 int cuCtxPopCurrent_v2(Pointer *context) { return cuCtxGetCurrent(context); }
 int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
 int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
-/* Nothing goes wrong in a driver that does nothing, so there is nothing to log. */
+/* This driver never logs anything, so it never calls the callback. */
 int cuLogsRegisterCallback(void *callback, void *data, Pointer *handle) {
     if (handle) *handle = 0xE000;
     return 0;
 }
 int cuLogsUnregisterCallback(Pointer handle) { return 0; }
-/* Stacks, heaps and the buffer of printf, in which no kernel writes. */
+/* Limits for stacks, heaps and the buffer of printf. No kernel runs, so the limits have no effect. */
 int cuCtxSetLimit(int limit, size_t bytes) { return 0; }
 int cuCtxGetLimit(size_t *bytes, int limit) { *bytes = MIB; return 0; }
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
@@ -61,17 +61,17 @@ int cuGetErrorName(int error, const char **name) {
     return 0;
 }
 
-/* Virtual memory: an address range costs nothing; a handle is memory of a device, mapped or not. */
+/* Virtual memory. An address range takes no device memory. A handle takes device memory, even if it is not mapped. */
 typedef struct {
     size_t bytes;
-    int device, users; /* whoever made it, and the ranges it is mapped into */
+    int device, users; /* `users` is the reference count: the creator, and each mapping */
 } Handle;
 typedef struct Mapping {
     Pointer at;
     Handle *handle;
     struct Mapping *next;
 } Mapping;
-static Mapping *mappings; /* torch's allocator holds its own lock here */
+static Mapping *mappings; /* no lock: torch's allocator holds its own lock in these functions */
 
 static void drop(Handle *handle) {
     if (--handle->users) return;
@@ -85,7 +85,7 @@ int cuMemAddressReserve(Pointer *at, size_t bytes, size_t alignment, Pointer wan
 }
 int cuMemAddressFree(Pointer at, size_t bytes) { gpumem_unreserve((void *)at); return 0; }
 int cuMemCreate(Pointer *made, size_t bytes, const int *properties, unsigned long long flags) {
-    int device = properties[3]; /* after the kind of memory, of handle, and of place */
+    int device = properties[3]; /* after the kinds of memory, handle and place */
     if (device < 0 || device >= gpumem_gpu.count) device = gpumem_current();
     if (!gpumem_charge(device, bytes)) return OUT_OF_MEMORY;
     Handle *handle = malloc(sizeof *handle);
@@ -114,7 +114,7 @@ int cuMemUnmap(Pointer at, size_t bytes) {
     return 0;
 }
 int cuMemSetAccess(Pointer at, size_t bytes, const void *access, size_t count) { return 0; }
-/* torch 2.6 looks these up by name where memory runs out, and asserts that they are there; it does not call them. */
+/* If memory runs out, torch 2.6 looks these functions up by name, and asserts that they exist. It does not call them. */
 #define LACKING(name) int name(void) { gpumem_lacks("libcuda", #name); return NOT_SUPPORTED; }
 LACKING(cuMemExportToShareableHandle)
 LACKING(cuMemImportFromShareableHandle)
@@ -128,8 +128,8 @@ int cuMemsetD32Async(Pointer at, unsigned value, size_t count, void *stream) {
 }
 int cuStreamIsCapturing(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
 int cuStreamWriteValue32(void *stream, Pointer at, unsigned value, unsigned flags) { return 0; }
-/* Attributes of CUpointer_attribute: 9 is the device's number, 3 the pointer on the device. Triton refuses a tensor of the
-   host by the error. */
+/* `attribute` is a number from CUpointer_attribute: 3 is the pointer on the device, 4 the pointer on the host, 9 the device's
+   number. Ordinary host memory gives an error, by which Triton recognises host tensors and refuses them. */
 int cuPointerGetAttribute(void *value, int attribute, Pointer at) {
     enum { PINNED = -1, FOREIGN = -2 };
     int device = gpumem_device_of((void *)at, FOREIGN);
@@ -140,7 +140,7 @@ int cuPointerGetAttribute(void *value, int attribute, Pointer at) {
     return 0;
 }
 
-/* Modules, as Triton and NVRTC load them. */
+/* Modules, which torch (after NVRTC) and Triton load. */
 static const Pointer MODULE = 0xD000;
 int cuModuleLoadData(Pointer *module, const void *image) { *module = MODULE; return 0; }
 int cuModuleLoadDataEx(Pointer *module, const void *image, unsigned count, void *options, void *values) {
@@ -149,10 +149,11 @@ int cuModuleLoadDataEx(Pointer *module, const void *image, unsigned count, void 
 int cuModuleLoad(Pointer *module, const char *path) { return cuModuleLoadData(module, path); }
 int cuModuleUnload(Pointer module) { return 0; }
 int cuModuleGetFunction(Pointer *function, Pointer module, const char *name) {
-    *function = (Pointer)strdup(name); /* for good: kernels are few, and counted by it */
+    *function = (Pointer)strdup(name); /* never freed: there are few kernels, and launches are counted by this pointer */
     return 0;
 }
-/* Attributes of CUfunction_attribute: 0 threads of a block, 4 registers; local and shared memory are 0. */
+/* `attribute` is a number from CUfunction_attribute: 0 is the most threads in a block, 4 the registers. All others are 0, among
+   them local and shared memory. */
 int cuFuncGetAttribute(int *value, int attribute, Pointer function) {
     *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;
     return 0;

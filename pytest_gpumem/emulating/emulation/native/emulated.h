@@ -1,4 +1,5 @@
-/* What the stand-ins share. libcudart's is loaded first and has these; the others link to it. */
+/* Declarations that all stand-ins share. The stand-in for libcudart is loaded first and defines these functions; the other
+   stand-ins link to it. */
 #ifndef GPUMEM_EMULATED_H
 #define GPUMEM_EMULATED_H
 
@@ -8,11 +9,12 @@
 #define MOST_DEVICES 64
 #define MIB ((size_t)1 << 20)
 
-/* Of the host's memory, and of a device's: the driver gives it in pages of this size. */
+/* The page size of host memory, and the page size in which the driver allocates device memory. */
 static const size_t PAGE = 4096, DEVICE_PAGE = 2 << 20;
 static inline size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/* A GPU, as cudaDeviceProp tells it. Set by gpumem_configure before torch is loaded, and in forks that become another one. */
+/* A GPU's properties, as in cudaDeviceProp. gpumem_configure sets them before torch is loaded, and in forks that become another
+   GPU. */
 typedef struct {
     char name[256];
     int major, minor;
@@ -23,46 +25,49 @@ typedef struct {
     int count;
 } Gpu;
 extern Gpu gpumem_gpu;
-/* The same for whoever asks what it is, which is noted: what was told may be kept, and a fork must not become another GPU then. */
+/* Returns the properties for a caller that passes them on to the program, and notes this. The program may keep the properties,
+   so a fork must not become another GPU afterwards. */
 const Gpu *gpumem_told(void);
 
-/* Says on stderr, once for each name, that a function is asked for which no stand-in has. */
+/* Prints on stderr that the program called a function that no stand-in has, once for each function. */
 void gpumem_lacks(const char *library, const char *function);
-/* Raises an error of torch, if torch has loaded C++'s library; else returns. */
+/* Throws an exception that torch turns into a Python error. Returns if no C++ library is loaded. */
 void gpumem_raise(const char *text);
-/* "the emulated GPU lacks cufftCreate of libcufft": what this thread asked for last. */
+/* The message about the last missing function that this thread called: "the emulated GPU lacks cufftCreate of libcufft". */
 const char *gpumem_last_lacking(void);
-/* A kernel of a library (cuBLAS, say) that is launched and does nothing. */
+/* Counts the launch of a library's kernel, for example cuBLAS's. The kernel does nothing. */
 void gpumem_launched(const char *name);
-/* A kernel that the driver launches, with pointers to its arguments. */
+/* Counts a kernel that the driver launches. `arguments` are pointers to the kernel's arguments. */
 void gpumem_launched_with(const char *function, void **arguments);
-/* CUDA graphs: what is launched between these two belongs to the graph, which is the caller's. */
+/* CUDA graphs. Kernels launched between the first two calls belong to the returned graph, which the caller must free. */
 typedef struct Graph Graph;
 void gpumem_capture_begins(void);
 Graph *gpumem_capture_ends(void);
 Graph *gpumem_copy_of_graph(const Graph *graph);
 void gpumem_free_graph(Graph *graph);
 void gpumem_launch_graph(const Graph *graph);
-/* Says on stderr why the host cannot hold the emulated memory. */
+/* Prints on stderr why the host cannot reserve address space for the emulated memory. */
 void gpumem_no_room(size_t bytes);
 
 int gpumem_current(void);
-/* card.c's, for memory.c: bytes of a device, of which a process that uses it has a context's from then on. */
+/* Functions in card.c, which addresses.c calls under its lock. They count the bytes taken on a device. When a process first uses
+   a device, it also takes the bytes of a CUDA context. */
 int gpumem_card_take(int device, size_t bytes);
 void gpumem_card_give_back(int device, size_t bytes);
 size_t gpumem_card_used(int device);
-/* What is taken of a device, by all processes that share it. */
+/* The bytes taken on a device by all processes that share it. */
 size_t gpumem_used(int device);
-/* Takes bytes from a device's memory: 0 where it has not that many left. */
+/* Takes bytes from a device's memory. Returns 0 if the device has fewer bytes left. */
 int gpumem_charge(int device, size_t bytes);
 void gpumem_release(int device, size_t bytes);
-/* Address space that belongs to a device (-1: pinned memory of the host); NULL where the host has none left. */
+/* Reserves address space for a device, or for pinned host memory if `device` is -1. Returns NULL if the host has no address space
+   left. `charged` are the device's bytes that gpumem_unreserve gives back. */
 void *gpumem_reserve(size_t bytes, size_t charged, int device);
-/* 0 where no region begins there. */
+/* Frees the region that begins at an address. Returns 0 if no region begins there. */
 int gpumem_unreserve(void *at);
-/* The device that an address belongs to (-1: pinned memory of the host); `otherwise` where it is none of these. */
+/* The device to which an address belongs; -1 for pinned host memory, and `otherwise` for any other address. */
 int gpumem_device_of(const void *at, int otherwise);
-/* The bytes of a device that the region at an address takes; 0 where it takes none. */
+/* The device bytes taken by the region around an address; 0 if there is no such region. */
 size_t gpumem_charged_at(const void *at);
 void gpumem_uuid(int device, unsigned char uuid[16]);
 

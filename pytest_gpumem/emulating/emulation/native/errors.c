@@ -1,4 +1,4 @@
-/* Errors of the runtime, and what the stand-ins say when they cannot do something. */
+/* The CUDA runtime's errors, and the stand-ins' messages about functions that they lack. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -9,7 +9,7 @@
 #include "emulated.h"
 
 static __thread int last_error;
-static __thread char what_lacks[512]; /* which function this thread asked for last that no stand-in has */
+static __thread char what_lacks[512]; /* the message about the last missing function that this thread called */
 
 int gpumem_fail(int error) {
     last_error = error;
@@ -28,7 +28,7 @@ static struct { int code; const char *name, *said; } const ERRORS[] = {
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "the emulated GPU lacks this"},
     {CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
-    {UNKNOWN, "cudaErrorUnknown", "the emulated GPU cannot go on (why is on stderr)"},
+    {UNKNOWN, "cudaErrorUnknown", "the emulated GPU cannot go on (the reason is on stderr)"},
     {NO_ERROR_OF_OURS, "unrecognized error code", "unrecognized error code"},
 };
 
@@ -66,7 +66,7 @@ void gpumem_lacks(const char *library, const char *function) {
 }
 const char *gpumem_last_lacking(void) { return what_lacks; }
 
-/* Throws C++'s std::runtime_error, by the library that the caller has loaded: we are compiled as C, and it is libtorch. */
+/* Throws std::runtime_error. This file is compiled as C, so it uses the C++ library that libtorch has loaded. */
 void gpumem_raise(const char *text) {
     void *cxx = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_NOLOAD);
     if (!cxx) return;
@@ -81,8 +81,8 @@ void gpumem_raise(const char *text) {
     throw_it(error, type, destroy);
 }
 
-/* A function that no stand-in has, whose status torch gives words of its own, without what is lacking or what to do: from torch's
-   own libraries the call ends by an error that says so. Any other caller gets the status. */
+/* Reports a call to a missing function. torch's own error for the returned status would name neither the missing function nor a
+   remedy. So if torch's own libraries are the caller, this function throws an error with both. Any other caller gets the status. */
 void gpumem_refuses(const char *library, const char *function, const char *why, const void *caller) {
     Dl_info from;
     char text[1024];
@@ -95,15 +95,15 @@ void gpumem_refuses(const char *library, const char *function, const char *why, 
 void gpumem_no_room(size_t bytes) {
     fprintf(
         stderr,
-        "pytest-gpumem: the host could not reserve %zu bytes of address space for the emulated GPU. They are not touched, but "
-        "must be allowed: see `ulimit -v`, and vm.overcommit_memory, which must not be 2\n",
+        "pytest-gpumem: the host could not reserve %zu bytes of address space for the emulated GPU. These bytes take almost no "
+        "memory, but the system must allow them: see `ulimit -v`, and vm.overcommit_memory, which must not be 2\n",
         bytes
     );
     fflush(stderr);
 }
 
-/* Entry points of the driver. torch asserts that all it asks for are there, also those that it then does not call: so each
-   name that the stand-in lacks gets a function of its own, which names it when it is called. */
+/* Entry points of the driver. torch asserts that each entry point that it looks up exists, even if torch never calls it. So each
+   name that the stand-in lacks gets a function of its own, which reports this name when it is called. */
 enum { MOST_LACKING = 64 };
 static char lacking[MOST_LACKING][64];
 #define LACKING(i) static int lacking_##i(void) { gpumem_lacks("libcuda", lacking[0##i]); return NOT_SUPPORTED; }

@@ -1,4 +1,5 @@
-/* Kernels: registered by name, counted when they are launched, and not run. Only a fill is done, since zeros decide branches. */
+/* Kernels. They are registered by name, counted when they are launched, and not run. Only fills are carried out, because
+   programs decide branches by zeros. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -8,18 +9,19 @@
 #include "cudart_types.h"
 #include "emulated.h"
 
-enum { ANY_VERSION = -1 }; /* where nothing is known of the code */
+enum { ANY_VERSION = -1 }; /* if nothing is known about the code */
 
 int gpumem_fail(int error);
 void gpumem_fill(void *at, const void *value, size_t width, size_t count);
 
-/* A binary, and the version of the code in it that the driver would take for a GPU of the capability: 86; 0 where there is none. */
+/* A binary from nvcc, and the version of its code that the driver would choose for a GPU with this compute capability: 86. The
+   version is 0 if no code in the binary fits. */
 typedef struct { const void *binary; int capability, version; } Code;
 typedef struct {
-    const void *host; /* the host's function of a kernel, or the name's own address */
+    const void *host; /* the kernel's function on the host, or the address of the kernel's name */
     const char *name;
     long launches;
-    Code *code; /* NULL where nothing is known of it */
+    Code *code; /* NULL if nothing is known about the code */
 } Kernel;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -51,7 +53,7 @@ static Kernel *entered(const void *host, const char *name) {
     return kernel;
 }
 
-/* What nvcc embeds (fatbinary_section.h and the container that cuobjdump lists): code for several architectures. */
+/* The code for several architectures that nvcc embeds (fatbinary_section.h, and the container that cuobjdump lists). */
 static const uint32_t WRAPPER = 0x466243b1, CONTAINER = 0xba55ed50;
 enum { PTX = 1, ELF = 2 };
 typedef struct { uint32_t magic, version; const void *data; } Wrapper;
@@ -60,11 +62,11 @@ typedef struct {
     uint16_t kind, version;
     uint32_t header;
     uint64_t size;
-    uint32_t unused[3], architecture; /* 90 */
+    uint32_t unused[3], architecture; /* for example 90 */
 } Image;
 
-/* The version of the code that a driver takes for this GPU: the highest of its major version that is not above it, or else
-   PTX that is not above it. 0 where there is neither. */
+/* The version of the code that a driver chooses for this GPU: the highest binary version with the GPU's major version that is not
+   above the capability. Without such a binary, it is the highest PTX version that is not above the capability, or 0. */
 static int version_for(const Wrapper *wrapper, int capability) {
     const Container *all = wrapper && wrapper->magic == WRAPPER ? wrapper->data : NULL;
     if (!all || all->magic != CONTAINER) return ANY_VERSION;
@@ -82,7 +84,7 @@ static int version_for(const Wrapper *wrapper, int capability) {
     return binary ? binary : portable;
 }
 
-/* Not when it is registered: a fork may become another GPU. */
+/* The version is computed when a kernel is used, not when it is registered, because a fork may become another GPU. */
 static int version_of(const Kernel *kernel) {
     Code *code = kernel->code;
     int capability = gpumem_gpu.major * 10 + gpumem_gpu.minor;
@@ -110,12 +112,13 @@ void __cudaRegisterFunction(
     pthread_mutex_unlock(&lock);
 }
 
-/* A graph is the kernels that were launched while it was captured: they are launched whenever it is, and not before. */
+/* A graph contains the kernels that were launched during its capture. They count as launched whenever the graph is launched, and
+   not during the capture. */
 struct Graph {
     const void **hosts;
     size_t count, room;
 };
-static Graph *captured; /* the one that is captured now: torch captures one at a time */
+static Graph *captured; /* the graph that is being captured; torch captures one graph at a time */
 
 static void launched(Kernel *kernel) {
     if (!captured) {
@@ -161,14 +164,14 @@ void gpumem_launch_graph(const Graph *graph) {
     pthread_mutex_unlock(&lock);
 }
 
-/* A kernel of a library, which is told by its name only. */
+/* Counts a kernel of a library, which is known only by its name. */
 void gpumem_launched(const char *name) {
     pthread_mutex_lock(&lock);
     launched(entered(name, name));
     pthread_mutex_unlock(&lock);
 }
 
-/* A kernel of a program's own (Triton's), by the pointer to its name that is its function for the driver. */
+/* Counts a program's own kernel (Triton's). `function` is the kernel's handle in the driver, which is a pointer to its name. */
 static void (*told_of_launches)(const char *function, void **arguments);
 void gpumem_tell_of_launches(void (*tell)(const char *, void **)) { told_of_launches = tell; }
 void gpumem_launched_with(const char *function, void **arguments) {
@@ -176,7 +179,7 @@ void gpumem_launched_with(const char *function, void **arguments) {
     if (told_of_launches && arguments) told_of_launches(function, arguments);
 }
 
-/* Tells each kernel that was launched since the last call of gpumem_forget_launches. */
+/* Calls `tell` for each kernel that was launched since the last call of gpumem_forget_launches. */
 void gpumem_tell_launches(void (*tell)(const char *name, long launches)) {
     for (size_t i = 0; i < kernel_room; i++)
         if (kernels[i].launches) tell(kernels[i].name, kernels[i].launches);
@@ -187,7 +190,7 @@ void gpumem_forget_launches(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* The size of FillFunctor<T>'s T, from the kernel's mangled name; 0 where it is no fill. */
+/* The size of T in FillFunctor<T>, from the kernel's mangled name; 0 if the kernel is not a fill. */
 static size_t fill_width(const char *name) {
     const char *type = strstr(name, "FillFunctorI");
     if (!type || !strstr(name, "vectorized_elementwise_kernelI")) return 0;
@@ -214,7 +217,7 @@ static int launch(const void *host, Dim3 grid, Dim3 block, void **arguments, siz
     pthread_mutex_unlock(&lock);
     if (!version) return gpumem_fail(NO_KERNEL_IMAGE);
     size_t width = fill_width(name);
-    /* (int count, functor {value}, array {pointer}) */
+    /* A fill has the arguments (int count, functor {value}, array {pointer}). */
     if (width && arguments) gpumem_fill(*(void **)arguments[2], arguments[1], width, (size_t)*(int *)arguments[0]);
     return SUCCESS;
 }
@@ -248,7 +251,7 @@ int cudaLaunchKernelExC(const LaunchConfig *config, const void *host, void **arg
     return launch(host, config->grid, config->block, arguments, config->dynamic_shared);
 }
 
-/* CUB chooses its kernels by the version of the code, which must be one that it was compiled for. */
+/* CUB chooses its kernels by the version of the code. So this must be a version for which CUB was compiled. */
 int cudaFuncGetAttributes(FunctionAttributes *attributes, const void *host) {
     memset(attributes, 0, sizeof *attributes);
     pthread_mutex_lock(&lock);

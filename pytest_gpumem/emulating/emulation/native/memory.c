@@ -1,4 +1,4 @@
-/* Device memory: nobody touches it, only small copies and fills write to it. */
+/* Device memory. Only small copies and fills write to it, so it takes almost no memory on the host. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 int gpumem_fail(int error);
 void gpumem_all_done(void);
 
-/* Copies and fills up to this size are real; larger ones leave zeros. */
+/* Copies and fills up to this size are carried out. Larger ones write only zeros, or nothing. */
 static const size_t REAL_BYTES = 1 << 20;
 
 static int is_ours(const void *at) { return gpumem_device_of(at, -2) != -2; }
@@ -32,7 +32,7 @@ int cudaMemPrefetchAsync(void) { return SUCCESS; }
 
 int cudaFree(void *at) {
     if (!at) return SUCCESS;
-    gpumem_all_done(); /* it waits for the device */
+    gpumem_all_done(); /* cudaFree waits for the device */
     return gpumem_unreserve(at) ? SUCCESS : gpumem_fail(INVALID_VALUE);
 }
 
@@ -42,7 +42,7 @@ int cudaMemGetInfo(size_t *available, size_t *total) {
     return SUCCESS;
 }
 
-/* Pinned memory is not touched either: offloaded tensors would fill the host. */
+/* Pinned memory is reserved like device memory. Otherwise offloaded tensors would fill the host's memory. */
 int cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
     *at = gpumem_reserve(bytes, 0, -1);
     return *at ? SUCCESS : gpumem_fail(UNKNOWN);
@@ -63,7 +63,7 @@ int cudaPointerGetAttributes(PointerAttributes *attributes, const void *at) {
     return SUCCESS;
 }
 
-/* Zeroes without touching whole pages. */
+/* Sets bytes to zero. Whole pages are given back to the system instead, which fills them with zeros when they are next used. */
 static void wipe(void *at, size_t bytes) {
     uintptr_t begin = (uintptr_t)at, end = begin + bytes;
     uintptr_t first = rounded(begin, PAGE), last = end / PAGE * PAGE;
@@ -73,8 +73,9 @@ static void wipe(void *at, size_t bytes) {
     memset((void *)last, 0, end - last);
 }
 
-/* Asked of each copy that C++ makes of a device's memory to the host's, up to the size of real copies: 1 if `to` was written in
-   place of the copy. Numbers are copied to the stack or to pinned memory, and have at most as many bytes as two have. */
+/* Called before copies of at most REAL_BYTES from a device to the host, but not before copies of more than 16 bytes (two numbers)
+   to pinned memory. It returns 1 if it has written to `to` itself, so no copy is made. `is_number` is 1 for a copy to the stack
+   or to pinned memory, because C++ code reads numbers in these ways. */
 static int (*asked_of_reads)(void *to, const void *from, size_t bytes, int is_number);
 void gpumem_ask_of_reads(int (*ask)(void *, const void *, size_t, int)) { asked_of_reads = ask; }
 static int is_read(const void *to, const void *from, size_t bytes) {
@@ -89,7 +90,7 @@ static int is_read(const void *to, const void *from, size_t bytes) {
 
 enum { DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE };
 static int copy(void *to, const void *from, size_t bytes, int kind) {
-    /* C++ has computed the address from a number that no kernel has written. */
+    /* C++ code has computed this address from a number that no kernel has written, so the address is wrong. */
     if (bytes && kind == DEVICE_TO_HOST && gpumem_device_of(from, -2) < 0) return gpumem_fail(INVALID_VALUE);
     if (is_read(to, from, bytes)) return SUCCESS;
     if (bytes > REAL_BYTES && is_ours(to)) wipe(to, bytes);
@@ -109,7 +110,7 @@ int cudaMemcpy2DAsync(
         memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return SUCCESS;
 }
-/* Kernels' constants: nobody reads them. */
+/* Constants for kernels. No kernel runs, so nobody reads them. */
 int cudaMemcpyToSymbol(const void *symbol, const void *from, size_t bytes, size_t offset, int kind) { return SUCCESS; }
 int cudaGetSymbolAddress(void **at, const void *symbol) {
     static char scratch[1 << 20];
@@ -133,7 +134,8 @@ int cudaMemset(void *at, int value, size_t bytes) {
 }
 int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return cudaMemset(at, value, bytes); }
 
-/* The driver's own pool (cudaMallocAsync): one for each device, which keeps what it was once given. */
+/* The driver's own memory pool (cudaMallocAsync), one for each device. A pool keeps reserved the most memory that was in use at
+   once. */
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t pool_used[MOST_DEVICES], pool_most_used[MOST_DEVICES];
 static const size_t POOL_PAGE = 32 << 20;
@@ -156,7 +158,8 @@ int cudaFreeAsync(void *at, void *stream) {
     pthread_mutex_unlock(&pool_lock);
     return !at || gpumem_unreserve(at) ? SUCCESS : gpumem_fail(INVALID_VALUE);
 }
-/* Attributes of cudaMemPoolAttr: reserved now 5, at most 6; used now 7, at most 8. */
+/* `attribute` is a number from cudaMemPoolAttr: 5 and 6 are the current and the highest reserved bytes, 7 and 8 the current and
+   the highest used bytes. */
 int cudaMemPoolGetAttribute(void *pool, int attribute, void *value) {
     int device = of_pool(pool);
     size_t now = pool_used[device], most = pool_most_used[device];

@@ -1,8 +1,9 @@
-/* torch's operators are not told of the mode that computes values (emulating/host_values/mode.py), which no program on a real GPU has.
+/* Hides the dispatch mode that computes values (emulating/host_values/mode.py) from torch's operators, because a program on a real
+   GPU has no such mode.
 
-   Operators that are made of others, and derivatives, ask whether any dispatch mode is active, and then write to no tensor in
-   place, which takes more memory (`isTensorSubclassLike` in ATen). A function of libc10 answers. torch finds this one first, as
-   the stand-ins are loaded before it, with symbols for all. */
+   Composite operators and derivatives check whether a dispatch mode is active (`isTensorSubclassLike` in ATen). If there is a
+   mode, they do not write to tensors in place, and need more memory. The check calls a function in libc10. The stand-ins are
+   loaded before libc10 and with global symbols, so torch finds the function with this name here first. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -12,7 +13,7 @@
 #include <string.h>
 
 static int64_t hidden;
-static uintptr_t first, last; /* where libtorch_cpu's code lies, which has the operators; Python's bindings are in another */
+static uintptr_t first, last; /* addresses of the code in libtorch_cpu, which has the operators but not Python's bindings */
 
 static int is_operators_library(struct dl_phdr_info *library, size_t size, void *unused) {
     if (!strstr(library->dlpi_name, "libtorch_cpu.")) return 0;
@@ -25,7 +26,7 @@ static int is_operators_library(struct dl_phdr_info *library, size_t size, void 
     return 1;
 }
 
-/* From now on operators count a thread's dispatch modes only if there are more than one. */
+/* From now on, operators see dispatch modes only if there is more than one in a thread. */
 void gpumem_hide_a_mode(void) {
     dl_iterate_phdr(is_operators_library, NULL);
     hidden = 1;

@@ -1,11 +1,11 @@
-/* NCCL for one rank of many: every other rank is taken to do what this one does. So a collective copies this rank's own part,
-   and a sum is as many times that. */
+/* NCCL for a single rank in a job. All other ranks are assumed to send the same values as this rank. So a collective copies this
+   rank's own part, and a sum is this part multiplied by the number of ranks. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "emulated.h"
 
-/* Ranks of one process (`ncclCommInitAll`) share a place for what the first of them broadcasts. */
+/* Ranks in the same process (`ncclCommInitAll`) share `broadcast`, a pointer to the memory that the root rank broadcasts. */
 typedef struct { int rank, size; const void **broadcast; char room[4096]; } Communicator;
 typedef struct { char bytes[128]; } UniqueId;
 enum { DEVICE_TO_DEVICE = 3 };
@@ -38,7 +38,7 @@ int ncclCommInitAll(Communicator **made, int size, const int *devices) {
     }
     return 0;
 }
-/* Of one colour of many: as many ranks as there were, since who else has it is not known here. */
+/* The new communicator has as many ranks as the old one, because it is not known which other ranks have this colour. */
 int ncclCommSplit(Communicator *from, int color, int key, Communicator **made, void *config) {
     *made = calloc(1, sizeof **made);
     **made = *from;
@@ -58,7 +58,7 @@ int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int place, 
 }
 int ncclRedOpDestroy(int operation, Communicator *communicator) { return 0; }
 
-/* ncclDataType_t -> bytes */
+/* The size in bytes of a value with an ncclDataType_t. */
 static size_t width(int type) {
     static const size_t WIDTHS[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
     return type >= 0 && type < 12 ? WIDTHS[type] : 1;
@@ -68,7 +68,7 @@ static int copied(void *to, const void *from, size_t bytes, void *stream, const 
     return to && to != from ? cudaMemcpyAsync(to, from, bytes, DEVICE_TO_DEVICE, stream) : 0;
 }
 #define TIMES(kind) for (size_t at = 0; at < count; at++) ((kind *)values)[at] *= (kind)size
-/* As a copy, a sum is real up to 1 MiB. Half precision stays as it is. */
+/* Multiplies values by the number of ranks. Like copies, sums are computed only up to 1 MiB. float16 values stay unchanged. */
 static void times(void *values, size_t count, int type, int size) {
     if (count * width(type) > MIB) return;
     switch (type) {
@@ -102,8 +102,8 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, Co
 int ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, Communicator *c, void *stream) {
     return reduced(c->rank == root ? to : NULL, from, count, type, op, c, stream, "ncclReduce");
 }
-/* In torch 2.15 the tensors of a list are gathered by a group of broadcasts, one from each rank: what the other ranks
-   send is then known, as it is what this one sends. */
+/* torch 2.15 gathers the tensors in a list by a group of broadcasts, one from each rank. In such a group, the other ranks'
+   broadcasts have the same values as this rank's broadcast. */
 typedef struct { const void *from; void *to; size_t bytes; int root; Communicator *c; void *stream; } Broadcast;
 static __thread struct { Broadcast *all; size_t count, room; int depth; } group;
 

@@ -1,13 +1,13 @@
-/* NVML, as torch and pynvml ask it. No process is listed and no clock moves: nothing runs. */
+/* The NVML functions that torch and pynvml call. No processes are listed, and clocks never change, because nothing runs. */
 #include <stdio.h>
 #include <string.h>
 
 #include "emulated.h"
 
 enum { NOT_SUPPORTED = 3, NOT_FOUND = 6, INVALID_ARGUMENT = 2 };
-typedef uintptr_t Device; /* its number and 1 */
+typedef uintptr_t Device; /* the device's number plus 1 */
 
-int nvmlInit(void) { return 0; } /* as torch names it where it counts GPUs */
+int nvmlInit(void) { return 0; } /* torch uses this name when it counts GPUs */
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
@@ -49,7 +49,7 @@ int nvmlDeviceGetHandleByUUID(const char *wanted, Device *device) {
 }
 int nvmlDeviceGetIndex(Device device, unsigned *index) { *index = (unsigned)device - 1; return 0; }
 int nvmlDeviceGetName(Device device, char *name, unsigned length) { snprintf(name, length, "%s", gpumem_told()->name); return 0; }
-/* Total, free, used. */
+/* `memory` gets the total, free and used bytes. */
 int nvmlDeviceGetMemoryInfo(Device device, unsigned long long *memory) {
     memory[0] = gpumem_told()->total_bytes;
     memory[2] = gpumem_used((int)device - 1);
@@ -65,7 +65,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count, void
 int nvmlDeviceGetComputeRunningProcesses(Device device, unsigned *count, void *processes) { *count = 0; return 0; }
 int nvmlDeviceGetGraphicsRunningProcesses_v3(Device device, unsigned *count, void *processes) { *count = 0; return 0; }
 int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device device, unsigned *count, void *processes) { *count = 0; return 0; }
-/* Kinds of nvmlClockType_t: 2 is the memory's. */
+/* `kind` is a number from nvmlClockType_t: 2 is the memory's clock. */
 int nvmlDeviceGetClockInfo(Device device, int kind, unsigned *mhz) {
     *mhz = (unsigned)(kind == 2 ? gpumem_told()->memory_khz : gpumem_told()->sm_khz) / 1000;
     return 0;
@@ -82,7 +82,8 @@ int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatts) { return NOT_SU
 int nvmlDeviceGetP2PStatus(Device from, Device to, int index, int *status) { *status = 0; return 0; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
-/* No fabric: the state, after version, cluster, status and clique, is 0. torch wants success, and expandable segments ask. */
+/* There is no fabric: the state, which follows version, cluster, status and clique, is 0. torch calls this function for expandable
+   segments, and requires that it succeeds. */
 int nvmlDeviceGetGpuFabricInfoV(Device device, void *info) {
     memset((char *)info + sizeof(unsigned), 0, 16 + 4 + 4 + 1);
     return 0;

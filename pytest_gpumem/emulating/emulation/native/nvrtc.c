@@ -1,4 +1,5 @@
-/* NVRTC, with which torch compiles kernels of its own at run time (erfinv). Kernels do nothing, so nothing is compiled. */
+/* NVRTC, with which torch compiles some of its own kernels while a program runs (for example erfinv). Kernels do nothing, so
+   nothing is compiled. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,7 +45,7 @@ int nvrtcAddNameExpression(Program *program, const char *name) {
     program->names = made;
     return 0;
 }
-/* A kernel is called as its source has it, and counted under that. */
+/* A kernel keeps its name from the source, and is counted under this name. */
 int nvrtcGetLoweredName(Program *program, const char *name, const char **lowered) {
     for (Name *one = program->names; one; one = one->next)
         if (!strcmp(one->text, name)) {
@@ -53,7 +54,7 @@ int nvrtcGetLoweredName(Program *program, const char *name, const char **lowered
         }
     return NAME_NOT_VALID;
 }
-/* An empty text. */
+/* The compiled code and the log are empty texts. */
 #define TEXT(what) \
     int nvrtcGet##what##Size(Program *program, size_t *bytes) { *bytes = 1; return 0; } \
     int nvrtcGet##what(Program *program, char *text) { *text = 0; return 0; }

@@ -1,6 +1,6 @@
-/* Recurrent layers of cuDNN. Where its parameters lie follows from their shapes. How large its buffers are is known to the real
-   library alone, which asks a GPU first: what is kept for backward follows a rule that was found on an H100, and workspaces are
-   at least a part of what they were there. */
+/* cuDNN's recurrent layers. The addresses of their parameters follow from the parameters' shapes. Only the real cuDNN knows the
+   sizes of their buffers, and needs a GPU to compute them. So the bytes kept for backward follow a rule that was found on an
+   H100, and workspaces are lower bounds for the sizes on an H100. */
 #include <stdint.h>
 #include <string.h>
 
@@ -11,15 +11,15 @@
 enum { LSTM = 2, GRU = 3, NO_BIAS = 0, DOUBLE_BIAS = 2, TRAINING = 1, PACKED = 1 };
 
 typedef struct { int mode, bias, directions, type, input, hidden, projected, layers; } Rnn;
-typedef struct { int64_t tokens; } Sequences; /* of all samples, without padding where they are packed */
+typedef struct { int64_t tokens; } Sequences; /* in all samples together, without padding if the samples are packed */
 
 static long layers_run;
 static int64_t most_kept;
-/* How many passes of such layers were run, backward ones included, and the most that one of them was given for backward. */
+/* The number of forward and backward passes of recurrent layers, and the most bytes that one pass has kept for backward. */
 long gpumem_recurrent(void) { return __atomic_load_n(&layers_run, __ATOMIC_RELAXED); }
 void gpumem_tell_most_kept(int64_t *bytes) { *bytes = __atomic_load_n(&most_kept, __ATOMIC_RELAXED); }
 
-static int64_t bytes_of(int type) { return type == 1 ? 8 : type == 0 ? 4 : 2; } /* double, float, and both halves */
+static int64_t bytes_of(int type) { return type == 1 ? 8 : type == 0 ? 4 : 2; } /* double; float; float16 and bfloat16 */
 static int gates_of(const Rnn *rnn) { return rnn->mode == LSTM ? 4 : rnn->mode == GRU ? 3 : 1; }
 
 int cudnnSetRNNDescriptor_v8(
@@ -39,7 +39,8 @@ int cudnnSetRNNDataDescriptor(
     return 0;
 }
 
-/* Elements of a layer's matrices: one of the input's, one of the state's, and the projection's. */
+/* The numbers of elements in a layer's matrices: each gate has a matrix for the input and one for the state, and the layer has a
+   projection. */
 typedef struct { int64_t input, state, projection; } Matrices;
 static Matrices matrices_of(const Rnn *rnn, int pseudo_layer) {
     int64_t hidden = rnn->hidden, output = rnn->projected;
@@ -52,7 +53,7 @@ static int64_t elements_of(const Rnn *rnn, int pseudo_layer) {
     Matrices m = matrices_of(rnn, pseudo_layer);
     return gates_of(rnn) * (m.input + m.state) + m.projection;
 }
-static int64_t biases_of(const Rnn *rnn) { /* of a layer */
+static int64_t biases_of(const Rnn *rnn) { /* in one layer and direction */
     int vectors = rnn->bias == NO_BIAS ? 0 : rnn->bias == DOUBLE_BIAS ? 2 : 1;
     return (int64_t)vectors * gates_of(rnn) * rnn->hidden;
 }
@@ -64,8 +65,8 @@ int cudnnGetRNNWeightSpaceSize(void *handle, const Rnn *rnn, size_t *bytes) {
     return 0;
 }
 
-/* All matrices come first, layer by layer, then all biases. A parameter is one gate's: the input's, then the state's; the
-   projection is the last. */
+/* All matrices come first, layer by layer, and then all biases. In a layer, the parameters for the input come first, one for each
+   gate, then those for the state, and the projection last. */
 int cudnnGetRNNWeightParams(
     void *handle, const Rnn *rnn, int layer, size_t bytes, char *space, int number, Shape *matrix, char **at_matrix, Shape *bias,
     char **at_bias
@@ -95,12 +96,14 @@ int cudnnGetRNNWeightParams(
     return 0;
 }
 
-/* What is kept: for each unit and token, in each layer, 5 values of an LSTM (its gates and its cell's state), 6 of a GRU and 1 of
-   a plain RNN; what each layer but the last hands to the next; and 256 bytes. So it was in 462 of 462 layers on an H100 (cuDNN
-   9.19, one and two layers and directions, 1 to 8,192 tokens, float32 and float16), and in the two of
-   github.com/pytorch/pytorch/issues/2895 (a P100, 2017), whose 256 bytes are not in the rounded figures.
-   The workspace: there it was at least 8 MiB for each layer and direction, all matrices, and 3 values for each unit and token in
-   each direction. That is 3 % less than it was in the median; much less where a kernel keeps the weights of few units. */
+/* The bytes kept for backward: for each unit and token in each layer, 5 values in an LSTM (its gates and its cell's state), 6 in a
+   GRU and 1 in a plain RNN; the output that each layer except the last passes to the next layer; and 256 bytes. This rule is
+   correct for 462 of 462 layers on an H100 (cuDNN 9.19, one and two layers and directions, 1 to 8,192 tokens, float32 and
+   float16). It also agrees with the two layers in github.com/pytorch/pytorch/issues/2895 (a P100, 2017), whose figures are
+   rounded, so they do not show the 256 bytes.
+   The workspace: on the H100 it had at least 8 MiB for each layer and direction, all matrices, and 3 values for each unit and
+   token in each direction. In the median, this lower bound is 3 % below the real size. It is much lower if a kernel keeps the
+   weights of a layer with few units. */
 static const int64_t KEPT_BESIDE = 256, OF_A_LAYER = 8 << 20;
 
 int cudnnGetRNNTempSpaceSizes(
@@ -111,7 +114,7 @@ int cudnnGetRNNTempSpaceSizes(
     int64_t a_token = rnn->layers * values * rnn->hidden + (int64_t)(rnn->layers - 1) * rnn->projected;
     for (int layer = 0; layer < layers; layer++) matrices += elements_of(rnn, layer);
     int64_t least = layers * OF_A_LAYER + (matrices + 3 * tokens * rnn->hidden) * width;
-    if (workspace) *workspace = gpumem_gpu.major == 9 ? (size_t)least : 0; /* nothing was measured on others */
+    if (workspace) *workspace = gpumem_gpu.major == 9 ? (size_t)least : 0; /* other GPUs were not measured */
     if (!kept) return 0;
     *kept = mode == TRAINING ? (size_t)(tokens * a_token * width + KEPT_BESIDE) : 0;
     int64_t most = __atomic_load_n(&most_kept, __ATOMIC_RELAXED);

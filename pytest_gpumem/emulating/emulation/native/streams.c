@@ -1,7 +1,8 @@
-/* Streams and events. What was launched is done when the host waits for it, and not before: a GPU lags behind its host.
+/* Streams and events. Launched work is done when the host waits for it, and not before, because a real GPU lags behind its host.
 
-   Each launch order is a number. An event is done when its stream is done up to the event's number. A stream that waits for
-   an event is done only when the event is, so being done is passed on to the streams that were waited for. */
+   Each event and each wait gets a number, in the order of the calls. An event is done when its stream is done up to the event's
+   number. A stream that waits for an event is done only after the event. So when a stream is done, all events for which it has
+   waited are done too, and so are the streams of these events, up to the events' numbers. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -19,7 +20,7 @@ typedef struct { Stream *of; Number until, since; } Wait;
 struct Stream {
     int device, priority, capturing;
     Number capture, done;
-    Wait *waits; /* what was waited for, since which number of our own */
+    Wait *waits; /* the streams for which this stream waits, each until a number; `since` is the wait's own number */
     size_t wait_count, wait_room;
 };
 typedef struct {
@@ -33,7 +34,7 @@ static Number latest, captures;
 static Stream defaults[MOST_DEVICES]; /* each device's default stream */
 static Number all_done;
 
-/* Small numbers are the default streams. */
+/* Handles below 16 stand for the default stream. */
 static Stream *of(void *stream) {
     return (uintptr_t)stream < 16 ? &defaults[gpumem_current()] : stream;
 }
@@ -50,7 +51,7 @@ static void done_until(Stream *stream, Number until) {
     stream->wait_count = kept;
 }
 
-/* The whole device has come to rest. */
+/* Notes that all work launched so far is done. */
 void gpumem_all_done(void) {
     pthread_mutex_lock(&lock);
     all_done = latest;
@@ -67,7 +68,7 @@ int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
 }
 int cudaStreamCreateWithFlags(void **stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 int cudaStreamCreate(void **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-/* Its number may still be waited for; torch keeps its streams for good. */
+/* The stream is not freed, because another stream may still wait for it. torch never destroys its own streams. */
 int cudaStreamDestroy(void *stream) { return SUCCESS; }
 int cudaStreamGetPriority(void *stream, int *priority) { *priority = of(stream)->priority; return SUCCESS; }
 int cudaStreamQuery(void *stream) { return SUCCESS; }
@@ -87,7 +88,7 @@ int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
         waiting->waits = realloc(waiting->waits, waiting->wait_room * sizeof *waiting->waits);
         if (!waiting->waits) abort();
     }
-    /* Of the waits for one stream only the latest tells something new, once the earlier ones are done. */
+    /* `done_until` removes this wait when the waiting stream is done up to the wait's number. */
     waiting->waits[waiting->wait_count++] = (Wait){awaited->stream, awaited->number, ++latest};
     pthread_mutex_unlock(&lock);
     return SUCCESS;
@@ -111,15 +112,16 @@ int cudaEventRecord(void *event, void *stream) {
     return SUCCESS;
 }
 int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
-/* Queries of one event in a row, with none recorded in between, from which on they are a loop that waits for it: torch 2.15's
-   NCCL shuts down so. The allocator, which must not find its events done, asks once for each allocation. */
+/* If a thread queries the same event this many times in a row, and no event is recorded in between, the queries are a loop that
+   waits for the event. torch 2.15 waits in this way when it shuts NCCL down. By contrast, the allocator queries an event once for
+   each allocation, and must not find the event done. */
 enum { IS_WAITING = 100000 };
 int cudaEventQuery(void *event) {
     static __thread struct { void *event; unsigned long long latest; long times; } asking;
     Event *asked = event;
     if (!asked->number) return SUCCESS;
     pthread_mutex_lock(&lock);
-    /* A thread that did not record it asks again and again (NCCL's watchdog): that is waiting. */
+    /* A query from a thread that did not record the event (NCCL's watchdog) is part of a loop that waits for the event. */
     if (!pthread_equal(asked->by, pthread_self())) done_until(asked->stream, asked->number);
     if (asking.event != event || asking.latest != latest) asking.event = event, asking.latest = latest, asking.times = 0;
     if (++asking.times >= IS_WAITING) done_until(asked->stream, asked->number);
@@ -135,8 +137,9 @@ int cudaEventSynchronize(void *event) {
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
-/* No time passes on it, and what is the fastest of several is the first, in every process alike. Not 0, by which the number of
-   times would be divided that something is to be timed. */
+/* No time passes on an emulated GPU, so the time between two events is always 1 ms. If a program searches the fastest of several
+   kernels, it finds the first, in every process. The time is not 0, because programs divide by it to compute how often they
+   repeat a kernel. */
 int cudaEventElapsedTime(float *milliseconds, void *from, void *to) {
     Event *begin = from, *end = to;
     if (!begin->number || !end->number) return gpumem_fail(INVALID_HANDLE);
@@ -163,7 +166,7 @@ int cudaStreamEndCapture(void *stream, void **graph) {
     *graph = gpumem_capture_ends();
     return SUCCESS;
 }
-/* CUDA 12 has one argument less (edges), before the last. */
+/* In CUDA 12, the argument `edges` before the last argument does not exist. */
 #if CUDA_MAJOR < 13
 int cudaStreamGetCaptureInfo_v2(void *stream, int *status, Number *id, void **graph, const void **nodes, size_t *count) {
     const void **edges = NULL;
