@@ -70,7 +70,7 @@ def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound
         "cuda:1": {"peak_allocated": 500, "peak_reserved": 1000},
     }
     (note,) = job.notes
-    assert note.startswith("cuda:0: the sum of the peaks of 2 processes, an upper bound")
+    assert note.startswith("cuda:0: the sum of 2 processes' peaks, an upper bound")
 
 
 def test_processes_are_ordered_by_rank_before_the_time_of_their_start():

@@ -37,7 +37,9 @@ class Launched:
     exit_status: int
     """The command's exit status: 0, because any other status fails the test."""
     stdout: str
+    """The text on the command's standard output."""
     stderr: str
+    """The text on the command's standard error."""
 
 
 def launch(
