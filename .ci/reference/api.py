@@ -28,6 +28,7 @@ from pytest_gpumem.plugin.config.marker_arguments import (
 from pytest_gpumem.plugin.fixture import Gpumem, Region
 from pytest_gpumem.plugin.relations.estimate import Estimate
 from pytest_gpumem.plugin.relations.state import Share, StateBytes
+from pytest_gpumem.plugin.runtest.launching import Launched
 from pytest_gpumem.plugin.runtest.loading import Loading
 from pytest_gpumem.plugin.runtest.stepping import MeasuredLoop
 from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
@@ -73,7 +74,7 @@ def test_gpt(gpumem):
 RETURNED = (
     *(Workload, Times, Sample, Round, Slowdown, StepPeaks, Tally, OperatorSite),
     *(Holder, OverTime, PhaseSpan, Calls, Caller),
-    *(Estimate, StateBytes, Share, Loading, Region, MeasuredLoop),
+    *(Estimate, StateBytes, Share, Launched, Loading, Region, MeasuredLoop),
 )
 """Classes of values that a public value or a method of the fixture leads to, and that nobody imports."""
 

@@ -77,6 +77,10 @@ class MeasuringError(RuntimeError):
     """Raised if the figures of a step would not be valid, for example because the step used no memory on the device."""
 
 
+class JobError(MeasuringError):
+    """Raised if a command run by `Gpumem.launch` cannot be started, fails, or takes too long."""
+
+
 class MissingComposition(AttributeError):
     """Raised if a test reads a composition and none was recorded. The message says how to record the composition."""
 

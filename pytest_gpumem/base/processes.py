@@ -109,11 +109,10 @@ def run(
         )
         try:
             while True:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     return process.wait(POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    stop.check()
-                    tick()
+                stop.check()
+                tick()
         finally:
             if process.poll() is None:
                 if hasattr(os, "killpg"):

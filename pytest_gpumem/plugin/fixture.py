@@ -19,12 +19,14 @@ from pytest_gpumem.plugin.relations.estimate import Estimate, findings_of
 from pytest_gpumem.plugin.relations.gradients import assert_same_gradients
 from pytest_gpumem.plugin.relations.growth import assert_no_growth
 from pytest_gpumem.plugin.relations.state import state_of
+from pytest_gpumem.plugin.runtest.launching import Launched, launch
 from pytest_gpumem.plugin.runtest.loading import Loading, load
 from pytest_gpumem.plugin.runtest.stepping import NOT_ITERABLE, MeasuredLoop
 from pytest_gpumem.torch_support.static_access import class_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -258,6 +260,62 @@ class Gpumem:
         with run.alone("load", name):
             value, judged = load(run, factory, name, explain=explain)
         return Loading(value, run.keep(judged))
+
+    def launch(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        ranks: int | None = None,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> Launched:
+        """Run a command, wait for its end, and measure the GPU memory of each process that it starts.
+
+        The command may start further processes, for example by ``torchrun``, ``accelerate launch``, `subprocess` or
+        `multiprocessing`. Each process with torch that inherits the environment writes its own figures: `peak_allocated` is
+        ``torch.cuda.max_memory_allocated()`` and `peak_reserved` is ``torch.cuda.max_memory_reserved()`` from its start to
+        its end, even if it resets these peaks. Memory outside torch's allocator, such as a CUDA context, does not count.
+
+        The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
+        1``. A process is called after its program, with ``RANK`` from its environment or a number if several processes run
+        the same program. The job's figure on a GPU is the sum of the peaks of its processes there, which is an upper bound
+        if there are several. Budgets and baselines apply to all these measurements. They have no composition and no times.
+
+        The test fails if a process uses torch or a GPU without writing its figures, because it does not inherit the
+        environment or runs with ``python -I``, ``-E`` or ``-S``. Linux shows such processes; on other systems they are
+        missed. A process that is killed leaves its figures from at most 0.2 s before, and a note calls them a lower bound.
+
+        Args:
+            command: The program and its arguments.
+            ranks: The number of ranks that have to use a GPU, as in ``torchrun --nproc-per-node``. By default any number may.
+            timeout: The longest time in seconds. Then the command and its processes are ended, and the test fails.
+            env: Environment variables in addition to the test's own.
+            cwd: The folder in which the command runs; by default the current folder.
+            name: The name of the job's measurement; by default ``launch``.
+
+        Returns:
+            The job's ``measurement``, the measurements of its ``processes`` by name, its ``exit_status``, ``stdout`` and
+            ``stderr``.
+
+        Raises:
+            JobError: The command cannot be started, ends with another exit status than 0, takes too long, lacks ranks, has a
+                process that does not report, or uses no GPU.
+            TypeError: ``command`` is not a list of words.
+
+        Example::
+
+            def test_training_job(gpumem):
+                job = gpumem.launch(["torchrun", "--nproc-per-node=2", "train.py"], ranks=2, timeout=600)
+                first, second = job.processes.values()
+                assert second.peak_allocated <= 1.05 * first.peak_allocated
+        """
+        with self._run.alone("launch", name), self._or_refused():
+            job, judged = launch(self._run, command, ranks=ranks, timeout=timeout, env=env, cwd=cwd, name=name)
+        whole, *processes = (self._run.keep(result) for result in judged.values())
+        named = dict(zip([*judged][1:], processes, strict=True))
+        return Launched(whole, named, job.status, job.output, job.errors)
 
     def loop(
         self,

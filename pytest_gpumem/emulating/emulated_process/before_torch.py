@@ -1,8 +1,10 @@
-"""An import hook to emulate a GPU in each process that imports torch.
+"""An import hook for torch. The hook emulates a GPU, and begins to record the process's GPU memory usage.
 
-The hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the mode that computes
-the values of small tensors. This module is imported at the start of every Python process (``startup``), so it must load fast:
-it imports the package's other modules only when torch is imported.
+On an emulated GPU, the hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the
+mode for small tensors' values. On a real GPU, the hook only begins to record (see `USAGE`).
+
+This module is imported at the start of every Python process (``startup``), so it imports the package's other modules only
+together with torch.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import importlib.util
 import os
 import sys
 import time
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +35,15 @@ PEAKS = "GPUMEM_EMULATED_PEAKS"
 If the value is `QUIET`, the process prints only reasons why its peaks may be wrong.
 """
 QUIET = "quiet"
-USAGE = "GPUMEM_EMULATED_USAGE"
+USAGE = "GPUMEM_USAGE"
 """Environment variable with a folder. Each process writes a file with its GPU memory usage there."""
+SEEN = ".seen"
+"""Suffix for an empty file in the folder `USAGE`. A process with the pid 4711 writes ``4711.seen`` before importing torch."""
+LIVE = "GPUMEM_USAGE_LIVE"
+"""Environment variable with a number of seconds. A process with `USAGE` writes its usage at this interval, and at its end.
+
+So a killed process leaves its last figures.
+"""
 STEPS = "GPUMEM_EMULATED_STEPS"
 """Environment variable with a number of optimizer steps, after which a process ends. Ignored without `USAGE`."""
 _MOST_SECONDS = 10.0
@@ -43,19 +53,18 @@ _MOST_SECONDS = 10.0
 class _BeforeTorch(MetaPathFinder):
     """The first finder in ``sys.meta_path``, which is therefore called when torch is about to be imported."""
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str | None) -> None:
         self.word = word
         self._looking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch" or self._looking:
             return None
-        from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
-        from pytest_gpumem.emulating.emulation.load import load
-
         self._looking = True
         try:
-            load(emulated_gpu(self.word, described_gpus()))
+            _mark_as_seen()
+            if self.word is not None:
+                _load_stand_ins(self.word)
             spec = importlib.util.find_spec("torch")
         finally:
             self._looking = False
@@ -64,19 +73,50 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                # Exit functions run in reverse order, so this function runs after all functions registered later.
-                atexit.register(_wait_for_autograd)
-                from pytest_gpumem.emulating.host_values import scope
-
-                scope.begin()
+                if self.word is not None:
+                    _begin_host_values()
                 record_if_told_to()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def install(word: str) -> None:
-    """Emulate a GPU such as ``"emulated:h100"`` as soon as torch is imported. Further calls have no effect."""
+def _mark_as_seen() -> None:
+    """Write an empty file for this process, and for each fork, into the folder `USAGE`. They mark reporting processes."""
+    folder = os.environ.get(USAGE)
+    if not folder:
+        return
+
+    def mark() -> None:
+        with suppress(OSError):  # the job may have ended, and its folder with it
+            Path(folder, f"{os.getpid()}{SEEN}").touch()
+
+    mark()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=mark)
+
+
+def _load_stand_ins(word: str) -> None:
+    from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+    from pytest_gpumem.emulating.emulation.load import load
+
+    load(emulated_gpu(word, described_gpus()))
+
+
+def _begin_host_values() -> None:
+    # Exit functions run in reverse order, so this function runs after all functions registered later.
+    atexit.register(_wait_for_autograd)
+    from pytest_gpumem.emulating.host_values import scope
+
+    scope.begin()
+
+
+def install(word: str | None) -> None:
+    """Install the hook for the next import of torch. Further calls have no effect.
+
+    Args:
+        word: The GPU to emulate, such as ``"emulated:h100"``, or ``None`` to use the machine's GPUs.
+    """
     # `sitecustomize` loads this file under another module name, so there may be two such classes with the same name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
@@ -98,8 +138,8 @@ def record_if_told_to() -> None:
     if folder := os.environ.get(USAGE):
         from pytest_gpumem.emulating.emulated_process.usage_recorder import record_usage
 
-        steps = os.environ.get(STEPS)
-        record_usage(Path(folder), int(steps) if steps else None)
+        steps, seconds = os.environ.get(STEPS), os.environ.get(LIVE)
+        record_usage(Path(folder), int(steps) if steps else None, float(seconds) if seconds else None)
 
 
 def _wait_for_autograd() -> None:

@@ -42,10 +42,11 @@ def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
         gpu: The GPU to emulate.
         environment: The child's other environment variables. Their ``PYTHONPATH`` is extended.
     """
+    return {EMULATED: gpu.device, DESCRIPTION: described(gpu), **with_startup(environment)}
+
+
+def with_startup(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which Python runs our `STARTUP`: the environment's ``PYTHONPATH`` with this folder first."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     other_paths = [path for path in paths if path and path != str(STARTUP)]
-    return {
-        EMULATED: gpu.device,
-        DESCRIPTION: described(gpu),
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), *other_paths]),
-    }
+    return {"PYTHONPATH": os.pathsep.join([str(STARTUP), *other_paths])}

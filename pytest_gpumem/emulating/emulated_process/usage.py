@@ -50,6 +50,27 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process among the other processes of its job."""
+
+    pid: int = 0
+    parent: int = 0
+    """The parent's pid."""
+    started: int = 0
+    """Start time in ticks of the system's clock, which orders siblings. 0 if unknown."""
+    command: tuple[str, ...] = ()
+    """The command with the interpreter: ``("/usr/bin/python", "-u", "train.py", "--lr", "0.1")``."""
+    name: str = ""
+    """The name from `multiprocessing`, such as ``SpawnProcess-1``. Empty for other processes."""
+    rank: int | None = None
+    """``RANK`` in the process's environment, set by torchrun."""
+    local_rank: int | None = None
+    """``LOCAL_RANK`` in the process's environment."""
+    world: int | None = None
+    """``WORLD_SIZE`` in the process's environment."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessUsage:
     """A process's usage of GPU memory. ``devices`` has the GPUs on which the process reserved memory."""
 
@@ -74,6 +95,8 @@ class ProcessUsage:
     """The result of the function `no_kernels` for the process's GPU."""
     imported: tuple[str, ...] = ()
     """Imported modules from installed packages, in import order. After the first use of CUDA, only torch's modules count."""
+    process: ProcessIdentity = ProcessIdentity()
+    """The process itself."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
@@ -88,8 +111,13 @@ def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
         plain = json.loads(path.read_text(encoding="utf-8"))
         devices = tuple(DeviceUsage(**device) for device in plain["devices"])
         ran_out = None if plain["ran_out"] is None else OutOfMemory(**plain["ran_out"])
-        imported = tuple(plain["imported"])
-        usages.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out, "imported": imported}))
+        changed = {
+            "devices": devices,
+            "ran_out": ran_out,
+            "imported": tuple(plain["imported"]),
+            "process": ProcessIdentity(**{**plain["process"], "command": tuple(plain["process"]["command"])}),
+        }
+        usages.append(ProcessUsage(**{**plain, **changed}))
     return tuple(sorted(usages, key=lambda usage: usage.began))
 
 

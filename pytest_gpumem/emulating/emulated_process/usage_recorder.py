@@ -1,4 +1,7 @@
-"""Record a process's GPU memory usage, and write it to a file at exit and when the process first runs out of memory."""
+"""Record a process's GPU memory usage. It is written to a file at exit, and when the process first runs out of memory.
+
+In a measured job it is also written several times a second, so a process that is killed leaves its last figures.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks, keeps_stat
 from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
     OutOfMemory,
+    ProcessIdentity,
     ProcessUsage,
     among_all,
     no_kernels,
@@ -41,22 +45,25 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def record_usage(folder: Path, steps: int | None = None) -> None:
+def record_usage(folder: Path, steps: int | None = None, seconds: float | None = None) -> None:
     """Record this process's GPU memory usage, starting when it first uses CUDA.
 
     Args:
         folder: The folder into which the usage is written.
         steps: If given, the process ends with status 0 when an optimizer has made this many steps and begins the next one.
+        seconds: If given, a thread writes the usage so often while the process runs.
     """
-    recorder = _Recorder(folder)
+    recorder = _Recorder(folder, seconds)
     when_cuda_begins(recorder.begin)
     if steps is not None:
         _end_after(steps)
 
 
 class _Recorder:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float | None) -> None:
         self._folder = folder
+        self._seconds = seconds
+        self._lock = threading.RLock()
         self._process: int | None = None
         self._began = 0
         self._peaks = KeptPeaks()
@@ -64,6 +71,7 @@ class _Recorder:
         self._ran_out: OutOfMemory | None = None
         self._imported: dict[str, None] = {}
         self._backward: BackwardWatch | None = None
+        self._ended = False
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
@@ -74,6 +82,8 @@ class _Recorder:
             observe_out_of_memory(self._out_of_memory)
             self._backward = BackwardWatch()
         atexit.register(self._end)
+        if self._seconds is not None:
+            threading.Thread(target=self._write_often, args=(self._seconds,), name="gpumem-usage", daemon=True).start()
         leave = os._exit
 
         def end_and_leave(status: int) -> NoReturn:
@@ -81,6 +91,19 @@ class _Recorder:
             leave(status)
 
         os._exit = end_and_leave
+
+    def _write_often(self, seconds: float) -> None:
+        written: object = None
+        while True:
+            time.sleep(seconds)
+            with self._lock:
+                if self._ended:
+                    return
+                self._peaks.take()
+                current_peaks = dict(self._peaks.allocated), dict(self._peaks.reserved)
+                if current_peaks != written:
+                    self._write(None)
+                    written = current_peaks
 
     def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
         self._times += 1
@@ -100,7 +123,9 @@ class _Recorder:
         # A forked process inherits this exit function, and must not write its parent's usage.
         if self._process == os.getpid():
             self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
-            self._write(time.monotonic_ns())
+            with self._lock:
+                self._ended = True
+                self._write(time.monotonic_ns())
 
     def _write(self, ended: int | None) -> None:
         self._peaks.take()
@@ -120,12 +145,39 @@ class _Recorder:
             if emulation is not None
             else None,
             imported=tuple(self._imported),
+            process=process_identity(),
         )
         write_usage(self._folder, f"{self._process}-{self._began}", usage)
 
     def _of_device(self, device: int) -> DeviceUsage:
         retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
         return DeviceUsage(_number(device), self._peaks.allocated[device], self._peaks.reserved[device], retries)
+
+
+def process_identity() -> ProcessIdentity:
+    """Return this process's program, its time of start, and its rank."""
+    ranks = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    rank, local_rank, world = (int(number) if number.isdecimal() else None for number in ranks)
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    name = "" if multiprocessing is None else str(multiprocessing.current_process().name)
+    return ProcessIdentity(
+        pid=os.getpid(),
+        parent=os.getppid(),
+        started=_started(),
+        command=tuple(sys.orig_argv),
+        name="" if name == "MainProcess" else name,
+        rank=rank,
+        local_rank=local_rank,
+        world=world,
+    )
+
+
+def _started() -> int:
+    """Return when this process started, in ticks of the system's clock since the machine started; 0 if unknown."""
+    try:
+        return int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _number(device: int) -> int:

@@ -199,9 +199,11 @@ class Device(ABC):
         """Return the reason why steps on this device cannot use ``feature``; ``None`` if they can use it.
 
         A feature is a precision (``"tf32"``), a checkpointing kind (``"offload"``), a torch.compile mode
-        (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), or ``"values"`` for a device that computes all
-        values of tensors.
+        (``"max-autotune"``), a way to shard (``"cp"``, ``"fully_shard"``), ``"values"`` for a device that computes all
+        values of tensors, or ``"processes"`` for a device that measures other processes than the test's own.
         """
+        if feature == "processes":
+            return f"the {self.name} device measures only the test's own process"
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
     def emulates(self, feature: str) -> str | None:

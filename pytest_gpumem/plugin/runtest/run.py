@@ -351,6 +351,14 @@ class TestRun:
         )
         return self.judging.judge(measurement)
 
+    def judge_job(
+        self, workload: Workload, by_gpu: Mapping[str, Mapping[str, int]], notes: Sequence[str], name: str | None
+    ) -> JudgedMeasurement:
+        """Judge the figures of a job or of one of its processes, whose metrics are given by GPU."""
+        by_device = by_gpu if len(by_gpu) > 1 else {}
+        measurement = self._new_measurement(workload, largest_of(by_gpu.values()), name, notes, by_device=by_device)
+        return self.judging.judge(measurement)
+
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
         """Return the metrics for each device on which the step used memory; an empty mapping if the process sees only one
         device.

@@ -1,4 +1,6 @@
-"""Runs at the start of every Python process that may emulate a GPU, because ``PYTHONPATH`` contains this folder."""
+"""Runs at the start of every Python process of an emulated GPU or of a measured job, because ``PYTHONPATH`` has this folder."""
+
+from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
@@ -11,8 +13,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def _emulate(word: str) -> None:
-    """Install the import hook from its file, because pytest must be the first to import the package."""
+def _install_import_hook(word: str | None) -> None:
+    """Install the hook for torch's import. It is loaded from its file, because pytest must be the first to import the package.
+
+    ``word`` is the emulated GPU, or ``None`` if the process uses real GPUs.
+    """
     file = Path(__file__).parents[1] / "before_torch.py"
     module = _run(importlib.util.spec_from_file_location("_gpumem_before_torch", file))
     if module is not None:
@@ -26,7 +31,7 @@ def _run_the_next_one() -> None:
     _run(importlib.machinery.PathFinder.find_spec("sitecustomize", rest))
 
 
-def _run(spec: "importlib.machinery.ModuleSpec | None") -> "ModuleType | None":
+def _run(spec: importlib.machinery.ModuleSpec | None) -> ModuleType | None:
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)
@@ -34,6 +39,6 @@ def _run(spec: "importlib.machinery.ModuleSpec | None") -> "ModuleType | None":
     return module
 
 
-if os.environ.get("GPUMEM_EMULATED"):
-    _emulate(os.environ["GPUMEM_EMULATED"])
+if os.environ.get("GPUMEM_EMULATED") or os.environ.get("GPUMEM_USAGE"):
+    _install_import_hook(os.environ.get("GPUMEM_EMULATED") or None)
 _run_the_next_one()

@@ -1,0 +1,111 @@
+"""Run a command as a job: start the command, wait for its end, and collect its processes' GPU memory usage."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.errors import JobError
+from pytest_gpumem.base.processes import Stop, run
+from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.start import with_startup
+from pytest_gpumem.emulating.emulated_process.usage import read_usages
+from pytest_gpumem.measuring.jobs.unseen import UnseenProcesses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
+
+_LIVE_SECONDS = 0.2
+"""The seconds between two looks at a process's peaks. If they have changed, the process writes them."""
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """An ended command."""
+
+    status: int
+    """The exit status. It is negative if a signal ended the command."""
+    output: str
+    errors: str
+    usages: tuple[ProcessUsage, ...]
+    """The usage of each process with CUDA."""
+    unseen: tuple[str, ...]
+    """The commands of processes with torch or CUDA, and without a report on their usage."""
+
+
+def run_job(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float | None = None
+) -> FinishedJob:
+    """Run a command to its end.
+
+    Args:
+        command: The program and its arguments.
+        environment: The command's environment. The variables from `reporting_to` are added.
+        folder: The command's working directory.
+        timeout: The longest time in seconds, or ``None`` for no limit. Afterwards the command and its processes are ended.
+
+    Raises:
+        JobError: The command cannot be started, or takes longer than ``timeout``.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name:
+        reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
+        reports.mkdir()
+        unseen = UnseenProcesses(reports)
+
+        def tick() -> None:
+            unseen.look()
+            if deadline is not None and time.monotonic() > deadline:
+                raise JobError(
+                    f"`{shlex.join(command)}` did not end within timeout={timeout:g} seconds, and was ended"
+                    + _tail(_text(output) + _text(errors))
+                )
+
+        try:
+            status = run(
+                command,
+                folder=folder,
+                environment={**environment, **reporting_to(reports, environment)},
+                output=output,
+                errors=errors,
+                stop=Stop(),
+                tick=tick,
+            )
+        except OSError as error:
+            raise JobError(f"`{shlex.join(command)}` cannot be started: {error.strerror or error}") from None
+        return FinishedJob(status, _text(output), _text(errors), read_usages(reports), unseen.commands())
+
+
+def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables for a process. The process and its children then report GPU memory usage to a folder.
+
+    Args:
+        folder: The folder.
+        environment: The process's other environment variables. Their ``PYTHONPATH`` is extended.
+    """
+    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **with_startup(environment)}
+
+
+def failure(command: Sequence[str], job: FinishedJob) -> str:
+    """Return a message about a failed command, with the last lines of its output."""
+    how = f"ended with exit status {job.status}" if job.status >= 0 else f"was ended by signal {-job.status}"
+    return f"`{shlex.join(command)}` {how}{_tail(job.output + job.errors)}"
+
+
+def _tail(text: str) -> str:
+    lines = text.rstrip().splitlines()[-_TAIL_LINES:]
+    return ":\n" + "\n".join(lines) if lines else ", without output"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

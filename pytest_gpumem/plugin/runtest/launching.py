@@ -1,0 +1,119 @@
+"""Implement `Gpumem.launch`: run a command, and measure each of its processes' GPU memory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.base.errors import CannotRun, JobError
+from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.measuring.jobs.figures import job_figures
+from pytest_gpumem.measuring.jobs.run import failure, run_job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.jobs.figures import JobFigures
+    from pytest_gpumem.measuring.jobs.run import FinishedJob
+    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
+    from pytest_gpumem.plugin.runtest.run import TestRun
+
+_STEP, _PROCESS = "launch", "process"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The result of `Gpumem.launch`."""
+
+    measurement: Measurement
+    """The job's measurement. `peak_allocated` and `peak_reserved` are sums over the processes on a GPU, for the GPU with the
+    largest sum."""
+    processes: Mapping[str, Measurement]
+    """A measurement for each process with GPU memory, by the process's name: ``train.py rank 0``."""
+    exit_status: int
+    """The command's exit status: 0, because any other status fails the test."""
+    stdout: str
+    """The text on the command's standard output."""
+    stderr: str
+    """The text on the command's standard error."""
+
+
+def launch(
+    run: TestRun,
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    ranks: int | None,
+    timeout: float | None,
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+    name: str | None,
+) -> tuple[FinishedJob, dict[str, JudgedMeasurement]]:
+    """Run a command and judge its figures.
+
+    Returns:
+        The finished job, and the judged measurements by name: first the job's under the name ``""``, then one for each process.
+
+    Raises:
+        CannotRun: The device cannot measure other processes.
+        JobError: The command cannot be started, fails, takes too long, has other ranks than ``ranks``, has a process without
+            a report, or has no process with GPU memory.
+    """
+    words = _checked(command)
+    lacking = run.device.lacks("processes")
+    if lacking is not None:
+        raise CannotRun(f"gpumem.launch: {lacking}")
+    run.device.quiesce()
+    job = run_job(words, {**os.environ, **(env or {})}, Path.cwd() if cwd is None else Path(cwd), timeout)
+    if job.status:
+        raise JobError(failure(words, job))
+    figures = job_figures(job.usages, run.device.torch_device.type)
+    _check(words, job, figures, ranks)
+    whole = run.judge_job(Workload(_STEP), figures.by_gpu, figures.notes, name)
+    of_processes = {
+        process.name: run.judge_job(
+            Workload(_PROCESS), process.by_gpu, process.notes, f"{whole.measurement.name}: {process.name}"
+        )
+        for process in figures.processes
+    }
+    return job, {"": whole, **of_processes}
+
+
+def _checked(command: Any) -> list[str]:
+    """Return a command as a list of words. Raises ``TypeError`` unless it is a list or tuple with texts and paths."""
+    if isinstance(command, str):
+        raise TypeError(f"gpumem.launch() needs a list of words, got a text; write {shlex.split(command)!r}")
+    is_listed = isinstance(command, (list, tuple)) and command
+    if not is_listed or not all(isinstance(word, (str, os.PathLike)) for word in command):
+        raise TypeError(f"gpumem.launch() needs a list with a program and its arguments, got {command!r}")
+    return [os.fspath(word) for word in command]
+
+
+def _check(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:
+    """Raise `JobError` if the figures would be too low, or if the job has other ranks than declared."""
+    shown = shlex.join(command)
+    if job.unseen:
+        raise JobError(
+            f"`{shown}` started a process that uses torch or a GPU and does not report its memory: {job.unseen[0]}. It has "
+            "another environment, or was started with python -I, -E or -S; start it with this environment, and without these "
+            "options"
+        )
+    if any(usage.without_statistics for usage in job.usages):
+        raise JobError(
+            f"a process of `{shown}` replaced torch's allocator by one without statistics, so its memory is unknown"
+        )
+    if not figures.processes:
+        raise JobError(f"no process of `{shown}` reserved memory on a GPU by torch")
+    if ranks is not None:
+        seen = {usage.process.rank for usage in job.usages if usage.devices and usage.process.rank is not None}
+        missing = [str(rank) for rank in range(ranks) if rank not in seen]
+        if missing or len(seen) != ranks:
+            why = (
+                f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} did not"
+                if missing
+                else f"{len(seen)} did"
+            )
+            raise JobError(f"`{shown}` has ranks={ranks}, and {why} use a GPU")

@@ -1,0 +1,88 @@
+"""A command is run to its end, and its processes with torch are seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.base.errors import JobError
+from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
+from pytest_gpumem.measuring.jobs.run import failure, reporting_to, run_job
+from tests.support.processes import is_alive
+
+TORCH = "import torch"
+FORK = "import torch, os; pid = os.fork(); pid and os.waitpid(pid, 0)"
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def job(command, tmp_path, timeout=60.0, **variables):
+    return run_job(command, {**os.environ, **variables}, tmp_path, timeout)
+
+
+def test_a_command_has_its_status_and_both_outputs(tmp_path):
+    code = "import sys, os; print(os.environ['MINE'], os.getcwd()); print('error', file=sys.stderr); sys.exit(3)"
+    done = job(python("-c", code), tmp_path, MINE="1")
+    assert (done.status, done.output, done.errors) == (3, f"1 {tmp_path.resolve()}\n", "error\n")
+    assert (done.usages, done.unseen) == ((), ())
+
+
+def test_a_failure_ends_with_the_last_lines_of_the_output(tmp_path):
+    command = python("-c", "print(*range(100), sep='\\n'); raise SystemExit(4)")
+    message = failure(command, job(command, tmp_path))
+    first, *rest = message.splitlines()
+    assert first.endswith("` ended with exit status 4:")
+    assert rest == [str(number) for number in range(80, 100)]
+    killed = python("-c", "import os; os.kill(os.getpid(), 9)")
+    assert failure(killed, job(killed, tmp_path)).endswith("was ended by signal 9, without output")
+
+
+@pytest.mark.parametrize("command", [["no-such-program"], ["/"]])
+def test_a_command_that_cannot_be_started_is_named_with_the_systems_reason(tmp_path, command):
+    with pytest.raises(JobError, match=rf"`{command[0]}` cannot be started: (No such file|Permission denied)"):
+        job(command, tmp_path)
+
+
+def test_after_its_time_a_command_is_ended_with_its_children(tmp_path):
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with pytest.raises(JobError, match=r"did not end within timeout=2 seconds, and was ended:\n(\d+)") as raised:
+        job(python("-c", code), tmp_path, timeout=2)
+    assert not is_alive(int(str(raised.value).splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        pytest.param("pass", 0, id="without torch"),
+        pytest.param(TORCH, 1, id="torch"),
+        pytest.param(FORK, 2, id="a fork after it"),
+    ],
+)
+def test_a_process_that_imports_torch_is_seen(tmp_path, code, seen):
+    folder = tmp_path / "usage"
+    folder.mkdir()
+    environment = {**os.environ, "GPUMEM_EMULATED": ""}
+    subprocess.run(
+        python("-c", code), env={**environment, **reporting_to(folder, environment)}, check=True, timeout=120
+    )
+    assert len(list(folder.glob(f"*{SEEN}"))) == seen
+
+
+def test_a_programs_own_sitecustomize_runs_as_well(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n", encoding="utf-8")
+    done = job(python("-c", "print('program')"), tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.output == "mine\nprogram\n"
+
+
+def test_nothing_is_left_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    job(python("-c", "pass"), Path.cwd())
+    assert list(tmp_path.iterdir()) == []
