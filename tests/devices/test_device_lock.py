@@ -321,6 +321,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(device_lock, "time", clock)
+    monkeypatch.setattr(device_lock, "SECONDS_BETWEEN_TRIES", 0.5)  # a try by SQLite takes a millisecond
     return clock
 
 
