@@ -40,7 +40,7 @@ NO_CUDA = DeviceFacts("cuda", trouble="no CUDA device: torch 2.15.0 (CUDA 13.0) 
 NO_EMULATION = DeviceFacts(
     "emulated:h100", trouble="no C compiler was found, which the emulated GPU needs: install one (apt-get install gcc)"
 )
-ON_CPU = DeviceFacts("cpu", CPU, pace=2000.0, conditions=QUIET)
+ON_CPU = DeviceFacts("cpu", CPU, pace=2000.0, conditions=QUIET, load_source="/proc")
 ON_GPU = DeviceFacts("cuda", H100, pace=1.98e9, conditions=(Conditions(0), Conditions(0.5, clock_events=frozenset())))
 FACTS = Facts(
     device="auto",
@@ -172,6 +172,22 @@ def test_clocks_that_cannot_be_read_are_told():
     facts = replace(FACTS, devices=(silent, no_proc))
     assert row(facts, "clock of cuda").status == row(facts, "clock of cpu").status == "limited"
     assert "/proc/thread-self/schedstat" in row(facts, "clock of cpu").mend
+    assert "pip install psutil" in row(facts, "clock of cpu").mend
+
+
+@pytest.mark.parametrize(
+    ("source", "waited", "said"),
+    [
+        ("/proc", 0.0, "; /proc reports the load on 8 cores and the wait for a core"),
+        ("psutil", None, "; psutil reports the load on 8 cores and not the wait for a core, whose bound is the load"),
+    ],
+)
+def test_the_source_of_the_load_is_told(source, waited, said):
+    conditions = tuple(replace(reading, waited=waited) for reading in QUIET)
+    facts = replace(FACTS, devices=(replace(ON_CPU, load_source=source, conditions=conditions),))
+    found = row(facts, "clock of cpu")
+    assert found.status == "ok"
+    assert found.fact.endswith(said)
 
 
 def test_baselines_of_another_torch_are_told_with_what_follows():

@@ -477,7 +477,7 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
     conditions = device.conditions()
-    assert (conditions.seconds, conditions.waited) == (7.0, 0.25)
+    assert (conditions.seconds, conditions.waited, conditions.off_core) == (7.0, 0.25, None)
     assert (conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 
@@ -489,9 +489,9 @@ def test_other_ranks_of_the_job_are_not_others(monkeypatch):
     assert CpuDevice(other_ranks=lambda: (101, 102)).conditions().other_cpu_seconds == 7.0
 
 
-def test_conditions_can_be_read_where_there_is_no_proc(device, monkeypatch):
+def test_conditions_can_be_read_where_nothing_reports_the_load(device, monkeypatch):
     monkeypatch.setattr(proc, "waited_seconds", lambda: None)
-    monkeypatch.setattr(proc, "cpu_times", lambda: None)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.load_source", lambda: None)
     conditions = device.conditions()
     assert (conditions.waited, conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (
         None,

@@ -20,9 +20,13 @@ from pytest_gpumem.measuring.devices import device_lock
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.cuda import CudaDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock
+from pytest_gpumem.measuring.devices.readers_writer_locks import (
+    RecordReadersWriterLock,
+    SqliteReadersWriterLock,
+)
 from pytest_gpumem.measuring.devices.registry import make_cpu, make_cuda
 from tests.devices.test_cuda import SyntheticCuda, in_place_of_torchs
-from tests.support.processes import GATE, log_of, overlaps, start_holder, state_of, wait_for_line
+from tests.support.processes import GATE, SQLITE, log_of, overlaps, start_holder, state_of, wait_for_line
 
 NO_LOCK = "no lock keeps other measured tests off the GPU "
 
@@ -45,6 +49,19 @@ def in_a_worker():
         yield
 
 
+@pytest.fixture(params=["record locks", "SQLite"])
+def each_kind(request):
+    """The test runs with the locks of POSIX, and once more with those that Windows has."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "SQLite":
+            patch.setenv(SQLITE, "1")
+            patch.setattr(device_lock, "open_readers_writer_lock", SqliteReadersWriterLock)
+        yield
+
+
+of_each_kind = pytest.mark.usefixtures("each_kind")
+
+
 def interrupted(_seconds):
     raise KeyboardInterrupt
 
@@ -61,6 +78,7 @@ def finished(*processes):
 # What is held
 
 
+@of_each_kind
 def test_the_gate_is_open_for_whoever_comes_next(lock, locks):
     with lock.shared():
         assert state_of(locks, GATE) == "free"
@@ -68,6 +86,7 @@ def test_the_gate_is_open_for_whoever_comes_next(lock, locks):
             assert state_of(locks, GATE) == "free"
 
 
+@of_each_kind
 def test_a_process_does_not_wait_for_itself(lock, locks):
     # As when a test of this very suite, while it is measured, runs another session within its own process.
     inner = DeviceLock("GPU-0", folder=locks)
@@ -80,6 +99,7 @@ def test_a_process_does_not_wait_for_itself(lock, locks):
         assert state_of(locks) == "shared"
 
 
+@of_each_kind
 def test_the_share_is_kept_until_the_last_of_a_process_leaves(lock, locks):
     with lock.shared():
         with DeviceLock("GPU-0", folder=locks).shared():
@@ -88,6 +108,7 @@ def test_the_share_is_kept_until_the_last_of_a_process_leaves(lock, locks):
     assert state_of(locks) == "free"
 
 
+@of_each_kind
 def test_a_device_that_is_closed_while_alone_is_free_afterwards(lock, locks):
     share = lock.shared()
     share.__enter__()
@@ -120,6 +141,7 @@ for _ in range(3):
 """
 
 
+@of_each_kind
 def test_processes_that_measure_and_time_never_overlap(tmp_path):
     finished(*(start_holder(MEASURES_AND_TIMES, tmp_path, name) for name in "abc"))
     assert len(log_of(tmp_path)) == 54
@@ -140,6 +162,7 @@ def test_without_a_lock_they_do_overlap_and_it_is_seen(tmp_path):
     assert overlaps(log_of(tmp_path)) != []
 
 
+@of_each_kind
 def test_two_that_share_and_both_want_to_be_alone_both_get_their_turn(tmp_path):
     both = """
         with lock.shared():
@@ -156,6 +179,7 @@ def test_two_that_share_and_both_want_to_be_alone_both_get_their_turn(tmp_path):
     assert {"alone a", "alone b"} <= set(log_of(tmp_path))
 
 
+@of_each_kind
 def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, lock):
     waits = """
         with lock.shared():
@@ -193,6 +217,7 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
     ],
     ids=["alone", "with a child that lives on"],
 )
+@of_each_kind
 def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
     holder = start_holder(doing, tmp_path, "holder")
     wait_for_line("there holder", tmp_path)
@@ -204,6 +229,7 @@ def test_a_holder_that_is_killed_blocks_nobody(tmp_path, lock, locks, doing):
         assert refused is None
 
 
+@of_each_kind
 def test_one_that_is_killed_while_waiting_to_be_alone_leaves_the_gate_open(tmp_path, lock, locks):
     with lock.shared():
         waiting = start_holder("with lock.shared(): \n with lock.exclusive(): pass", tmp_path, "waiting")
@@ -295,6 +321,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(device_lock, "time", clock)
+    monkeypatch.setattr(device_lock, "SECONDS_BETWEEN_TRIES", 0.5)  # a try by SQLite takes a millisecond
     return clock
 
 
@@ -311,6 +338,7 @@ def somebody(doing, folder):
         finished(process)
 
 
+@of_each_kind
 def test_waiting_to_be_alone_ends_and_the_share_is_had_again(tmp_path, lock, locks, clock):
     with lock.shared(), ExitStack() as other:
         other.enter_context(somebody("lock.shared()", tmp_path))
@@ -331,6 +359,7 @@ def test_after_a_wait_in_vain_the_next_is_short_until_one_succeeds(clock):
     assert waited == [60, 5, 0, 60]
 
 
+@of_each_kind
 def test_somebody_who_is_alone_for_ever_is_not_waited_for_for_ever(tmp_path, lock, clock):
     with somebody("lock.shared(), lock.exclusive()", tmp_path), lock.shared():
         assert round(clock.now) == 600
@@ -338,6 +367,7 @@ def test_somebody_who_is_alone_for_ever_is_not_waited_for_for_ever(tmp_path, loc
             assert refused == "another measured test kept the GPU busy for 60 s"
 
 
+@of_each_kind
 def test_ctrl_c_while_waiting_to_be_alone_gives_the_share_back_and_opens_the_gate(tmp_path, lock, locks, monkeypatch):
     with lock.shared():
         with somebody("lock.shared()", tmp_path):
@@ -376,6 +406,7 @@ def refused_by(lock):
         return refused
 
 
+@of_each_kind
 def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
     folder = tmp_path / "missing" / "locks"
     assert refused_by(DeviceLock("GPU-0", folder=folder)) == (
@@ -396,6 +427,7 @@ def test_a_process_that_others_keep_from_being_alone_is_told_so_worker_or_not(tm
         assert refused == "another measured test kept the GPU busy for 60 s"
 
 
+@of_each_kind
 def test_a_link_in_the_folder_s_place_is_not_followed(tmp_path, lock, locks):
     (tmp_path / "elsewhere").mkdir()
     locks.symlink_to(tmp_path / "elsewhere")
@@ -418,6 +450,7 @@ def test_another_user_s_folder_is_not_used(lock, locks, monkeypatch):
     assert list(locks.iterdir()) == []
 
 
+@of_each_kind
 def test_nobody_else_may_enter_the_folder(lock, locks):
     with lock.shared():
         assert locks.stat().st_mode & 0o777 == 0o700
@@ -426,9 +459,82 @@ def test_nobody_else_may_enter_the_folder(lock, locks):
         assert locks.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_system_without_record_locks_is_told(lock, monkeypatch):
+def test_a_system_without_record_locks_takes_those_of_sqlite(lock, locks, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOSYS}] this system has no POSIX record locks)"
+    assert refused_by(lock) is None
+    assert sorted(file.name for file in locks.iterdir()) == ["GPU-0.lock.db", "GPU-0.lock.turnstile.db"]
+
+
+def test_a_system_that_has_neither_is_told(lock, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr("filelock.ReadWriteLock", None)
+    assert refused_by(lock) == (
+        f"{NO_LOCK}([Errno {errno.ENOSYS}] this system has neither POSIX record locks nor SQLite)"
+    )
+
+
+def test_a_database_that_cannot_be_locked_is_told(lock, locks, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    locks.mkdir()
+    (locks / "GPU-0.lock.db").write_text("no database")
+    assert str(refused_by(lock)).startswith(f"{NO_LOCK}([Errno {errno.ENOLCK}] ")
+
+
+# Record locks, and those of SQLite beside them: the reasons for which record locks are taken where there are any
+
+
+@pytest.fixture(params=[RecordReadersWriterLock, SqliteReadersWriterLock], ids=["record locks", "SQLite"])
+def kind(request, monkeypatch):
+    if request.param is SqliteReadersWriterLock:
+        monkeypatch.setenv(SQLITE, "1")
+    return request.param
+
+
+def test_only_record_locks_name_the_process_that_others_wait_for(tmp_path, locks, kind):
+    with somebody("lock.shared()", tmp_path):
+        waiting = kind(locks, "GPU-0.lock")
+        assert not waiting.acquire_exclusive()
+        said = waiting.kept_by(alone=True)
+        waiting.close()
+    assert (said is not None and said.startswith("process ")) is (kind is RecordReadersWriterLock)
+
+
+def test_only_record_locks_are_shared_again_while_another_process_waits(tmp_path, locks, kind):
+    timed = kind(locks, "GPU-0.lock")
+    assert timed.acquire_exclusive()
+    timed.admit_others()
+    waits_to_be_alone = """
+        other = device_lock.open_readers_writer_lock(folder / "locks", "GPU-0.lock")
+        assert not other.acquire_exclusive()
+        note("waits")
+        wait_for_line("shares test")
+    """
+    waits = start_holder(waits_to_be_alone, tmp_path, "other")
+    wait_for_line("waits other", tmp_path)
+    timed.downgrade()
+    assert state_of(locks) == ("shared" if kind is RecordReadersWriterLock else "alone")
+    with (tmp_path / "log").open("a") as log:
+        log.write("shares test\n")
+    finished(waits)
+    timed.downgrade()
+    assert state_of(locks) == "shared"
+    timed.close()
+    assert state_of(locks) == "free"
+
+
+def test_only_record_locks_can_be_taken_by_the_fork_of_a_holder(tmp_path, kind):
+    forks = """
+        with lock.shared():
+            child = os.fork()
+            if child == 0:
+                device_lock.MOST_SECONDS_FOR_SHARED = device_lock.MOST_SECONDS_FOR_EXCLUSIVE = 0.05
+                with lock.shared():
+                    note("no lock" if lock._of_this_process()._broken else "shares")
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    finished(start_holder(forks, tmp_path, "it"))
+    assert log_of(tmp_path) == ["shares it" if kind is RecordReadersWriterLock else "no lock it"]
 
 
 def test_a_file_system_that_has_no_locks_is_told(lock, monkeypatch):

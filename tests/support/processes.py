@@ -176,6 +176,9 @@ from pathlib import Path
 from pytest_gpumem.measuring.devices import device_lock
 
 folder, me = Path(sys.argv[1]), sys.argv[2]
+if "GPUMEM_SQLITE_LOCKS_OF_A_TEST" in os.environ:
+    from pytest_gpumem.measuring.devices.readers_writer_locks import SqliteReadersWriterLock
+    device_lock.open_readers_writer_lock = SqliteReadersWriterLock
 lock = device_lock.DeviceLock("GPU-0", folder=folder / "locks")
 
 
@@ -206,7 +209,22 @@ def free_for(kind):
     return True
 print("free" if free_for(fcntl.LOCK_EX) else "shared" if free_for(fcntl.LOCK_SH) else "alone")
 """
+SQLITE_LOCK_STATE = """
+import sys
+from filelock import ReadWriteLock, Timeout
+def free_for(kind):
+    lock = ReadWriteLock(sys.argv[1], is_singleton=False)
+    try:
+        getattr(lock, f"acquire_{kind}")(blocking=False)
+    except Timeout:
+        return False
+    lock.release()
+    return True
+print("free" if free_for("write") else "shared" if free_for("read") else "alone")
+"""
 GATE, ROOM = 0, 1
+SQLITE = "GPUMEM_SQLITE_LOCKS_OF_A_TEST"
+"""Set in a test whose processes take locks of SQLite, as on Windows."""
 
 
 def start_holder(script: str, folder: Path, name: str) -> subprocess.Popen[str]:
@@ -229,8 +247,12 @@ def wait_for_line(line: str, folder: Path) -> None:
 
 def state_of(folder: Path, byte: int = ROOM) -> str:
     """How another process finds the only lock in ``folder``: free, shared, or held by one alone."""
-    (file,) = folder.glob("*.lock")
-    command = [sys.executable, "-S", "-E", "-c", LOCK_STATE, str(file), str(byte)]
+    if SQLITE in os.environ:
+        (file,) = folder.glob("*.turnstile.db" if byte == GATE else "*.lock.db")
+        command = [sys.executable, "-c", SQLITE_LOCK_STATE, str(file)]
+    else:
+        (file,) = folder.glob("*.lock")
+        command = [sys.executable, "-S", "-E", "-c", LOCK_STATE, str(file), str(byte)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -70,6 +70,21 @@ def test_where_waiting_is_not_counted_it_may_be_all_that_others_used():
     assert validity.time_factor(*after(replace(CPU, waited=None), other_cpu_seconds=50.5)) == pytest.approx(2.0)
 
 
+@given(st.floats(0.0, 2.0), SHARES, SHARES)
+def test_uncounted_waiting_explains_at_least_what_counted_waiting_does(others, off_core, waited):
+    """Waiting is part of the time off the core, and of what others used."""
+    off_core, others = max(off_core, waited), max(others, waited)
+    counted = after(CPU, waited=1 + waited, other_cpu_seconds=50 + others)
+    uncounted = after(replace(CPU, waited=None, off_core=1.0), off_core=1 + off_core, other_cpu_seconds=50 + others)
+    for factor in (validity.time_factor, slowed):
+        assert factor(*uncounted) >= factor(*counted) * (1 - 1e-9)
+
+
+def test_a_thread_that_ran_all_the_time_has_not_waited():
+    ends = after(replace(CPU, waited=None, off_core=1.0), off_core=1.0, other_cpu_seconds=50.9)
+    assert validity.time_factor(*ends) == 1.0
+
+
 @pytest.mark.parametrize("readings", [{"other_processes": 1}, {"other_processes": 1, "other_pids": frozenset({7})}])
 def test_each_process_on_a_gpu_takes_its_turns(readings):
     assert validity.time_factor(*after(CUDA, **readings)) == 2 * validity.OTHERS_ON_GPU

@@ -120,6 +120,40 @@ def test_a_thread_that_waited_for_a_core_was_disturbed():
     assert after(CUDA, 0.02, waited=1.0024) == "the thread waited 12 % of the time for a core"
 
 
+UNCOUNTED = replace(CPU, waited=None, off_core=5.0)
+"""As on macOS and Windows, where nothing counts waiting."""
+
+
+@pytest.mark.parametrize(
+    ("off_core", "others", "said"),
+    [
+        (
+            0.3,
+            0.9,
+            "the thread may have waited 30 % of the time for a core, other processes used 0.90 of 2 cores meanwhile",
+        ),
+        (0.3, 0.15, "the thread may have waited 15 % of the time for a core"),
+        (0.0, 0.15, None),  # it ran all the time
+        (0.9, 0.0, None),  # it slept: nobody took a core from it
+        (0.9, 0.06, None),  # within five ticks and what counts as waiting
+        (0.02, 0.15, None),
+    ],
+)
+def test_uncounted_waiting_is_at_most_what_others_used_while_a_thread_was_off(off_core, others, said):
+    assert after(UNCOUNTED, 1.0, off_core=5 + off_core, other_cpu_seconds=50 + others) == said
+
+
+def test_on_a_single_core_uncounted_waiting_counts():
+    single = replace(UNCOUNTED, cores=1)
+    said = "the thread may have waited 50 % of the time for a core"
+    assert after(single, 1.0, off_core=5.5, other_cpu_seconds=50.5) == said
+
+
+def test_uncounted_waiting_in_a_whole_sample_is_told():
+    end = replace(UNCOUNTED, seconds=101.0, off_core=5.5, other_cpu_seconds=50.2)
+    assert tick_disturbance(UNCOUNTED, end) == "the thread may have waited 20 % of the time for a core"
+
+
 def test_time_stolen_by_the_hypervisor_is_a_disturbance():
     assert after(CPU, 1.0, stolen=2.05) == "the hypervisor took 5 % of the time of each busy core"
     assert after(CPU, 1.0, stolen=2.03) is None

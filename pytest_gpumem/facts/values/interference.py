@@ -36,7 +36,13 @@ class Conditions:
     """The number of graphs compiled by torch.compile in this process."""
 
     waited: float | None = None
-    """Seconds for which this thread was ready to run but waited for a core."""
+    """Seconds for which this thread was ready to run but waited for a core. Only Linux counts them."""
+    off_core: float | None = None
+    """Seconds for which this thread did not run on a core, because it waited for a core or for something else.
+
+    The value is an upper bound for ``waited``, and is read if ``waited`` is unknown and ``other_cpu_seconds`` is known. It is
+    the time on the clock minus the thread's CPU time.
+    """
     stolen: float | None = None
     """Seconds in which the hypervisor ran other virtual machines, summed over all cores and counted in ticks."""
     other_cpu_seconds: float | None = None

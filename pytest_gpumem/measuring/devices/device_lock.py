@@ -14,11 +14,14 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.devices.record_locks import SECONDS_BETWEEN_TRIES, LockFile, file_name_of, folder_of_user
+from pytest_gpumem.measuring.devices.readers_writer_locks import open_readers_writer_lock
+from pytest_gpumem.measuring.devices.record_locks import SECONDS_BETWEEN_TRIES, file_name_of, folder_of_user
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pytest_gpumem.measuring.devices.readers_writer_locks import ReadersWriterLock
 
 MOST_SECONDS_FOR_EXCLUSIVE = 60.0
 MOST_SECONDS_FOR_SHARED = 600.0
@@ -43,7 +46,7 @@ class DeviceLock:
     """The lock on the device called ``name`` (a GPU's UUID, or ``"cpu"``).
 
     The lock is a file in ``folder``, by default in this user's folder. A process never waits for itself, even if it has
-    several objects for the same lock. On Windows, or if the folder cannot be used, there is no lock, and no call fails.
+    several objects for the same lock. If the folder cannot be used, there is no lock, and no call fails.
     In a pytest-xdist worker, `exclusive` then yields a warning, because other workers may run tests at the same time.
 
     Example:
@@ -98,14 +101,14 @@ class DeviceLock:
 
 
 class _ProcessLock:
-    """The state of a lock in this process. All `DeviceLock` objects share it, because record locks belong to a process."""
+    """The state of a lock in this process. All `DeviceLock` objects share it, because locks belong to a process."""
 
     def __init__(self, folder: Path | None, file_name: str, process: int) -> None:
         self._folder = folder
         self._file_name = file_name
         self._process = process
         self._guard = threading.RLock()
-        self._lock: _ReadersWriterLock | None = None
+        self._lock: ReadersWriterLock | None = None
         self._broken: OSError | None = None
         self._refused: str | None = None
         self._shared_holders = 0
@@ -147,7 +150,7 @@ class _ProcessLock:
             self._close_if_free()
 
     def _holder_reporter(
-        self, lock: _ReadersWriterLock, report_wait: _WaitReporter, *, alone: bool
+        self, lock: ReadersWriterLock, report_wait: _WaitReporter, *, alone: bool
     ) -> Callable[[], None]:
         """Return a function that reports which process holds the lock, at most once in this process."""
 
@@ -161,7 +164,7 @@ class _ProcessLock:
     def _begin(self, report_wait: _WaitReporter) -> None:
         self._broken = None
         try:
-            self._lock = lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
+            self._lock = lock = open_readers_writer_lock(self._folder or folder_of_user(), self._file_name)
             self._for_shared.wait_for(lock.acquire_shared, self._holder_reporter(lock, report_wait, alone=False))
             lock.note(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
         except OSError as error:
@@ -184,7 +187,7 @@ class _ProcessLock:
             return f"no lock keeps other measured tests off {spoken} ({self._broken})"
         return f"another measured test kept {spoken} busy for {seconds:.0f} s" if seconds else None
 
-    def _wait_for_exclusive(self, lock: _ReadersWriterLock, report_wait: _WaitReporter) -> float:
+    def _wait_for_exclusive(self, lock: ReadersWriterLock, report_wait: _WaitReporter) -> float:
         """Release the shared lock, and wait until this process holds the lock alone.
 
         Returns:
@@ -256,45 +259,3 @@ class _Timeout:
             time.sleep(SECONDS_BETWEEN_TRIES)
         self._timed_out = not done
         return done
-
-
-class _ReadersWriterLock(LockFile):
-    """A readers-writer lock built from POSIX record locks on two bytes of a file. One byte is the lock, the other a turnstile.
-
-    A process must hold the turnstile briefly before it takes the lock. A process that wants the lock alone keeps the turnstile
-    until all others have released the lock, so new sharers cannot keep it waiting forever. Raises ``OSError`` if the system
-    has no record locks.
-
-    For example, processes A and B share the lock, and B wants to hold it alone. B releases the lock and takes the turnstile. A
-    new process C waits for the turnstile. When A releases the lock, B takes the lock and frees the turnstile.
-    """
-
-    _TURNSTILE, _LOCK = 0, 1
-
-    def acquire_shared(self) -> bool:
-        """Try to share the lock. Return ``False`` if another process holds the lock alone, or waits to hold it alone."""
-        if not self.share(self._TURNSTILE):
-            return False
-        try:
-            return self.share(self._LOCK)
-        finally:
-            self.admit_others()
-
-    def acquire_exclusive(self) -> bool:
-        """Try to hold the lock alone. Call `admit_others` afterwards, because this process may hold the turnstile."""
-        return self.take(self._TURNSTILE) and self.take(self._LOCK)
-
-    def downgrade(self) -> None:
-        """Share the lock that this process holds alone. No other process can take the lock alone in between."""
-        self.share(self._LOCK)
-
-    def kept_by(self, *, alone: bool) -> str | None:
-        """Return the process that keeps this process from the lock, such as ``"process 4711"``; ``None`` if there is none."""
-        return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
-
-    def release(self) -> None:
-        self.free(self._LOCK)
-
-    def admit_others(self) -> None:
-        """Free the turnstile, so other processes can share the lock."""
-        self.free(self._TURNSTILE)

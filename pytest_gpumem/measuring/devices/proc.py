@@ -1,6 +1,7 @@
 """Read Linux's /proc files: how long this thread waited for a core, the CPU's name, and the CPU time of processes.
 
-If a file is missing, as on macOS and Windows, a function returns ``None``, 0 or an empty result.
+If a file is missing, as on macOS and Windows, a function returns ``None``, 0 or an empty result. `psutil_times` has the same
+functions for these systems.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pytest_gpumem.base.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+NAME = "/proc"
 _BUSY = (0, 1, 2, 5, 6)
 """Indices of the counters for user, nice, system, irq and softirq in a line for a core of /proc/stat.
 
@@ -29,20 +31,21 @@ _STEAL = 7
 class CpuTimes:
     """CPU seconds since the machine started, summed over all ``cores``.
 
-    ``busy`` is the time in which cores ran processes. ``stolen`` is the time in which the hypervisor ran other machines.
+    ``busy`` is the time in which cores ran processes. ``stolen`` is the time in which the hypervisor ran other machines, or
+    ``None`` if the system does not count it.
     """
 
     busy: float
-    stolen: float
+    stolen: float | None
     cores: int
 
 
 def tick_seconds() -> float:
-    """Return the length of a tick in seconds. Files in /proc count CPU time in ticks."""
+    """Return the length of a tick in seconds. Systems count CPU time in ticks. A tick on Windows takes 15.6 ms."""
     try:
         return 1 / os.sysconf("SC_CLK_TCK")
     except (AttributeError, ValueError, OSError, ZeroDivisionError):
-        return 0.01
+        return 1 / 64
 
 
 def waited_seconds(path: Path = Path("/proc/thread-self/schedstat")) -> float | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.measuring.devices.contract import Device
-from pytest_gpumem.measuring.devices.proc import siblings_with
+from pytest_gpumem.measuring.devices.load_source import siblings_with
 from pytest_gpumem.measuring.ranks.launch import launch_of
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ SLOWEST_CLOCK = 0.75
 """The lowest SM clock, as a share of its default. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
-"""The number of counters in /proc/stat that `_others` adds up. Each counter may be wrong by one tick."""
+"""The largest number of counters that are added up for ``other_cpu_seconds``. Each counter may be wrong by one tick."""
 
 _TIMES = {1: "once", 2: "twice"}
 _SLOWDOWNS = {
@@ -72,6 +72,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
         _slow_clock(after),
         _other_processes(before, after),
         _waited(before, after),
+        _may_have_waited(before, after),
         _stolen(before, after),
         _others(before, after),
     )
@@ -79,7 +80,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 
 def tick_disturbance(before: Conditions, after: Conditions) -> str | None:
     """Return a clause with the disturbances that are counted in ticks, for a whole sample; ``None`` if there are none."""
-    return _clauses(_stolen(before, after), _others(before, after))
+    return _clauses(_may_have_waited(before, after), _stolen(before, after), _others(before, after))
 
 
 def _clauses(*clauses: str | None) -> str | None:
@@ -165,6 +166,21 @@ def _waited(before: Conditions, after: Conditions) -> str | None:
     return f"the thread waited {percent(waited)} of the time for a core"
 
 
+def _may_have_waited(before: Conditions, after: Conditions) -> str | None:
+    """Return a clause if the system does not count waiting, but other processes and the thread's CPU time allow for it.
+
+    Example: In 1 s, the thread ran for 0.7 s, and other processes used 0.2 s. The thread waited for at most 0.2 s.
+    """
+    off_core = share(before, after, before.off_core, after.off_core)
+    used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
+    if after.waited is not None or off_core is None or used is None:
+        return None
+    tick = after.tick / elapsed(before, after)
+    if min(off_core - tick, used - _TICK_COUNTERS * tick) <= WAITED:
+        return None
+    return f"the thread may have waited {percent(_waiting(before, after))} of the time for a core"
+
+
 def _stolen(before: Conditions, after: Conditions) -> str | None:
     stolen = share(before, after, before.stolen, after.stolen)
     if stolen is None:
@@ -178,7 +194,7 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
 
 def _others(before: Conditions, after: Conditions) -> str | None:
     used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
-    # On a single core, other processes take turns with the thread, so the thread's waiting time shows them.
+    # On a single core, other processes take turns with the thread, so the thread's time off the core shows them.
     if used is None or after.cores is None or after.cores < 2:
         return None
     if used - _TICK_COUNTERS * after.tick / elapsed(before, after) <= OTHERS * (after.cores - 1):
@@ -254,15 +270,20 @@ def time_factor(before: Conditions, after: Conditions) -> float:
 def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return upper bounds for the factors by which the running step was slowed, from the host's counters for a sample.
 
-    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time.
+    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. If waiting is not
+    counted, the bounds contain it, because a round is too short to show it in ticks.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
-    off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
+    waiting = _waiting(before, after)
+    off_core = 1 - (1 - waiting) * (1 - stolen)
     refilling = REFILLING * off_core / (1 - off_core)
     busy_cores = min(
         max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0), (after.cores or 1) - 1
     )
-    return Slowdown(min(1 + OTHER_CORES * busy_cores, MOST_SLOWED), (1 + refilling) / (1 - stolen))
+    uncounted = 1 / (1 - waiting) if after.waited is None else 1.0
+    return Slowdown(
+        min(1 + OTHER_CORES * busy_cores, MOST_SLOWED) * uncounted, (1 + refilling) / (1 - stolen) * uncounted
+    )
 
 
 def gpu_slowdown(before: Conditions, after: Conditions) -> float:
@@ -284,9 +305,12 @@ def contention_factor(conditions: Conditions) -> float:
 def _waiting(before: Conditions, after: Conditions) -> float:
     """Return the share of time in which the thread was ready to run but waited for a core.
 
-    If the device does not count this time, return the CPU time that other processes used, as a share of the interval.
+    If the system does not count this time, return an upper bound: the CPU time that other processes used, as a share of the
+    interval, and at most the share in which this thread did not run.
     """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
-        waited = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
-    return min(max(waited or 0.0, 0.0), MOST_STOLEN)
+        waited = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0
+        off_core = share(before, after, before.off_core, after.off_core)
+        waited = waited if off_core is None else min(waited, off_core)
+    return min(max(waited, 0.0), MOST_STOLEN)

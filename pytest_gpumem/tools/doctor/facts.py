@@ -42,6 +42,8 @@ class DeviceFacts:
     """The current speed: the frequency of a GPU's SM clock in Hz, or a CPU's runs of the reference workload in a second."""
     conditions: tuple[Conditions, Conditions] | None = None
     """The load on the device and its clock, read twice, half a second apart."""
+    load_source: str | None = None
+    """The source of the load on the CPU: ``"/proc"`` or ``"psutil"``. ``None`` on other devices, or without a source."""
     lacking: str | None = None
     """The reason why convolution workspaces count as 0 bytes on an emulated GPU; ``None`` if workspaces count."""
 

@@ -261,21 +261,26 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
                 yield Finding(
                     "limited", subject, "the reference workload cannot be timed, so times are compared in seconds only"
                 )
-            elif conditions.waited is None or conditions.cores is None:
-                load = "how long a thread waits for a core" if conditions.waited is None else "the load on the cores"
+            elif device.load_source is None or conditions.cores is None:
                 yield Finding(
                     "limited",
                     subject,
-                    f"the reference workload runs {device.pace:,.0f} times a second; the system does not report {load}, so a "
-                    "slowdown by other programs counts as the step's own",
-                    "on Linux, let the container read /proc/stat and /proc/thread-self/schedstat",
+                    f"the reference workload runs {device.pace:,.0f} times a second; nothing reports the load on the cores, "
+                    "so a slowdown by other programs counts as the step's own",
+                    "on macOS and Windows, pip install psutil; on Linux, let the container read /proc/stat and "
+                    "/proc/thread-self/schedstat",
                 )
             else:
+                wait = (
+                    "not the wait for a core, whose bound is the load"
+                    if conditions.waited is None
+                    else "the wait for a core"
+                )
                 yield Finding(
                     "ok",
                     subject,
-                    f"the reference workload runs {device.pace:,.0f} times a second; the system reports the wait for a core "
-                    f"and the load on {counted(conditions.cores, 'core')}",
+                    f"the reference workload runs {device.pace:,.0f} times a second; {device.load_source} reports the load on "
+                    f"{counted(conditions.cores, 'core')} and {wait}",
                 )
         elif device.pace is None or conditions.clock_events is None:
             yield Finding(

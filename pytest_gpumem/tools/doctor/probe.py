@@ -19,6 +19,7 @@ from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.facts.values.option_words import EMULATED, NO_CUDNN
 from pytest_gpumem.facts.values.plain import to_plain
+from pytest_gpumem.measuring.devices.load_source import load_source
 from pytest_gpumem.measuring.devices.registry import factories
 from pytest_gpumem.tools.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.registry import DeviceFactory
 
 _SECONDS = 0.5
-"""Seconds between the two times at which the load is read. /proc/stat counts in ticks of 10 ms, which is 2 % of this time."""
+"""Seconds between the two times at which the load is read. A tick takes 10 ms, which is 2 % of this time."""
 
 
 def probe(words: Sequence[str]) -> ProbeResult:
@@ -88,7 +89,12 @@ def _read(word: str, device: Device) -> DeviceFacts:
         return DeviceFacts(word, environment, tells_time=device.tells_time, lacking=lacking)
     with device.unrecorded():
         return DeviceFacts(
-            word, environment, tells_time=device.tells_time, pace=device.pace(), conditions=_conditions(device)
+            word,
+            environment,
+            tells_time=device.tells_time,
+            pace=device.pace(),
+            conditions=_conditions(device),
+            load_source=source.NAME if word == "cpu" and (source := load_source()) is not None else None,
         )
 
 
