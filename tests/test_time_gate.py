@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_gpumem.facts.values.times import FEWEST_ROUNDS
-from pytest_gpumem.measuring.timing.comparison import MOST_RUNS
+from pytest_gpumem.judging.times.comparison import MOST_RUNS
 from pytest_gpumem.measuring.timing.sampling import DEFAULT_SECONDS, SECONDS_A_ROUND
 
 CLOCK = """

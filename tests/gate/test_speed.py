@@ -21,7 +21,7 @@ from pytest_gpumem.judging.gate.speed import (
     update_that_adds_time,
 )
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 
 TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
 HERE, THERE = "Xeon, 8 cores", "EPYC, 64 cores"

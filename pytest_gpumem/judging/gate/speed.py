@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.measurement import ITEMS
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.measuring.timing.comparison import SpeedOutcome, compare
-from pytest_gpumem.measuring.timing.intervals import LEVEL
+from pytest_gpumem.judging.times.comparison import SpeedOutcome, compare
+from pytest_gpumem.judging.times.intervals import LEVEL
 
 if TYPE_CHECKING:
     from pytest_gpumem.base.units import ThroughputLimit

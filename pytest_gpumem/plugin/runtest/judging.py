@@ -25,7 +25,7 @@ from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.renaming import candidates_of
 from pytest_gpumem.judging.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
-from pytest_gpumem.measuring.timing.comparison import is_undecided
+from pytest_gpumem.judging.times.comparison import is_undecided
 from pytest_gpumem.plugin.config.command_line import COMMAND, Command
 from pytest_gpumem.plugin.config.marker import sets_itself
 from pytest_gpumem.plugin.config.options import ARGUMENT
