@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import ConfigError, MeasuringError
-from pytest_gpumem.measuring.explain.tracker import function_mode
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
 from pytest_gpumem.measuring.steps.precision import precision_named
+from pytest_gpumem.torch_support.private_api.dispatch import function_mode
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
