@@ -14,9 +14,8 @@ import pytest_gpumem
 from pytest_gpumem.facts.measurement import Measurement
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.judge import judge
-from pytest_gpumem.measuring.measure.prepared import PreparedStep
+from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, PreparedStep
 from pytest_gpumem.measuring.measure.reading import Figures
-from pytest_gpumem.measuring.measure.runner import FURTHER_STEPS
 from pytest_gpumem.plugin.fixture import Gpumem
 from pytest_gpumem.plugin.runtest.judging import Judging
 

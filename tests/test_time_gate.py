@@ -174,7 +174,7 @@ class Timed:
 
 @pytest.fixture
 def timed(project, monkeypatch) -> Timed:
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)
     return Timed(project)
 
 

@@ -69,13 +69,16 @@ class MeasuringContext:
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
-    def creation_sites(self) -> Iterator[dict[int, Site]]:
+    def creation_sites(self, *, creates: bool = True) -> Iterator[dict[int, Site]]:
         """Yield a dict with the line that created each tensor within the context, by the tensor's address.
 
         Without ``sites``, the dict stays empty.
+
+        Args:
+            creates: False if the code in the context creates no tensor, so there is nothing to record.
         """
         by_address: dict[int, Site] = {}
-        with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
+        with creation_sites(self.sites, by_address) if creates and self.sites is not None else nullcontext():
             yield by_address
 
     def device_named(self, name: str | None) -> Device:

@@ -116,6 +116,8 @@ class SharedFixtures:
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
     """Return a test's fixtures in ``among``, which it requests by arguments or by ``request.getfixturevalue``."""
+    if not among:
+        return ()
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gpumem.base.errors import DeviceUnavailable, HookError, MeasuringError
 from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.gate.verdict import WHY_FAILED
 from pytest_gpumem.measuring.explain.artifacts import Artifacts
 from pytest_gpumem.measuring.explain.sites import Sites
@@ -169,7 +170,9 @@ class Measuring:
                 over_time=bool(settings.report),
             )
             policy = ExplainPolicy(self.config, settings, judging)
-            reads = partial(self.fixtures.shared.reads, item, device)
+            # On an emulated GPU, the test's file may have read uncomputed values, even if the test runs on another device.
+            lacks_values = device.lacks("values") is not None or settings.device.startswith(EMULATED)
+            reads = partial(self.fixtures.shared.reads, item, device) if lacks_values else None
             run = TestRun(judging, policy, context, ownership, environment, reads)
         except BaseException:
             device.close()

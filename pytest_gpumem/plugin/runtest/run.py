@@ -63,8 +63,8 @@ class TestRun:
     context: MeasuringContext
     _ownership: Ownership
     _environment: Environment
-    _reads: Callable[[], UnknownReads]
-    """Returns the uncomputed values read so far by the test and its fixtures."""
+    _reads: Callable[[], UnknownReads] | None = None
+    """Returns the uncomputed values read so far by the test and its fixtures; ``None`` if all values are computed."""
     judged: list[JudgedMeasurement] = field(default_factory=list)
     """The test's measurements so far, each with its verdict."""
     relations: int = 0
@@ -420,9 +420,11 @@ class TestRun:
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
         name = name if rank is None else name_on(rank, name)
-        reads = self._reads()
-        workload = _under_routing(workload, self.judging.settings.routing, reads)
-        return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
+        if self._reads is not None:
+            reads = self._reads()
+            workload = _under_routing(workload, self.judging.settings.routing, reads)
+            notes = (*notes, *reads.notes())
+        return Measurement(name, workload, environment, metrics, notes=tuple(notes), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` if the store already uses one of the ``names`` for another measurement on a single GPU.
