@@ -119,7 +119,7 @@ def route(monkeypatch):
 @pytest.fixture
 def recorded(project, monkeypatch):
     """A project with one step, and a baseline of it, with a torch that needs no packages, as its builds for CUDA do."""
-    monkeypatch.setattr("pytest_gpumem.plugin.runtest.run.needed_by_torch", frozenset)
+    monkeypatch.setattr("pytest_gpumem.plugin.runtest.explaining.needed_by_torch", frozenset)
     project.write(STEP)
     assert project.run("--gpumem-update=new").ret == 0
     return project

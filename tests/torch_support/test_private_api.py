@@ -675,7 +675,7 @@ class Squaring(torch.autograd.Function):
         return 2 * x * gradient
 
 
-def test_a_mode_sees_the_functions_that_backward_calls_only_if_it_is_entered_around_the_pass():
+def test_a_mode_sees_functions_in_backward_only_if_it_is_entered_around_the_pass():
     loss = Squaring.apply(torch.ones(3, requires_grad=True)).sum()
     seen, roots = [], []
 

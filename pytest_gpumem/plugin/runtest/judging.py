@@ -385,10 +385,14 @@ class Judging:
         """
         item = self.item
         verdict = self._with_changed_lines(verdict)
-        record_verdict(item, verdict)
         agreed = self.ranks.agreed
         decide = partial(self._decided, memory=memory)
-        decided = decide(verdict) if agreed is None else agreed(verdict, decide)
+        if agreed is None:
+            decided = decide(verdict)
+        else:
+            # Record this rank's verdict before waiting for the other ranks, because a rank may be lost.
+            record_verdict(item, verdict)
+            decided = agreed(verdict, decide)
         record_verdict(item, decided)
         if decided.failure is not None:
             item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
