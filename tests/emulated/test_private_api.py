@@ -58,3 +58,19 @@ torch.cuda.memory._set_allocator_settings("expandable_segments:{on}")
 print(expandable_segments_are_on())
 """)
     assert printed.split() == [str(on)]
+
+
+def test_a_block_is_allocated_until_it_is_returned_or_memory_runs_out(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.torch_support.private_api.allocator import allocate_on_cuda, free_on_cuda
+device = torch.device("cuda", 0)
+address = allocate_on_cuda(3000, device)
+print(address > 0, torch.cuda.memory_stats()["requested_bytes.all.current"])
+free_on_cuda(address)
+print(torch.cuda.memory_stats()["requested_bytes.all.current"])
+try:
+    allocate_on_cuda(2**40, device)
+except torch.OutOfMemoryError:
+    print("raised")
+""")
+    assert printed.splitlines() == ["True 3000", "0", "raised"]

@@ -55,10 +55,10 @@ class MeasuringContext:
         """
         self.device.consensus.release()
         self.device.quiesce()
-        self.device.register_existing(self.storages(held))
+        tensors = list(reachable_tensors([held]))
+        self.device.register_existing(storages_of(tensors, self.device.torch_device))
         if self.device.consensus.several:
             self.device.hold_known()
-        tensors = list(reachable_tensors([held]))
         return tuple(
             each_device.live() - sum(blocks_of(tensors, each_device.torch_device).values())
             for each_device in self.device.everywhere

@@ -30,8 +30,10 @@ from pytest_gpumem.tools.advise.token_pattern import (
     place_of,
 )
 from pytest_gpumem.torch_support.private_api.allocator import (
+    allocate_on_cuda,
     clear_cublas_workspaces,
     cuda_snapshot,
+    free_on_cuda,
     start_cuda_history,
     stop_cuda_history,
 )
@@ -230,15 +232,13 @@ class _Replay:
             _NotForetold: Some block for a generated token is never freed. Or a block to free does not exist, because the two
                 recordings have different allocations.
         """
-        import torch
-
         for number, step in enumerate(steps):
             count = 0
             for event in step:
                 if isinstance(event, Allocation):
                     key = number, count
                     if key not in self._blocks:
-                        self._blocks[key] = torch.cuda.caching_allocator_alloc(event.nbytes, self._device)
+                        self._blocks[key] = allocate_on_cuda(event.nbytes, self._device)
                     count += 1
                 else:
                     made_in = number if event.step is None else event.step if event.step >= 0 else number + event.step
@@ -252,9 +252,7 @@ class _Replay:
             self._free(*key)
 
     def _free(self, step: int, index: int) -> None:
-        import torch
-
         address = self._blocks.pop((step, index), None)
         if address is None:
             raise _NotForetold
-        torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+        free_on_cuda(address)

@@ -11,6 +11,9 @@ from pytest_gpumem.torch_support.private_api.attributes import replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch.autograd.profiler
+    import torch.profiler
+
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
     """Return the module and name of each torch function that resets a device type's peak statistics.
@@ -100,6 +103,22 @@ def cuda_snapshot() -> dict[str, Any]:
     import torch
 
     return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+
+
+def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
+    """Allocate a block with the CUDA caching allocator and return its address. Raise ``torch.OutOfMemoryError`` if memory runs
+    out.
+    """
+    import torch
+
+    return int(torch.cuda.caching_allocator_alloc(nbytes, device))
+
+
+def free_on_cuda(address: int) -> None:
+    """Return a block to the CUDA caching allocator."""
+    import torch
+
+    torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
