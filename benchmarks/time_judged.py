@@ -15,7 +15,7 @@ from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.times import Times
 from pytest_gpumem.judging.gate.verdict import TestVerdict, Verdict
-from pytest_gpumem.measuring.timing.comparison import SLOWER_RUN, Runs, compare, is_undecided, run_of, slower_machine
+from pytest_gpumem.judging.times.comparison import SLOWER_RUN, Runs, compare, is_undecided, run_of, slower_machine
 from pytest_gpumem.tools.ab.command import ab
 from pytest_gpumem.tools.ab.compare_variants import order_of_pair, reports_in_turns
 from pytest_gpumem.tools.ab.runs import Run as AbRun

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from pytest_gpumem.facts.values.interference import Conditions
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
-from pytest_gpumem.measuring.measure.runner import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
+from pytest_gpumem.measuring.measure.timed_steps import ROUNDS_TO_DECIDE, SECONDS_BETWEEN_SAMPLES
 from pytest_gpumem.measuring.timing.sampling import SECONDS_A_ROUND, TimeBudget, sample_step
 
 if TYPE_CHECKING:

@@ -179,7 +179,7 @@ def test_a_store_that_is_not_there_yet_is_begun(project):
     ],
 )
 def test_times_are_accepted_as_the_session_would_have(project, monkeypatch, seconds, recorded):
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)
     timed = Timed(project)
     timed.record() if recorded else timed.write()
     timed.script(seconds)

@@ -14,7 +14,7 @@ from pytest_gpumem.facts.metrics import Tolerance
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.comparison import (
     NOTHING_COMPARED,

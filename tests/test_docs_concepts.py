@@ -13,7 +13,7 @@ from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.interference import PACE
 from pytest_gpumem.judging.baselines.format import parse
-from pytest_gpumem.measuring.timing.intervals import ratio_to_runs
+from pytest_gpumem.judging.times.intervals import ratio_to_runs
 from pytest_gpumem.reporting.reports.explanation import PLURALS
 from tests.pages import ROOT, blocks, blocks_of, read
 from tests.test_example_project import OF_THE_PAGES

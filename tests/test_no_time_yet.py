@@ -124,7 +124,7 @@ def test_it(gpumem, n):
 @pytest.fixture
 def recorded(project, monkeypatch):
     """A project whose baselines have no times, on a device whose clock is a script's."""
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)
     timed = Timed(project)
     timed.write(TWO)
     assert timed.run("--gpumem-update=new", timed=False).ret == 0

@@ -14,9 +14,8 @@ import pytest_gpumem
 from pytest_gpumem.facts.measurement import Measurement
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.judging.gate.judge import judge
-from pytest_gpumem.measuring.measure.prepared import PreparedStep
+from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, PreparedStep
 from pytest_gpumem.measuring.measure.reading import Figures
-from pytest_gpumem.measuring.measure.runner import FURTHER_STEPS
 from pytest_gpumem.plugin.fixture import Gpumem
 from pytest_gpumem.plugin.runtest.judging import Judging
 
@@ -29,11 +28,14 @@ def test_it(gpumem):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     gpumem.train_step(model, torch.ones(8, 16), config="fp32", loss=lambda output, _: output.sum())
 """
-MOST_FILES = 59
-"""A third are features of a step, a file each, and the device. Torch's private names are five files, the verdict is seven."""
+MOST_FILES = 49
+"""20 files make and measure the step, 8 are the plugin's, 8 support torch (5 with its private names), 6 judge, and 5 are values.
+
+A feature that the step's config, its test or its session does not have is none of them, for example checkpointing, another rank,
+a hook, times, or values that an emulated GPU does not compute."""
 LONGEST_CHAIN = 14
 """Frames of the package that call one another without any other code in between: down to a figure of the report."""
-DEEPEST = 21
+DEEPEST = 20
 """Frames of the package in all, with those that torch calls back while operators are counted. One is `Gpumem._measured_step`,
 which measures the step of every method."""
 
@@ -120,7 +122,7 @@ def route(monkeypatch):
 @pytest.fixture
 def recorded(project, monkeypatch):
     """A project with one step, and a baseline of it, with a torch that needs no packages, as its builds for CUDA do."""
-    monkeypatch.setattr("pytest_gpumem.plugin.runtest.run.needed_by_torch", frozenset)
+    monkeypatch.setattr("pytest_gpumem.plugin.runtest.explaining.needed_by_torch", frozenset)
     project.write(STEP)
     assert project.run("--gpumem-update=new").ret == 0
     return project

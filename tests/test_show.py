@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.facts.measurement import Environment
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 from pytest_gpumem.tools.main import main
 from tests.git_store import MB, Repository, entry
 from tests.hostile import TEXTS

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_gpumem.facts.values.times import FEWEST_ROUNDS
-from pytest_gpumem.measuring.timing.comparison import MOST_RUNS
+from pytest_gpumem.judging.times.comparison import MOST_RUNS
 from pytest_gpumem.measuring.timing.sampling import DEFAULT_SECONDS, SECONDS_A_ROUND
 
 CLOCK = """
@@ -174,7 +174,7 @@ class Timed:
 
 @pytest.fixture
 def timed(project, monkeypatch) -> Timed:
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)
     return Timed(project)
 
 

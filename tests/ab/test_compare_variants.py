@@ -7,7 +7,7 @@ import pytest
 from pytest_gpumem.base.errors import RunFailed
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import Outcome
-from pytest_gpumem.measuring.timing.intervals import Interval
+from pytest_gpumem.judging.times.intervals import Interval
 from pytest_gpumem.reporting.reports.comparison import ComparedChange, ComparedRow, ComparisonReport
 from pytest_gpumem.tools.ab.compare_variants import is_emulated, is_settled, reports_in_turns
 from pytest_gpumem.tools.ab.verdicts import compare_runs

@@ -19,7 +19,7 @@ from pytest_gpumem.facts.values.module_calls import Calls
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
 from pytest_gpumem.judging.baselines.format import FORMAT, parse, render
 from pytest_gpumem.judging.gate.baseline import Baseline, Key
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 from tests.hostile import TEXTS as HOSTILE
 
 if TYPE_CHECKING:

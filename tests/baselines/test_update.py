@@ -16,7 +16,7 @@ from pytest_gpumem.judging.baselines.update import ACCEPTS, entries_to_write, ti
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, NoBaseline, baseline_of
 from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.verdict import Outcome, Verdict
-from pytest_gpumem.measuring.timing.comparison import MOST_RUNS, Runs
+from pytest_gpumem.judging.times.comparison import MOST_RUNS, Runs
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 
 CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})

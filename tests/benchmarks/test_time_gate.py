@@ -34,7 +34,7 @@ from time_replay import Timed
 from time_simulated import SCENARIOS, SCENARIOS_IN_TURNS, Machine, Moment, frequency_step
 from time_trials import QUIET, in_turns, planted, same_in_turns, same_step
 
-from pytest_gpumem.measuring.measure.runner import ROUNDS_TO_DECIDE
+from pytest_gpumem.measuring.measure.timed_steps import ROUNDS_TO_DECIDE
 
 CORES = 2
 STEP = 0.03

@@ -11,7 +11,7 @@ from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline, baseline_of
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 
 ENVIRONMENT = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 WORKLOAD = Workload("train_step", "fp32", 1000, "int64[4, 256]")

@@ -13,6 +13,7 @@ from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.times import Round, Sample, Times
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget
 from pytest_gpumem.judging.gate.comparison import Comparison
+from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.speed import (
     idle_slowdown,
     idle_throughput,
@@ -21,7 +22,7 @@ from pytest_gpumem.judging.gate.speed import (
     update_that_adds_time,
 )
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 
 TRAIN = Workload("train_step", "fp32", 1000, "int64[4, 256]")
 HERE, THERE = "Xeon, 8 cores", "EPYC, 64 cores"
@@ -148,7 +149,9 @@ def test_a_stored_time_that_is_not_compared_with_is_told_and_one_update_named(ma
 
 
 def throughput(minimum: str | None, *samples, work=DEFAULT) -> MetricVerdict | None:
-    return judge_throughput(measured(*samples, work=work), None if minimum is None else parse_rate(minimum))
+    measurement = measured(*samples, work=work)
+    assert measurement.times is not None
+    return judge_throughput(measurement, measurement.times, None if minimum is None else parse_rate(minimum))
 
 
 def test_throughput_without_a_budget_is_of_the_first_thing_that_the_step_works_on():
@@ -158,7 +161,8 @@ def test_throughput_without_a_budget_is_of_the_first_thing_that_the_step_works_o
 
 @pytest.mark.parametrize("work", [{}, DEFAULT])
 def test_throughput_that_was_not_measured_has_no_verdict(work):
-    assert throughput("1 samples/s", work=work) is None
+    untimed = judge(measured(work=work), Budget(min_throughput=parse_rate("1 samples/s")), None, {})
+    assert untimed.of("throughput") is None
     assert throughput(None, 0.5, work={}) is None
 
 

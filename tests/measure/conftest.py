@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second sample is not put off: nothing here depends on what else is at work."""
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)

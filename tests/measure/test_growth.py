@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.measuring.measure.counting import FURTHER_COUNTED_STEPS
 from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
+from pytest_gpumem.measuring.measure.prepared import MOST_WARM_UPS
 from pytest_gpumem.measuring.measure.reading import Phase
-from pytest_gpumem.measuring.measure.runner import MOST_WARM_UPS, measure_step
+from tests.measuring import measured_steps
 
 KB = 1000
 
@@ -52,7 +53,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 def measured(device, run):
-    return measure_step([Phase("step", run)], device, other_bytes=[device.live()])
+    return measured_steps([Phase("step", run)], device, other_bytes=[device.live()])
 
 
 def keeping(every: int, kept, first: int = 0):

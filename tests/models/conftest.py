@@ -40,10 +40,10 @@ def _the_same_weights_and_data() -> None:
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ``--no-gpumem-time``. What is timed has the machine to itself, and the suite's other worker waits for it."""
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.time_step", lambda *_: None)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.time_step", lambda *_: None)
 
 
 @pytest.fixture
 def _without_times(_untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not counted either: where a test says nothing about it, steps are not repeated."""
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.count_step", lambda *_, **__: NO_COUNTS)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.prepared.count_step", lambda *_, **__: NO_COUNTS)

@@ -11,7 +11,7 @@ from pytest_gpumem.base.git import Revision
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.verdict import Outcome
-from pytest_gpumem.measuring.timing.intervals import Interval
+from pytest_gpumem.judging.times.intervals import Interval
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.comparison import (
     ChangedPackage,

@@ -23,8 +23,8 @@ from pytest_gpumem.judging.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.judging.gate.failing import failing_outcomes
 from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.verdict import Outcome, TestVerdict
-from pytest_gpumem.measuring.timing.comparison import Runs
-from pytest_gpumem.measuring.timing.intervals import LEVEL
+from pytest_gpumem.judging.times.comparison import Runs
+from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.failure import accept_command, bisect_command, failure_text, measured_section
 from pytest_gpumem.reporting.reports.layout import Screen

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pytest_gpumem.base.errors import ConfigError
 from pytest_gpumem.measuring.explain.sites import Sites
-from pytest_gpumem.measuring.measure import runner
+from pytest_gpumem.measuring.measure import prepared as preparing
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS
 from pytest_gpumem.measuring.measure.reading import run_one_step
@@ -82,8 +82,8 @@ def _what_earlier_tests_loaded_is_out_of_sight(suites_objects_hidden):
 @pytest.fixture
 def bench(device, monkeypatch):
     """Where steps are neither counted nor looked at for longer than it takes to see that they repeat."""
-    monkeypatch.setattr(runner, "count_step", lambda *_, **__: NO_COUNTS)
-    monkeypatch.setattr(runner, "FURTHER_STEPS", 1)
+    monkeypatch.setattr(preparing, "count_step", lambda *_, **__: NO_COUNTS)
+    monkeypatch.setattr(preparing, "FURTHER_STEPS", 1)
     return MeasuringContext(device, time_budget=None)
 
 
@@ -200,7 +200,7 @@ def test_a_stage_holds_its_blocks_and_as_many_micro_batches_as_its_schedule(benc
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(device, monkeypatch, times):
-    monkeypatch.setattr("pytest_gpumem.measuring.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    monkeypatch.setattr("pytest_gpumem.measuring.measure.timed_steps.SECONDS_BETWEEN_SAMPLES", 0.0)
     context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
     with prepared(context, "fp32,shard=ddp,world=2") as step:
         measured = step.time(step.measure())

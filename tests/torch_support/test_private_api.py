@@ -7,12 +7,14 @@ import pickle
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import _FlopCounterMode
 
@@ -34,16 +36,25 @@ from pytest_gpumem.torch_support.private_api.compiler import (
     lists_of_script,
     load_compiler,
     never_compiled,
+    script_as,
     untraced,
 )
 from pytest_gpumem.torch_support.private_api.dispatch import (
     beneath_modes,
     flop_counter,
+    is_higher_order,
+    outside_torch_function,
     run_kernel,
     takes_numbers_for_tensors,
     watched_operators,
 )
-from pytest_gpumem.torch_support.private_api.profiler import allocation_events, event_tree, recording_no_operators
+from pytest_gpumem.torch_support.private_api.numerics import tf32_allowed
+from pytest_gpumem.torch_support.private_api.profiler import (
+    allocation_events,
+    event_tree,
+    recording_no_operators,
+    threads_of_spans,
+)
 from pytest_gpumem.torch_support.private_api.tensors import parts_of_coo, reduced_with_attribute, unwrapped
 
 
@@ -650,3 +661,130 @@ def test_a_node_whose_tensors_backward_has_freed_saved_nothing():
     result = torch.ones(3, requires_grad=True).exp()
     result.sum().backward()
     assert [one for one in autograd.saved_by(result.grad_fn) if one is not None] == []
+
+
+class Squaring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def test_a_mode_sees_functions_in_backward_only_if_it_is_entered_around_the_pass():
+    loss = Squaring.apply(torch.ones(3, requires_grad=True)).sum()
+    seen, roots = [], []
+
+    def mode():
+        return dispatch.function_mode(lambda func, args, kwargs: seen.append(func.__name__) or func(*args, **kwargs))
+
+    def around(of_pass):
+        roots.extend(of_pass)
+        return mode()
+
+    with mode():
+        loss.backward(retain_graph=True)
+    assert seen == ["backward"]
+    with autograd.engine_run_within(around), mode():
+        loss.backward(retain_graph=True)
+    assert seen[1] == "backward"
+    assert "mul" in seen[-1], "a function that the backward of `Squaring` calls"
+    loss.backward()
+    assert len(roots) == 1, "a pass after the context is torch's own"
+    assert roots[0] is loss
+
+
+def minus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a script calls torch's operator")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of another category in each release
+def test_a_script_calls_an_operator_in_place_of_a_python_function():
+    script_as(minus, "sub")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return minus(x, x)
+
+    assert torch.jit.script(step)(torch.ones(2)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("operator", "takes"), [(torch.ops.higher_order.cond, True), (torch.ops.aten.add.Tensor, False)]
+)
+def test_an_operator_takes_functions_or_tensors(operator, takes):
+    assert is_higher_order(operator) == takes
+
+
+def test_a_function_mode_decides_about_each_function_and_its_class_is_made_once():
+    with dispatch.function_mode(lambda func, _args, _kwargs: func.__name__) as mode:
+        assert torch.ones(3) == "ones"
+    assert type(dispatch.function_mode(print)) is type(mode)
+
+
+class Overriding(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
+def test_neither_modes_nor_classes_override_functions_within_the_context():
+    tensor = torch.ones(3).as_subclass(Overriding)
+
+    def refused(func, _args, _kwargs):
+        raise AssertionError(func)
+
+    with dispatch.function_mode(refused), outside_torch_function():
+        assert type(torch.add(tensor, 1)) is torch.Tensor
+    with pytest.raises(AssertionError):
+        torch.add(tensor, 1)
+
+
+def tf32_settings() -> list[object]:
+    backends = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    own = [backend.fp32_precision for backend in backends if hasattr(backend, "fp32_precision")]
+    return [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, *own]
+
+
+@pytest.mark.parametrize(("allowed", "word", "own"), [(True, "high", "tf32"), (False, "highest", "ieee")])
+def test_tf32_is_allowed_or_forbidden_in_all_settings_within_the_context(allowed, word, own):
+    before = tf32_settings()
+    with tf32_allowed(allowed):
+        products, convolutions, *of_backends = tf32_settings()
+        assert (products, convolutions, {*of_backends}) == (word, allowed, {own} if of_backends else set())
+        with torch.backends.cudnn.flags():  # reads a common setting, which raises if a backend's differs
+            pass
+    assert tf32_settings() == before
+
+
+def test_a_node_of_backward_has_the_thread_that_created_it_and_an_operator_has_none():
+    leaf, named = torch.ones(3, requires_grad=True), {}
+    with torch.autograd.profiler.profile(use_kineto=True) as profiler:
+        leaf.exp().sum().backward()
+    threads = threads_of_spans(profiler)
+    stack = list(event_tree(profiler))
+    while stack:
+        event = stack.pop()
+        named[event.name] = threads[event.start_time_ns]
+        stack += event.children
+    forward, backward = named["aten::exp"], named["autograd::engine::evaluate_function: ExpBackward0"]
+    assert forward.made_by == 0
+    assert backward.made_by == forward.run_by != 0
+
+
+@pytest.mark.parametrize(("remembers", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_default_device_applies_to_a_replaced_function_that_torch_remembers(monkeypatch, remembers, device):
+    original, functions = torch.ones, _device._device_constructors
+    functions.cache_clear()
+    try:
+        if remembers:
+            tensors.remember_functions_that_take_a_device()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "ones", partial(original))
+            with torch.device("meta"):
+                assert torch.ones(2).device.type == device
+    finally:
+        functions.cache_clear()

@@ -48,7 +48,7 @@ from pytest_gpumem.facts.values.operator_counts import (
 )
 from pytest_gpumem.judging.baselines.backend import LARGEST
 from pytest_gpumem.judging.gate.baseline import Baseline, Key
-from pytest_gpumem.measuring.timing.comparison import Runs
+from pytest_gpumem.judging.times.comparison import Runs
 
 FORMAT = 1
 

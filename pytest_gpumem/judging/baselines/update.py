@@ -19,7 +19,7 @@ from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline, with_
 from pytest_gpumem.judging.gate.one_sided import may_be_added
 from pytest_gpumem.judging.gate.speed import MACHINE, time_may_be_added
 from pytest_gpumem.judging.gate.verdict import Outcome, Verdict
-from pytest_gpumem.measuring.timing.comparison import SLOWER_RUN, slower_machine
+from pytest_gpumem.judging.times.comparison import SLOWER_RUN, slower_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

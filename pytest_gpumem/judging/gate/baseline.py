@@ -17,7 +17,7 @@ from pytest_gpumem.facts.values.operator_counts import (
     total,
 )
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
-from pytest_gpumem.measuring.timing.comparison import Runs, run_of
+from pytest_gpumem.judging.times.comparison import Runs, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

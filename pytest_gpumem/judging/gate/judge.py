@@ -62,7 +62,8 @@ def judge(
         for name in measurement.metrics
         if name != "throughput"
     ]
-    throughput = judge_throughput(measurement, budget.min_throughput)
+    times = measurement.times
+    throughput = None if times is None else judge_throughput(measurement, times, budget.min_throughput)
     notes = notes_on(comparison)
     return Verdict(
         replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.measurement import ITEMS
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
-from pytest_gpumem.measuring.timing.comparison import SpeedOutcome, compare
-from pytest_gpumem.measuring.timing.intervals import LEVEL
+from pytest_gpumem.judging.times.comparison import SpeedOutcome, compare
+from pytest_gpumem.judging.times.intervals import LEVEL
 
 if TYPE_CHECKING:
     from pytest_gpumem.base.units import ThroughputLimit
     from pytest_gpumem.facts.measurement import Environment, Measurement
     from pytest_gpumem.facts.values.option_words import UpdateMode
+    from pytest_gpumem.facts.values.times import Times
     from pytest_gpumem.judging.gate.baseline import Baseline
     from pytest_gpumem.judging.gate.comparison import Comparison
 
@@ -102,8 +103,8 @@ def not_compared_with(count: int, why: str) -> str:
     return f"{counted(count, 'time')} will not be compared with: {why}"
 
 
-def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
-    """Return the verdict on the throughput; ``None`` if it was not measured.
+def judge_throughput(measurement: Measurement, times: Times, minimum: ThroughputLimit | None) -> MetricVerdict | None:
+    """Return the verdict on a timed step's throughput; ``None`` if the work in the step is unknown.
 
     The throughput is ``over_budget`` if the confidence interval of every sample is below ``minimum``, and interference from
     other programs cannot explain the difference.
@@ -112,8 +113,8 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
         The budget is 1,000 tokens/s. The median is 950 tokens/s, but one sample's interval reaches 1,020 tokens/s, so the
         outcome is ``uncertain``.
     """
-    times, work = measurement.times, work_of(measurement, minimum)
-    if times is None or work is None or times.median <= 0:
+    work = work_of(measurement, minimum)
+    if work is None or times.median <= 0:
         return None
     unit, amount = work
     value = amount / times.median

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.facts.values.layers import folded
 from pytest_gpumem.facts.values.operator_counts import NOWHERE, OperatorSite
 from pytest_gpumem.facts.values.source_lines import all_chains
-from pytest_gpumem.measuring.explain.tracker import Tracker, function_mode
+from pytest_gpumem.measuring.explain.tracker import Tracker
 from pytest_gpumem.torch_support.private_api.autograd import next_node_number, running_node_number
+from pytest_gpumem.torch_support.private_api.dispatch import function_mode
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.facts.values.events import TensorRecord
@@ -18,7 +17,7 @@ from pytest_gpumem.measuring.devices.profiled import MARK_PREFIX
 from pytest_gpumem.measuring.explain.owners import TensorOwners
 from pytest_gpumem.measuring.explain.trace import Label, Mark
 from pytest_gpumem.torch_support.private_api.autograd import engine_run_within
-from pytest_gpumem.torch_support.private_api.dispatch import outside_torch_function
+from pytest_gpumem.torch_support.private_api.dispatch import function_mode, outside_torch_function
 from pytest_gpumem.torch_support.private_api.profiler import span
 from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, dtype_and_shape, is_a
 
@@ -268,25 +267,3 @@ def _autograd_records() -> bool:
     import torch
 
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[object]:
-    """Return a mode that calls ``call(func, args, kwargs)`` instead of each torch function."""
-    mode: AbstractContextManager[object] = _function_mode_class()(call)
-    return mode
-
-
-@cache
-def _function_mode_class() -> Any:
-    """Return the mode's class, which is made only once: a class is a reference cycle and would appear in reported garbage."""
-    from torch.overrides import TorchFunctionMode
-
-    class FunctionMode(TorchFunctionMode):
-        def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
-            self._call = call
-            super().__init__()
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return self._call(func, args, kwargs or {})
-
-    return FunctionMode

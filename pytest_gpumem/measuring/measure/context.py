@@ -55,10 +55,10 @@ class MeasuringContext:
         """
         self.device.consensus.release()
         self.device.quiesce()
-        self.device.register_existing(self.storages(held))
+        tensors = list(reachable_tensors([held]))
+        self.device.register_existing(storages_of(tensors, self.device.torch_device))
         if self.device.consensus.several:
             self.device.hold_known()
-        tensors = list(reachable_tensors([held]))
         return tuple(
             each_device.live() - sum(blocks_of(tensors, each_device.torch_device).values())
             for each_device in self.device.everywhere
@@ -69,13 +69,16 @@ class MeasuringContext:
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
-    def creation_sites(self) -> Iterator[dict[int, Site]]:
+    def creation_sites(self, *, creates: bool = True) -> Iterator[dict[int, Site]]:
         """Yield a dict with the line that created each tensor within the context, by the tensor's address.
 
         Without ``sites``, the dict stays empty.
+
+        Args:
+            creates: False if the code in the context creates no tensor, so there is nothing to record.
         """
         by_address: dict[int, Site] = {}
-        with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
+        with creation_sites(self.sites, by_address) if creates and self.sites is not None else nullcontext():
             yield by_address
 
     def device_named(self, name: str | None) -> Device:

@@ -16,9 +16,8 @@ from pytest_gpumem.measuring.explain.owners import parameters_of_optimizer
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_bytes_rarely
 from pytest_gpumem.measuring.measure.loop import LoopEnded
-from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
+from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, MeasuredStep, PreparedStep
 from pytest_gpumem.measuring.measure.reading import Reading, live_of_program, run_one_step
-from pytest_gpumem.measuring.measure.runner import FURTHER_STEPS
 from pytest_gpumem.measuring.measure.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive

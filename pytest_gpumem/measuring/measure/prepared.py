@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.measuring.explain.call_sites import OperatorSites
 from pytest_gpumem.measuring.explain.recording import ExpectedFigures, Subject, phase
-from pytest_gpumem.measuring.measure.counting import TALLIED, with_lines
-from pytest_gpumem.measuring.measure.growth import WINDOW
+from pytest_gpumem.measuring.measure.counting import NO_COUNTS, TALLIED, count_step, with_lines
+from pytest_gpumem.measuring.measure.growth import WINDOW, measure_growth
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
-from pytest_gpumem.measuring.measure.reading import run_phases
-from pytest_gpumem.measuring.measure.runner import SECONDS_BETWEEN_SAMPLES, first_times, measure_step, sample_again
+from pytest_gpumem.measuring.measure.reading import run_one_step, run_phases
+from pytest_gpumem.measuring.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
+from pytest_gpumem.measuring.measure.timed_steps import SECONDS_BETWEEN_SAMPLES, first_times, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.reading import Phase
     from pytest_gpumem.measuring.measure.settling import StepFigures
 
+MOST_WARM_UPS = 6
+"""A step runs at most this many times until two consecutive runs have the same peaks."""
+MOST_UNSTABLE_WARM_UPS = 16
+"""The same limit for steps that may compile again, or whose gradients may overflow, before they repeat."""
+FURTHER_STEPS = 4
+"""The number of further runs after the first two equal runs, or after `MOST_WARM_UPS` runs without an equal pair."""
 MOST_SAMPLES = 3
 """The maximum number of time samples: two, and a third if one of them shows a slowdown and the other is uncertain."""
 
@@ -78,8 +87,7 @@ class MeasuredStep:
 class PreparedStep:
     """A step that is ready to run.
 
-    ``model`` is ``None`` if the step calls a test's function. ``state()`` returns state such as the gradient scale. If a step
-    changes this state, the next step may differ.
+    ``model`` is ``None`` if the step calls a test's function.
     """
 
     context: MeasuringContext
@@ -95,7 +103,10 @@ class PreparedStep:
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
     is_compiled: bool = False
+    """True if the step is compiled. Then operators are not counted."""
     state: Callable[[], object] | None = None
+    """Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. A run that changes
+    this state does not count as equal, and the step runs up to `MOST_UNSTABLE_WARM_UPS` times."""
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
     """Returns the number of module calls repeated by backward. Call this after the first run."""
@@ -104,15 +115,45 @@ class PreparedStep:
     """The buffers in which ``DistributedDataParallel`` collects gradients, by bucket number."""
 
     def measure(self) -> MeasuredStep:
-        """Run the step until its peak repeats, then measure its memory and its counts."""
-        figures = measure_step(
-            self.phases,
-            self.context.device,
-            other_bytes=self.other_bytes,
-            state=self.state,
-            is_compiled=self.is_compiled,
-            peak_only=self.context.peak_only,
-        )
+        """Run the step until its peak repeats, then measure its memory and its counts.
+
+        The step runs until two consecutive runs have the same peaks, at least twice and at most `MOST_WARM_UPS` times. By then,
+        the optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs follow, which show work
+        that the step does only every second to sixth time. All ranks decide together, so all run equally many steps
+        (`Device.consensus`). See `settling` for an example.
+        """
+        device, state, peak_only = self.context.device, self.state, self.context.peak_only
+        run_step = functools.partial(run_one_step, self.phases, device, self.other_bytes)
+        step = functools.partial(run_phases, self.phases)
+        device.quiesce()
+        with cyclic_collector_off():
+            seen = [run_step()]
+            settled_at = None
+            most_warm_ups = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
+            while settled_at is None and len(seen) < most_warm_ups:
+                previous_state = state() if state is not None else None
+                seen.append(run_step())
+                is_changed = state is not None and state() != previous_state
+                if device.consensus.all(have_same_peaks(*seen[-2:]) and not is_changed):
+                    settled_at = len(seen) - 2
+            latest = seen[-1]
+            further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
+            seen += further[1:]
+            growth = (
+                measure_growth(run_step, device)
+                if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
+                else {}
+            )
+            # Count before timing. Timing trains for an unpredictable number of steps, and a step's work may depend on the
+            # weights.
+            with device.peak_ignored():
+                alike = device.consensus.all(
+                    settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
+                )
+                counted = (
+                    NO_COUNTS if peak_only else count_step(step, device, is_compiled=self.is_compiled, repeats=alike)
+                )
+        figures = replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
         recomputed = None if self.recomputed is None else self.recomputed()
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
 

@@ -13,7 +13,7 @@ Example:
         backward          4.53    8.74    8.74 MB
         optimizer         10.58   10.58   10.58 MB
 
-    Runs 1 and 2 have the same peak, but not the same peak in forward. Runs 2 and 3 are the first equal pair, so `measure_step`
+    Runs 1 and 2 have the same peak, but not the same peak in forward. Runs 2 and 3 are the first equal pair, so `PreparedStep`
     makes only 4 more runs after run 3. `figures_of_steps` is called with ``settled_at=1``, and ``left_out`` is 1.
 """
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.explain.tracker import function_mode
+from pytest_gpumem.torch_support.private_api.dispatch import function_mode
 from pytest_gpumem.torch_support.reachability import is_host, means_host, storage_of, tensors_in
 from pytest_gpumem.torch_support.static_access import is_a
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import ConfigError, MeasuringError
-from pytest_gpumem.measuring.explain.tracker import function_mode
 from pytest_gpumem.measuring.measure.reading import run_phases
 from pytest_gpumem.measuring.steps.checkpointing import BlockRuns, activation_checkpointing
 from pytest_gpumem.measuring.steps.precision import precision_named
+from pytest_gpumem.torch_support.private_api.dispatch import function_mode
 from pytest_gpumem.torch_support.reachability import tensors_in
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
         MeasuringError: A gradient is NaN at every scale. The message names its parameter.
     """
     config = training.config
-    runs = BlockRuns()
+    runs = None if config.checkpoint == "none" else BlockRuns()
     attention = AttentionDetector(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
@@ -71,16 +71,13 @@ def dry_run(training: Training, device: Device) -> DryRun:
 
     training.before_optimizer = check_gradients
     again = BackwardCallCounter()
-    with activation_checkpointing(training.model, config, runs):
+    with nullcontext() if runs is None else activation_checkpointing(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
             nan_gradients.clear()
             again.number = 0
-            parts_before = runs.again()
+            parts_before = 0 if runs is None else runs.again()
             scale_before = training.scale()
-            for phase in training.phases():
-                forward = phase.name == "forward" or training.pipeline is not None
-                with attention.watched(), cast.watched() if forward else again.counted():
-                    phase.run()
+            _run_watched(training, attention, cast, again)
             if without_gradient:
                 more = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
                 raise ConfigError(
@@ -104,13 +101,25 @@ def dry_run(training: Training, device: Device) -> DryRun:
                     )
                 notes = (f"the gradients overflow at every scale down to {scale:g}, so every step skips the optimizer",)
     training.before_optimizer = None
-    runs.check(training.model, config)
+    if runs is not None:
+        runs.check(training.model, config)
     cast.check()
     attention.check()
     notes += routes.check()
     # Recomputation runs a checkpointed module's forward without calling the module. Module hooks do not see this run, so
     # `runs` counts it.
-    return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
+    parts = 0 if runs is None else runs.again() - parts_before
+    return DryRun(notes, again.number + parts, overflows=overflows)
+
+
+def _run_watched(
+    training: Training, attention: AttentionDetector, cast: AutocastDetector, again: BackwardCallCounter
+) -> None:
+    """Run the step once. ``cast`` watches forward, ``again`` counts calls in backward, and ``attention`` watches both."""
+    for phase in training.phases():
+        forward = phase.name == "forward" or training.pipeline is not None
+        with attention.watched(), cast.watched() if forward else again.counted():
+            phase.run()
 
 
 def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Device) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
     """
     import torch
 
-    if not any(is_uninitialised(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if not is_lazy(model):
         return
     with (
         global_settings(model, config, device, training=training),
@@ -62,6 +62,11 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
         autocasting(config.precision, device.torch_device),
     ):
         call_model(model, micro_batches(batch, config.accumulate)[0])
+
+
+def is_lazy(model: torch.nn.Module) -> bool:
+    """Return whether the model's first forward creates some of its parameters or buffers."""
+    return any(is_uninitialised(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from pytest_gpumem.measuring.steps.generation import (
     with_new_tokens,
 )
 from pytest_gpumem.measuring.steps.global_settings import can_run, global_settings, initialise
-from pytest_gpumem.measuring.steps.model_source import check_existing_model
+from pytest_gpumem.measuring.steps.model_source import check_existing_model, creates_tensors
 from pytest_gpumem.measuring.steps.model_step import import_quietly, precision_of, workload_of
 from pytest_gpumem.measuring.steps.precision import autocasting, batch_in_precision
 from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
@@ -202,7 +202,7 @@ def prepared_infer_step(
     with ExitStack() as stack:
         stack.enter_context(restored_random_numbers(context.device))
         other_bytes = context.bytes_of_other_code((source.existing, batch))
-        with context.creation_sites() as creation_sites:
+        with context.creation_sites(creates=creates_tensors(source)) as creation_sites:
             model = source.model_on(device, config.precision)
             initialise(model, batch, config, context.device, training=False)
             precision = precision_of(model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_gpumem.base.errors import ConfigError, NotAStep
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measuring.steps.global_settings import is_lazy
 from pytest_gpumem.measuring.steps.precision import check_precision, in_precision
 from pytest_gpumem.torch_support.static_access import class_name, is_a
 
@@ -116,6 +117,11 @@ def model_source(model_or_factory: ModelOrFactory) -> ModelSource:
         name = factory_name(model_or_factory)
         raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {name}")
     return ModelFactory(model_or_factory)
+
+
+def creates_tensors(source: ModelSource) -> bool:
+    """Return whether tensors of the model are created in the step: by a factory, or by forward of an existing lazy model."""
+    return source.existing is None or is_lazy(source.existing)
 
 
 def check_existing_model(config: StepConfig) -> None:

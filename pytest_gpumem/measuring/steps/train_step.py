@@ -16,7 +16,7 @@ from pytest_gpumem.measuring.steps.checkpointing import activation_checkpointing
 from pytest_gpumem.measuring.steps.compiling import compile_now, compiled_model, warnings_of_compiling
 from pytest_gpumem.measuring.steps.dry_run import DryRun, counting_recomputation, dry_run
 from pytest_gpumem.measuring.steps.global_settings import can_run, global_settings, initialise
-from pytest_gpumem.measuring.steps.model_source import check_existing_model
+from pytest_gpumem.measuring.steps.model_source import check_existing_model, creates_tensors
 from pytest_gpumem.measuring.steps.model_step import build_optimizer, optimizer_named, workload_of
 from pytest_gpumem.measuring.steps.precision import batch_in_precision
 from pytest_gpumem.measuring.steps.process_group import layout_in_process_group
@@ -42,7 +42,7 @@ class PreparedTrainStep(PreparedStep):
 
 def _build(context: MeasuringContext, source: ModelSource, batch: Any, config: StepConfig) -> BuiltModel:
     """Return the test's model, or build a model on the device in the config's precision."""
-    with context.creation_sites() as creation_sites:
+    with context.creation_sites(creates=creates_tensors(source)) as creation_sites:
         model = source.model_on(context.device.torch_device, config.precision)
         initialise(model, batch, config, context.device, training=True)
     return BuiltModel(model, model, config.blocks, creation_sites)
@@ -122,7 +122,8 @@ def prepared_train_step(
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(global_settings(model, config, context.device, training=True))
         dry = dry_run(training, context.device) if has_config else DryRun()
-        stack.enter_context(activation_checkpointing(model, config))
+        if config.checkpoint != "none":
+            stack.enter_context(activation_checkpointing(model, config))
         compiles = config.compile != "none"
         if compiles:
             training.run = stack.enter_context(compiled_model(run, config.compile))

@@ -1,1 +1,1 @@
-"""Sampling of times and their statistics."""
+"""Sampling of times, and their validity."""

@@ -223,7 +223,7 @@ def time_step(
 
     Args:
         step: Runs one step.
-        phases: The step's phases by name, each with a function that runs the phase.
+        phases: The step's phases by name, each with a function to run the phase.
         device: The step's device.
         time_budget: The remaining seconds for timing.
 

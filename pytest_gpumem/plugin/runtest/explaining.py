@@ -1,4 +1,4 @@
-"""Decide which measurements in a test are explained, and run a test's call once more for an explanation.
+"""Decide which measurements in a test are explained, and explain them by running their code once more.
 
 To explain a measurement, the code runs once more while its allocations are recorded. The explanation lists the tensors at the
 peak, with the module and line of each.
@@ -7,22 +7,33 @@ peak, with the module and line of each.
 from __future__ import annotations
 
 import unittest
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.judging.baselines.update import entries_to_write
 from pytest_gpumem.judging.gate.baseline import Baseline, baseline_of
 from pytest_gpumem.judging.gate.failing import failing_metrics
-from pytest_gpumem.measuring.explain.recording import is_out_of_memory
-from pytest_gpumem.reporting.reports.explanation import out_of_memory_lines
+from pytest_gpumem.measuring.explain.recording import ExpectedFigures, gpu_that_ran_out, is_out_of_memory
+from pytest_gpumem.reporting.reports.explanation import holder_lines, out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import reads_any
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_gpumem.facts.metrics import Kind
     from pytest_gpumem.facts.values.composition import Explanation
     from pytest_gpumem.facts.values.option_words import UpdateMode
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.explain.first_use import RetainedBlocks
+    from pytest_gpumem.measuring.explain.recording import Subject
+    from pytest_gpumem.measuring.measure.context import MeasuringContext
+    from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
+    from pytest_gpumem.measuring.ranks.consensus import Alone
     from pytest_gpumem.plugin.config.settings import Settings
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
 
@@ -129,6 +140,135 @@ class ExplainPolicy:
         """Add the largest rows of the composition at an out-of-memory error to the test's report."""
         lines = out_of_memory_lines(explanation, self.settings.units)
         self.judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
+
+
+@dataclass(eq=False, repr=False)
+class Explainer:
+    """Explains a test's measurements, if `ExplainPolicy` asks for it. For this, the measured code runs again with a recording.
+
+    Example:
+        The peak of ``gpumem.train_step(model, batch)`` regressed. `explain_step` runs the step again, and `explained` adds the
+        composition of the peak to the measurement. A load runs only once, so `explain_once` calls its function again.
+    """
+
+    policy: ExplainPolicy
+    context: MeasuringContext
+    judging: Judging
+
+    @property
+    def _consensus(self) -> Alone:
+        return self.context.device.consensus
+
+    def explain_step(
+        self, prepared: PreparedStep, step: MeasuredStep, judged: JudgedMeasurement, explain: bool | None
+    ) -> tuple[MeasuredStep, Explanation | str | None]:
+        """Find the source lines of the step's counts, and explain its peak, if `ExplainPolicy` needs them. Return the step
+        and the explanation.
+
+        At this moment the step is not timed yet, so its times do not affect the decision.
+        """
+        consensus, policy = self._consensus, self.policy
+        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
+            step = prepared.locate(step)
+        if not consensus.any(policy.should_explain(judged) if explain is None else explain):
+            return step, None
+        return step, prepared.explain(step, policy.device_to_explain(judged))
+
+    def explain_once(
+        self,
+        judged: JudgedMeasurement,
+        subject: Callable[[Device], Subject],
+        *,
+        explain: bool | None = None,
+        retained: Callable[[Device], RetainedBlocks | None] | None = None,
+    ) -> JudgedMeasurement:
+        """Run code a second time with a recording, and explain its peak, if `ExplainPolicy` asks for an explanation.
+
+        Args:
+            judged: The measurement, with its verdict.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
+            explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
+            retained: Returns the tensors that the first run retained on a device. If they fail the test, their holders are
+                found before the second run.
+
+        Returns:
+            The measurement, with its explanation if there is one.
+        """
+        policy, sites = self.policy, self.context.sites
+        if sites is None:
+            return judged
+        sites.packages.clear()
+        if not self._consensus.any(policy.should_explain(judged) if explain is None else explain):
+            return judged
+        measurement, gpu = judged.measurement, policy.device_to_explain(judged)
+        device = self.context.device_named(gpu)
+        retained_blocks = retained(device) if retained is not None and policy.should_find_holders(judged) else None
+        peak = measurement.peak_allocated if gpu is None else measurement.by_device[gpu]["peak_allocated"]
+        explanation = self.context.explain(subject(device), ExpectedFigures(peak, turnover=None), device)
+        if isinstance(explanation, str):
+            judged = self.noted(judged, retained_blocks)
+        elif retained_blocks is not None:
+            explanation = retained_blocks.extend_explanation(explanation)
+        return self.with_packages(self.explained(judged, explanation, explain))
+
+    def explained(
+        self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
+    ) -> JudgedMeasurement:
+        """Return the measurement with its explanation.
+
+        If ``explanation`` is a text, it says why recording failed, and becomes a note.
+        """
+        measurement = judged.measurement
+        shows_whole_step = self._consensus.any(bool(explain) or self.policy.should_show_whole_step(judged))
+        if isinstance(explanation, str):
+            return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
+        if not shows_whole_step:
+            explanation = replace(explanation, over_time=None)
+        return judged.explained(replace(measurement, explanation=explanation))
+
+    def with_packages(self, judged: JudgedMeasurement) -> JudgedMeasurement:
+        """Add the versions of packages to the measurement's environment, and return the measurement.
+
+        The packages are those whose code ran in the recorded step, and those in the baseline's environment.
+        """
+        assert self.context.sites is not None, "only called if steps are explained"
+        names = {package.name for package in self.context.sites.packages}
+        if judged.measurement.explanation is not None:
+            names.update(needed_by_torch())
+        if isinstance(judged.baseline, Baseline):
+            names.update(judged.baseline.environment.packages)
+        if not names:
+            return judged
+        environment = replace(judged.measurement.environment, packages=versions(names))
+        return judged.explained(replace(judged.measurement, environment=environment))
+
+    def noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
+        """Return the measurement with notes on the holders of retained tensors, if it has no explanation that shows them."""
+        measurement, holders = (
+            judged.measurement,
+            () if retained_blocks is None else retained_blocks.holders(is_once=True),
+        )
+        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
+        return judged.explained(replace(measurement, notes=notes))
+
+    def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
+        """If ``error`` is an out-of-memory error, run the code again with a recording, and report the largest rows.
+
+        Args:
+            error: The error.
+            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
+        """
+        if self.context.sites is None or not self.policy.should_explain_error(error):
+            return
+        if self.judging.ranks.rank is not None:
+            return  # the other ranks may not have failed, and would not run the step again with this rank
+        # Free the objects in the failed frames. Otherwise memory would run out earlier in the second run.
+        clear_frames(error)
+        with suppress(*RAISED_BY_A_STEP):
+            device = self.context.device_named(gpu_that_ran_out(error))
+            explanation = self.context.explain_out_of_memory(subject(device), device)
+            if explanation is not None:
+                self.policy.report_out_of_memory(explanation)
 
 
 def call_again(item: pytest.Item) -> None:

@@ -116,6 +116,8 @@ class SharedFixtures:
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
     """Return the fixtures in ``among`` that a test requests, by arguments or by ``request.getfixturevalue``."""
+    if not among:
+        return ()
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 

@@ -12,12 +12,13 @@ import pytest
 
 from pytest_gpumem.base.errors import DeviceUnavailable, HookError, MeasuringError
 from pytest_gpumem.facts.measurement import Workload
+from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.gate.verdict import WHY_FAILED
 from pytest_gpumem.measuring.explain.artifacts import Artifacts
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
-from pytest_gpumem.plugin.runtest.explaining import ExplainPolicy
+from pytest_gpumem.plugin.runtest.explaining import Explainer, ExplainPolicy
 from pytest_gpumem.plugin.runtest.hook_results import environment_of
 from pytest_gpumem.plugin.runtest.judging import (
     Judging,
@@ -170,8 +171,10 @@ class Measuring:
                 over_time=bool(settings.report),
             )
             policy = ExplainPolicy(self.config, settings, judging)
-            reads = partial(self.fixtures.shared.reads, item, device)
-            run = TestRun(judging, policy, context, ownership, environment, reads)
+            # On an emulated GPU, the test's file may have read uncomputed values, even if the test runs on another device.
+            lacks_values = device.lacks("values") is not None or settings.device.startswith(EMULATED)
+            reads = partial(self.fixtures.shared.reads, item, device) if lacks_values else None
+            run = TestRun(judging, Explainer(policy, context, judging), context, ownership, environment, reads)
         except BaseException:
             device.close()
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -25,7 +25,7 @@ from pytest_gpumem.judging.gate.judge import emulated_tolerances, judge
 from pytest_gpumem.judging.gate.renaming import candidates_of
 from pytest_gpumem.judging.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
-from pytest_gpumem.measuring.timing.comparison import is_undecided
+from pytest_gpumem.judging.times.comparison import is_undecided
 from pytest_gpumem.plugin.config.command_line import COMMAND, Command
 from pytest_gpumem.plugin.config.marker import sets_itself
 from pytest_gpumem.plugin.config.options import ARGUMENT
@@ -269,12 +269,12 @@ class Judging:
         by_name = {result.measurement.name: result for result in judged}
         missing = []
         for name in stored_names:
-            if rank_in(name) != self.ranks.rank:
-                continue  # the baseline belongs to a job with another number of ranks, or to another rank, which checks it
-            if name not in by_name:
+            if name in by_name:
+                if uncounted := _uncounted(by_name[name]):
+                    missing.append(f"{name} ({', '.join(uncounted)})")
+            elif rank_in(name) == self.ranks.rank:
+                # Another rank checks its own baselines, and a job with another number of ranks takes none of them.
                 missing.append(name)
-            elif uncounted := _uncounted(by_name[name]):
-                missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
 
     def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
@@ -387,8 +387,14 @@ class Judging:
         """
         item = self.item
         verdict = self._with_changed_lines(verdict)
-        record_verdict(item, verdict)
-        decided = self.ranks.agreed(verdict, lambda combined: self._decided(combined, memory))
+        agreed = self.ranks.agreed
+        decide = partial(self._decided, memory=memory)
+        if agreed is None:
+            decided = decide(verdict)
+        else:
+            # Record this rank's verdict before waiting for the other ranks, because a rank may be lost.
+            record_verdict(item, verdict)
+            decided = agreed(verdict, decide)
         record_verdict(item, decided)
         if decided.failure is not None:
             item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
@@ -505,6 +511,8 @@ class Judging:
         if self.settings.against is not None:
             tolerances = emulated_tolerances(tolerances)
         hook = item.ihook.pytest_gpumem_tolerance
+        if not hook.get_hookimpls():
+            return tolerances
         try:
             return {
                 name: checked_tolerance(hook(item=item, metric=name, tolerance=tolerance), name, tolerance, hook)

@@ -69,14 +69,14 @@ def load(
         with read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures:
             values.append(factory())
     except Exception as error:
-        run.explain_out_of_memory(error, repeated.subject)
+        run.explainer.explain_out_of_memory(error, repeated.subject)
         raise
     (value,) = values
     loaded = repeated.loaded(value)
     by_device = {gpu: replace(memory, loaded=loaded[gpu]) for gpu, memory in figures().items()}
     workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
     judged = run.judge_figures(workload, by_device, name)
-    return value, run.explain_once(judged, repeated.subject, explain=explain)
+    return value, run.explainer.explain_once(judged, repeated.subject, explain=explain)
 
 
 class _RepeatedLoading:

@@ -22,9 +22,6 @@ class OneProcess:
     command: Sequence[str] = ("pytest",)
     """The words of the command that starts this session."""
 
-    def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
-        """Return ``decide(verdict)``.
-
-        In a session with several ranks, the subclass combines the verdicts of all ranks first.
-        """
-        return decide(verdict)
+    agreed: Callable[[TestVerdict, Callable[[TestVerdict], TestVerdict]], TestVerdict] | None = None
+    """A function that combines all ranks' verdicts on a test and decides about them by its second argument; ``None`` without
+    ranks."""

@@ -5,41 +5,37 @@ from __future__ import annotations
 import itertools
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import MeasuringError
-from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, Workload, check_name
 from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
-from pytest_gpumem.judging.gate.baseline import Baseline
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
-from pytest_gpumem.measuring.explain.recording import EarlierBlocks, ExpectedFigures, Subject, gpu_that_ran_out
+from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
 from pytest_gpumem.plugin.runtest.explaining import call_again
 from pytest_gpumem.plugin.runtest.judging import NOT_TIMED
-from pytest_gpumem.reporting.reports.explanation import holder_lines
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import instance_dict
-from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
+from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_gpumem.facts.measurement import Environment
-    from pytest_gpumem.facts.values.composition import Explanation
     from pytest_gpumem.facts.values.option_words import Routing
     from pytest_gpumem.facts.values.unknown_reads import UnknownReads
     from pytest_gpumem.judging.gate.verdict import TestVerdict
     from pytest_gpumem.measuring.devices.contract import BlockIds, Device
     from pytest_gpumem.measuring.explain.first_use import RetainedBlocks
     from pytest_gpumem.measuring.explain.owners import TensorOwners
-    from pytest_gpumem.measuring.explain.sites import Sites
     from pytest_gpumem.measuring.measure.context import MeasuringContext
     from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measuring.measure.reading import ByDevice
-    from pytest_gpumem.plugin.runtest.explaining import ExplainPolicy
+    from pytest_gpumem.plugin.runtest.explaining import Explainer
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
     from pytest_gpumem.plugin.runtest.ownership import Ownership
 
@@ -48,8 +44,7 @@ if TYPE_CHECKING:
 class TestRun:
     """A measured test from its set-up to the end of its call.
 
-    A run measures steps and regions, and passes their figures to the gate (`Judging`). If `ExplainPolicy` says so, it also
-    explains them.
+    A run measures steps and regions, and passes their figures to the gate (`Judging`) and to the `Explainer`.
 
     Example:
         ``gpumem.train_step(model, batch)`` calls `alone`, prepares the step, and calls `measure` (memory and counts), then
@@ -59,12 +54,12 @@ class TestRun:
     __test__ = False
 
     judging: Judging
-    _policy: ExplainPolicy
+    explainer: Explainer
     context: MeasuringContext
     _ownership: Ownership
     _environment: Environment
-    _reads: Callable[[], UnknownReads]
-    """Returns the uncomputed values read so far by the test and its fixtures."""
+    _reads: Callable[[], UnknownReads] | None = None
+    """Returns the uncomputed values read so far by the test and its fixtures; ``None`` if all values are computed."""
     judged: list[JudgedMeasurement] = field(default_factory=list)
     """The test's measurements so far, each with its verdict."""
     relations: int = 0
@@ -248,26 +243,18 @@ class TestRun:
         If `retained` fails the test, add notes that name the holders of the tensors.
         """
         judged = self.judge_figures(Workload("region"), figures, name)
-        if self.context.sites is None or not self._policy.should_find_holders(judged):
+        policy = self.explainer.policy
+        if self.context.sites is None or not policy.should_find_holders(judged):
             return judged
-        device = self.context.device_named(self._policy.device_to_explain(judged))
-        return self._noted(judged, self._retained_blocks(new_tensors, device))
-
-    def _noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
-        """Return the measurement with notes on the holders of retained tensors, if it has no explanation that shows them."""
-        measurement, holders = (
-            judged.measurement,
-            () if retained_blocks is None else retained_blocks.holders(is_once=True),
-        )
-        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
-        return judged.explained(replace(measurement, notes=notes))
+        device = self.context.device_named(policy.device_to_explain(judged))
+        return self.explainer.noted(judged, self._retained_blocks(new_tensors, device))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, add the largest rows of the composition to the test's report."""
         try:
             return prepared.measure()
         except Exception as error:
-            self.explain_out_of_memory(error, prepared.subject)
+            self.explainer.explain_out_of_memory(error, prepared.subject)
             raise
 
     def judge(
@@ -289,7 +276,7 @@ class TestRun:
         explanation = None
         if sites is not None:
             sites.packages.clear()
-            step, explanation = self._explain_step(prepared, step, judged, explain)
+            step, explanation = self.explainer.explain_step(prepared, step, judged, explain)
         if self.context.time_budget is not None and consensus.all(step.may_be_timed):
             step = prepared.time(step)
             judged = self.judging.judge(self._measurement_of(step, name))
@@ -302,25 +289,10 @@ class TestRun:
         if by_operator != judged.measurement.by_operator:
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if explanation is not None:
-            judged = self._explained(judged, explanation, explain)
-        judged = self._with_packages(judged, sites)
+            judged = self.explainer.explained(judged, explanation, explain)
+        judged = self.explainer.with_packages(judged)
         consensus.release()  # the caller frees the step's objects next
         return judged
-
-    def _explain_step(
-        self, prepared: PreparedStep, step: MeasuredStep, judged: JudgedMeasurement, explain: bool | None
-    ) -> tuple[MeasuredStep, Explanation | str | None]:
-        """Find the source lines of the step's counts, and explain its peak, if `ExplainPolicy` needs them. Return the step
-        and the explanation.
-
-        At this moment the step is not timed yet, so its times do not affect the decision.
-        """
-        consensus, policy = self.device.consensus, self._policy
-        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
-            step = prepared.locate(step)
-        if not consensus.any(policy.should_explain(judged) if explain is None else explain):
-            return step, None
-        return step, prepared.explain(step, policy.device_to_explain(judged))
 
     def _should_time_again(self, judged: JudgedMeasurement) -> bool:
         time_budget = self.context.time_budget
@@ -428,9 +400,11 @@ class TestRun:
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
         name = name if rank is None else name_on(rank, name)
-        reads = self._reads()
-        workload = _under_routing(workload, self.judging.settings.routing, reads)
-        return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
+        if self._reads is not None:
+            reads = self._reads()
+            workload = _under_routing(workload, self.judging.settings.routing, reads)
+            notes = (*notes, *reads.notes())
+        return Measurement(name, workload, environment, metrics, notes=tuple(notes), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` if the store already uses one of the ``names`` for another measurement on a single GPU.
@@ -448,44 +422,8 @@ class TestRun:
         for an explanation.
         """
         if not self.measures_itself:
-            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
-
-    def explain_once(
-        self,
-        judged: JudgedMeasurement,
-        subject: Callable[[Device], Subject],
-        *,
-        explain: bool | None = None,
-        new_tensors: NewTensors | None = None,
-    ) -> JudgedMeasurement:
-        """Run code a second time with a recording, and explain its peak, if `ExplainPolicy` asks for an explanation.
-
-        Args:
-            judged: The measurement, with its verdict.
-            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
-            explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
-            new_tensors: The tensors that the first run created. If some of them are retained, their holders are found
-                before the second run.
-
-        Returns:
-            The measurement, with its explanation if there is one.
-        """
-        policy, sites = self._policy, self.context.sites
-        if sites is None:
-            return judged
-        sites.packages.clear()
-        if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
-            return judged
-        measurement, gpu = judged.measurement, policy.device_to_explain(judged)
-        device = self.context.device_named(gpu)
-        retained_blocks = self._retained_blocks(new_tensors, device) if policy.should_find_holders(judged) else None
-        peak = measurement.peak_allocated if gpu is None else measurement.by_device[gpu]["peak_allocated"]
-        explanation = self.context.explain(subject(device), ExpectedFigures(peak, turnover=None), device)
-        if isinstance(explanation, str):
-            judged = self._noted(judged, retained_blocks)
-        elif retained_blocks is not None:
-            explanation = retained_blocks.extend_explanation(explanation)
-        return self._with_packages(self._explained(judged, explanation, explain), sites)
+            retained = partial(self._retained_blocks, self._made_by_call)
+            self.judged[-1] = self.explainer.explain_once(self.judged[-1], self._call_subject, retained=retained)
 
     def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
         """Return the tensors that a call or a region retained on a device.
@@ -505,61 +443,12 @@ class TestRun:
             )
         return None
 
-    def _explained(
-        self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
-    ) -> JudgedMeasurement:
-        """Return the measurement with its explanation.
-
-        If ``explanation`` is a text, it says why recording failed, and becomes a note.
-        """
-        measurement = judged.measurement
-        shows_whole_step = self.device.consensus.any(bool(explain) or self._policy.should_show_whole_step(judged))
-        if isinstance(explanation, str):
-            return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
-        if not shows_whole_step:
-            explanation = replace(explanation, over_time=None)
-        return judged.explained(replace(measurement, explanation=explanation))
-
-    def _with_packages(self, judged: JudgedMeasurement, sites: Sites) -> JudgedMeasurement:
-        """Add the versions of packages to the measurement's environment, and return the measurement.
-
-        The packages are those whose code ran in the recorded step, and those in the baseline's environment.
-        """
-        names = {package.name for package in sites.packages}
-        if judged.measurement.explanation is not None:
-            names.update(needed_by_torch())
-        if isinstance(judged.baseline, Baseline):
-            names.update(judged.baseline.environment.packages)
-        if not names:
-            return judged
-        environment = replace(judged.measurement.environment, packages=versions(names))
-        return judged.explained(replace(judged.measurement, environment=environment))
-
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """After an out-of-memory error in the test's call, run the call again with a recording, and report the largest
         rows.
         """
         if not self.measures_itself and self._at_call is not None:
-            self.explain_out_of_memory(error, self._call_subject)
-
-    def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
-        """If ``error`` is an out-of-memory error, run the code again with a recording, and report the largest rows.
-
-        Args:
-            error: The error.
-            subject: Returns the code to record, as a `Subject`, for a device in `Device.everywhere`.
-        """
-        if self.context.sites is None or not self._policy.should_explain_error(error):
-            return
-        if self.judging.ranks.rank is not None:
-            return  # the other ranks may not have failed, and would not run the step again with this rank
-        # Free the objects in the failed frames. Otherwise memory would run out earlier in the second run.
-        clear_frames(error)
-        with suppress(*RAISED_BY_A_STEP):
-            device = self.context.device_named(gpu_that_ran_out(error))
-            explanation = self.context.explain_out_of_memory(subject(device), device)
-            if explanation is not None:
-                self._policy.report_out_of_memory(explanation)
+            self.explainer.explain_out_of_memory(error, self._call_subject)
 
     def _call_subject(self, device: Device) -> Subject:
         """Return the test's call as a `Subject` that can be recorded on ``device``, one of `Device.everywhere`."""

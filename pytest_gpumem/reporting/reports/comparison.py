@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.base.git import Revision
     from pytest_gpumem.facts.metrics import Metric, Tolerance
-    from pytest_gpumem.measuring.timing.intervals import Interval
+    from pytest_gpumem.judging.times.intervals import Interval
     from pytest_gpumem.reporting.reports.session_report import SessionReport
 
 

@@ -13,7 +13,7 @@ from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
 from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.judging.gate.speed import update_that_adds_time
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
-from pytest_gpumem.measuring.timing.intervals import LEVEL
+from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.reporting.reports.explanation import explanation_blocks
 from pytest_gpumem.reporting.reports.layout import Screen, columns, without_empty
 from pytest_gpumem.reporting.reports.values import difference, on_device, peaks_by_device, shown, texts_of, tolerated

@@ -18,7 +18,7 @@ from pytest_gpumem.base.units import counted
 from pytest_gpumem.judging.changed_code.marks import ChangedCode
 from pytest_gpumem.judging.changed_code.sources import Folders
 from pytest_gpumem.judging.gate.verdict import Outcome
-from pytest_gpumem.measuring.timing.comparison import FEWEST_PAIRS
+from pytest_gpumem.judging.times.comparison import FEWEST_PAIRS
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.reporting.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.tools.ab.runs import Runner

@@ -13,7 +13,7 @@ from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.judging.changed_code.marks import with_changed_code
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.speed import OUTCOMES
-from pytest_gpumem.measuring.timing.comparison import compare_pairs, typical_seconds
+from pytest_gpumem.judging.times.comparison import compare_pairs, typical_seconds
 from pytest_gpumem.reporting.reports.comparison import (
     ComparedChange,
     ComparedRow,

@@ -1,8 +1,9 @@
-"""Dispatch modes, and operators outside or beneath them."""
+"""Function modes and dispatch modes, and operators outside or beneath them."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.torch_support.private_api.compiler import never_compiled
@@ -85,6 +86,28 @@ def watched_operators(
 
     mode: AbstractContextManager[object] = Watch()  # type: ignore[no-untyped-call]
     return mode
+
+
+def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[object]:
+    """Return a mode that calls ``call(func, args, kwargs)`` instead of each torch function."""
+    mode: AbstractContextManager[object] = _function_mode_class()(call)
+    return mode
+
+
+@cache
+def _function_mode_class() -> Any:
+    """Return the mode's class, which is made only once: a class is a reference cycle and would appear in reported garbage."""
+    from torch.overrides import TorchFunctionMode
+
+    class FunctionMode(TorchFunctionMode):
+        def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+            self._call = call
+            super().__init__()
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._call(func, args, kwargs or {})
+
+    return FunctionMode
 
 
 def outside_torch_function() -> AbstractContextManager[object]:

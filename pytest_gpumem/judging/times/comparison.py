@@ -26,19 +26,18 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.base.units import counted, word_form
 from pytest_gpumem.facts.values.interference import PACE, Slowdown
-from pytest_gpumem.measuring.timing.intervals import ratio_of_pairs, ratio_to_runs
-from pytest_gpumem.measuring.timing.validity import percent
+from pytest_gpumem.judging.times.intervals import ratio_of_pairs, ratio_to_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.facts.values.times import Round, Sample, Times
-    from pytest_gpumem.measuring.timing.intervals import Interval
+    from pytest_gpumem.judging.times.intervals import Interval
 
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
-"""If the ratio is within the tolerance, but its interval reaches beyond a slowdown of 25 %, the comparison is uncertain.
+"""If the ratio is within the tolerance, but its interval reaches beyond a 25 % slowdown, the comparison is uncertain.
 For a tolerance above 12.5 %, the limit is twice the tolerance."""
 MOST_UNKNOWN_IN_TURNS = 2
 """The same limit for an A/B comparison, as a multiple of the tolerance. It is lower, because more pairs of runs can narrow the
@@ -182,7 +181,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     Because there are few pairs, the interval is widened by Student's t.
 
     Args:
-        pairs: Pairs of consecutive runs (base, head), at least one.
+        pairs: Consecutive runs (base, head), at least one pair.
         tolerance: The tolerated slowdown as a share: 0.05 is 5 %.
     """
     usable = _usable_pairs(pairs)
@@ -242,7 +241,9 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
         )
         - 1
     )
-    return f"the machine ran {percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
+    return (
+        f"the machine ran {-100 * change:.0f} % slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
+    )
 
 
 def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
@@ -307,13 +308,13 @@ def _pace(sample: Sample) -> float | None:
 def slower_machine(current: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
     """Return a clause if the clock runs slower than a baseline's ``pace`` by more than ``most``; otherwise ``None``.
 
-    Cycles do not fully correct for a slower machine. The pace is measured with a fixed piece of work, and a slower machine
+    Cycles do not fully correct for a slower machine. The pace is measured with fixed work, and a slower machine
     slows memory accesses by another factor than this work.
     """
     if current.pace is None or pace is None:
         return None
     change = current.pace / pace - 1
-    return f"the machine runs {percent(-change)} slower than in the baseline" if change < -most else None
+    return f"the machine runs {-100 * change:.0f} % slower than in the baseline" if change < -most else None
 
 
 def _judge(
@@ -326,7 +327,7 @@ def _judge(
     *,
     most_unknown: float | None = None,
 ) -> Comparison:
-    """Judge ratios of times.
+    """Judge ratios between times.
 
     Args:
         seconds: The ratio in seconds.

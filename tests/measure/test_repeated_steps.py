@@ -19,17 +19,10 @@ from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.devices.device_lock import DeviceLock
 from pytest_gpumem.measuring.measure.counting import FURTHER_COUNTED_STEPS, NO_COUNTS
 from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, measure_growth
+from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, MOST_UNSTABLE_WARM_UPS, MOST_WARM_UPS
 from pytest_gpumem.measuring.measure.reading import Figures, Phase, run_one_step
-from pytest_gpumem.measuring.measure.runner import (
-    FURTHER_STEPS,
-    MOST_UNSTABLE_WARM_UPS,
-    MOST_WARM_UPS,
-    ROUNDS_TO_DECIDE,
-    first_times,
-    measure_step,
-    sample_again,
-)
 from pytest_gpumem.measuring.measure.settling import figures_of_steps
+from pytest_gpumem.measuring.measure.timed_steps import ROUNDS_TO_DECIDE, first_times, sample_again
 from pytest_gpumem.measuring.step_config.config import StepConfig
 from pytest_gpumem.measuring.steps.inference import infer_phases
 from pytest_gpumem.measuring.steps.training import Training
@@ -41,6 +34,7 @@ from pytest_gpumem.torch_support.garbage_collector import (
     is_heap_frozen,
 )
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
+from tests.measuring import measured_steps
 from tests.support.processes import own_objects_out_of_sight, state_of
 
 if TYPE_CHECKING:
@@ -88,7 +82,7 @@ def measured(device, phases, held: list, *, timed=False, state=None, **more) -> 
     blocks = blocks_of(reachable_tensors(held), device.torch_device)
     device.register_existing(own())
     other_bytes = [device.live() - sum(blocks.values())]
-    figures = measure_step(phases, device, other_bytes=other_bytes, state=state, **more)
+    figures = measured_steps(phases, device, other_bytes=other_bytes, state=state, **more)
     return replace(figures, times=first_times(phases, device, own, TimeBudget(0.1))) if timed else figures
 
 
@@ -238,7 +232,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_step([Phase("fail", fail)], device, other_bytes=[device.live()])
+        measured_steps([Phase("fail", fail)], device, other_bytes=[device.live()])
     assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
@@ -687,7 +681,7 @@ def run_scripted(timed: bool, phases=("step",), seconds: float = 2.0) -> list[st
 
 def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | None = None) -> StepFigures:
     step = [Phase(name, lambda: device.asked.append("run")) for name in phases]
-    figures = measure_step(step, device, other_bytes=[0])
+    figures = measured_steps(step, device, other_bytes=[0])
     if time_budget is None:
         return figures
     return replace(figures, times=first_times(step, device, lambda: [Held()], time_budget))
@@ -721,9 +715,9 @@ def test_what_counting_takes_is_in_no_window(device):
         return NO_COUNTS
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pytest_gpumem.measuring.measure.runner.count_step", count)
+        patch.setattr("pytest_gpumem.measuring.measure.prepared.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, other_bytes=[before])
+        measured_steps([Phase("step", step)], device, other_bytes=[before])
     assert counting
     assert device.close_window(outer).allocated - before == KB
 
@@ -826,7 +820,7 @@ def test_what_only_cpp_code_holds_is_still_known_when_a_step_has_been_timed(devi
     device.register_existing(reached())
     before = device.live()
     device.quiesce()
-    figures = measure_step(phases, device, other_bytes=[before])
+    figures = measured_steps(phases, device, other_bytes=[before])
     first_times(phases, device, reached, TimeBudget())
     if again:
         sample_again(phases, device, reached, 0.1)

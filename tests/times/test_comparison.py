@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.facts.values.interference import PACE, UNREAD_PACE, Slowdown
 from pytest_gpumem.facts.values.times import MOST_SLOWDOWN_OF_RUN, MOST_TIME_FACTOR_OF_RUN, Round, Sample, Times
-from pytest_gpumem.measuring.timing import intervals
-from pytest_gpumem.measuring.timing.comparison import (
+from pytest_gpumem.judging.times import intervals
+from pytest_gpumem.judging.times.comparison import (
     FEWEST_PAIRS,
     MOST_RUNS,
     SLOWER_MACHINE,
@@ -26,7 +26,7 @@ from pytest_gpumem.measuring.timing.comparison import (
     run_of,
     typical_seconds,
 )
-from pytest_gpumem.measuring.timing.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
+from pytest_gpumem.judging.times.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
 
 few_examples = settings(deadline=None, max_examples=40)
 TOLERANCE = 0.05

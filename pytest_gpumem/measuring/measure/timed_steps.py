@@ -1,18 +1,13 @@
-"""Measures a step that repeats: memory after the step has settled, then growth, counts and time."""
+"""Times a measured step without recording its allocations, between two steps whose allocations are recorded."""
 
 from __future__ import annotations
 
 import functools
 import time
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measuring.measure.counting import NO_COUNTS, count_step
-from pytest_gpumem.measuring.measure.growth import measure_growth
 from pytest_gpumem.measuring.measure.reading import run_one_step, run_phases
-from pytest_gpumem.measuring.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
 from pytest_gpumem.measuring.timing.sampling import exclusive_use, invalidate_if_refused, sample_step, time_step
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -24,73 +19,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.times import Sample, Times
     from pytest_gpumem.measuring.devices.contract import BlockIds, Device
     from pytest_gpumem.measuring.measure.reading import Phase
-    from pytest_gpumem.measuring.measure.settling import StepFigures
     from pytest_gpumem.measuring.timing.sampling import TimeBudget
 
-MOST_WARM_UPS = 6
-"""A step runs at most this many times until two consecutive runs have the same peaks."""
-FURTHER_STEPS = 4
-"""The number of further runs after the first two equal runs, or after `MOST_WARM_UPS` runs without an equal pair."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
 """The minimum number of rounds in a second or third sample, even for long steps, because this sample can fail a test."""
-MOST_UNSTABLE_WARM_UPS = 16
-"""The same limit as `MOST_WARM_UPS`, for steps that may compile again, or whose gradients may overflow, before they repeat."""
-
-
-def measure_step(
-    phases: Sequence[Phase],
-    device: Device,
-    *,
-    other_bytes: Sequence[int],
-    state: Callable[[], object] | None = None,
-    is_compiled: bool = False,
-    peak_only: bool = False,
-) -> StepFigures:
-    """Measure a step.
-
-    The step runs until two consecutive runs have the same peaks, at least twice and at most `MOST_WARM_UPS` times. By then, the
-    optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs follow, which show work that the
-    step does only every second to sixth time. All ranks decide together, so all run equally many steps (`Device.consensus`).
-    See `settling` for an example.
-
-    Args:
-        phases: The step's phases, in order.
-        device: The step's device.
-        other_bytes: Other code's live bytes on each device (`Device.everywhere`).
-        state: Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. A run
-            that changes this state does not count as equal, and the step runs up to `MOST_UNSTABLE_WARM_UPS` times.
-        is_compiled: True if the step is compiled. In this case, operators are not counted.
-        peak_only: True to measure only the peak, without further runs and without counts.
-    """
-    run_step = functools.partial(run_one_step, phases, device, other_bytes)
-    step = functools.partial(run_phases, phases)
-    device.quiesce()
-    with cyclic_collector_off():
-        seen = [run_step()]
-        settled_at = None
-        most_warm_ups = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
-        while settled_at is None and len(seen) < most_warm_ups:
-            previous_state = state() if state is not None else None
-            seen.append(run_step())
-            is_changed = state is not None and state() != previous_state
-            if device.consensus.all(have_same_peaks(*seen[-2:]) and not is_changed):
-                settled_at = len(seen) - 2
-        latest = seen[-1]
-        further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
-        seen += further[1:]
-        growth = (
-            measure_growth(run_step, device)
-            if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
-            else {}
-        )
-        # Count before timing. Timing trains for an unpredictable number of steps, and a step's work may depend on the weights.
-        with device.peak_ignored():
-            alike = device.consensus.all(
-                settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
-            )
-            counted = NO_COUNTS if peak_only else count_step(step, device, is_compiled=is_compiled, repeats=alike)
-    return replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
 
 
 def first_times(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_TABULATED = 100
-"""Up to this many values, medians come from a table of probabilities, which grows quadratically. Above, samples are drawn."""
+"""Up to this many values, medians come from a table with probabilities, which grows quadratically. Above, samples are drawn."""
 
 
 def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -> list[float]:

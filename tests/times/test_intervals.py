@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from pytest_gpumem.measuring.timing.intervals import MOST_TABULATED, resampled_medians
+from pytest_gpumem.judging.times.intervals import MOST_TABULATED, resampled_medians
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
