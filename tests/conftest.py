@@ -76,7 +76,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         "torch._inductor.config",
         "anyio",
         "anyio.pytest_plugin",
-        "fastjsonschema",
         "filelock",
         "rich.console",
         "rich.table",

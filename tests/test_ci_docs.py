@@ -211,7 +211,7 @@ def measured(red: tuple[Reader, list[Any]], tmp_path_factory: pytest.TempPathFac
     with fake_github() as github:
         reader = Reader(folder, github)
     assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
-    for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
+    for name in ("conftest", "a_plugin", "filelock", "jinja2", "json", "pytest_gpumem"):
         (reader.folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8")
     settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
     (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")

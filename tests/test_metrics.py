@@ -19,7 +19,7 @@ def test_no_row_says_what_another_place_contradicts():
         whole = metric.unit in WHOLE
         assert type(metric) is (WholeMetric if whole else RealMetric), name
         assert getattr(Measurement, name) is metric
-        # What report.schema.json goes by: it has no names.
+        # The schema of reports has this rule instead of names.
         assert name.endswith(("_time", "throughput")) is not whole
         assert metric.repeats <= whole, f"{name}: a clock's values are never the same"
         assert metric.unit == "bytes" or not metric.peak, f"{name}: the backend's workspaces are bytes"

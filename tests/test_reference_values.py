@@ -16,7 +16,8 @@ from pytest_gpumem import Composition, Environment, Explanation, Gpumem, Measure
 from pytest_gpumem.base.errors import CompositionError
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.facts.values.composition import CATEGORIES, Holder, row_from_text
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import Holder, row_from_text
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
 from pytest_gpumem.facts.values.times import Times
 from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS, parse, render
@@ -25,7 +26,6 @@ from pytest_gpumem.plugin.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.plugin.relations.estimate import Estimate
 from pytest_gpumem.plugin.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.formats import FORMATS
-from pytest_gpumem.reporting.reports.json_report import report_schema
 from tests.pages import FENCE, blocks_of, read
 
 
@@ -181,27 +181,10 @@ def test_formats_of_reports_have_an_entry_each():
 
 
 def objects() -> dict[str, set[str]]:
-    """The keys of each object in the schema of a report, by where it stands."""
-    schema = report_schema()
-    found = {"report": set(schema["properties"])}
-
-    def visit(node: object, name: str) -> None:
-        if isinstance(node, list):
-            for one in node:
-                visit(one, name)
-        elif isinstance(node, dict):
-            if isinstance(node.get("properties"), dict) and "type" in node:
-                found[name] = set(node["properties"])
-                for key, value in node["properties"].items():
-                    visit(value, key)
-            for word in ("anyOf", "items", "additionalProperties"):
-                visit(node.get(word), name)
-
-    for key, value in schema["properties"].items():
-        visit(value, key)
-    for name, value in schema["$defs"].items():
-        visit(value, name)
-    return found
+    """The keys of each object in the schema of a report."""
+    schema = json.loads(read("pytest_gpumem/reporting/reports/report.schema.json"))
+    nodes = {"report": schema, **schema["$defs"]}
+    return {name: set(node["properties"]) for name, node in nodes.items() if "properties" in node}
 
 
 def test_formats_every_key_of_a_report_has_one_row_with_a_meaning():

@@ -1,6 +1,6 @@
-"""Write `docs/reference/`: every page is made from the code.
+"""Write `docs/reference/` and the schema of JSON reports: every file is made from the code.
 
-With ``--check`` nothing is written: the program names each page that is stale, and ends with 1 if there is one.
+With ``--check`` nothing is written: the program names each file that is stale, and ends with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from reference import (  # noqa: E402
     hooks,
     markdown,
     metrics,
+    schema,
     settings,
     step_configs,
     verdicts,
@@ -57,18 +58,20 @@ def main() -> int:
     # A key of `[tool.gpumem]` that is an option has no entry of its own, but an argument of the marker has one: `device`.
     keys = [option.name for option in OPTIONS if option.is_key]
     texts = markdown.with_links(texts | {"index.md": markdown.index(texts)}, keys)
-    stale = [name for name, text in texts.items() if not _is(FOLDER / name, text)]
-    unknown = [path.name for path in FOLDER.glob("*.md") if path.name not in texts]
+    files = {FOLDER / name: text for name, text in texts.items()} | {ROOT / schema.FILE: schema.schema_text()}
+    stale = [path for path, text in files.items() if not _is(path, text)]
+    unknown = [path for path in FOLDER.glob("*.md") if path not in files]
     if check:
-        for name in [*stale, *unknown]:
-            print(f"docs/reference/{name} is stale: run `make reference`, and commit what it writes", file=sys.stderr)
+        for path in [*stale, *unknown]:
+            name = path.relative_to(ROOT).as_posix()
+            print(f"{name} is stale: run `make reference`, and commit what it writes", file=sys.stderr)
         return 1 if stale or unknown else 0
     FOLDER.mkdir(exist_ok=True)
-    for name in stale:
-        (FOLDER / name).write_text(texts[name], encoding="utf-8")
-    for name in unknown:
-        (FOLDER / name).unlink()
-    print(f"docs/reference: {len(texts)} pages, {len(stale)} written, {len(unknown)} removed")
+    for path in stale:
+        path.write_text(files[path], encoding="utf-8")
+    for path in unknown:
+        path.unlink()
+    print(f"docs/reference: {len(files)} files, {len(stale)} written, {len(unknown)} removed")
     return 0
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import pytest_gpumem
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.facts.values.composition import CATEGORIES, Holder, Row
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import Holder, Row
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.module_calls import Caller, Calls
 from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally

@@ -4,67 +4,26 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
-from pytest_gpumem.facts.values.composition import Composition, Explanation, Holder
-from pytest_gpumem.facts.values.interference import Slowdown
-from pytest_gpumem.facts.values.plain import KEY
-from pytest_gpumem.facts.values.selection import Selection
-from pytest_gpumem.facts.values.step_peaks import StepPeaks
+from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
-from pytest_gpumem.facts.values.times import SampleColumns, Times
 from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS
 from pytest_gpumem.judging.baselines.store import Store
-from pytest_gpumem.judging.gate.difference import Difference, PeakMove
-from pytest_gpumem.judging.gate.graph_changes import GraphChange
-from pytest_gpumem.judging.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
 from pytest_gpumem.measuring.explain.artifacts import TIMELINE_KEYS, Artifacts
 from pytest_gpumem.plugin.runtest.judging import record_verdict
 from pytest_gpumem.reporting.reports.files import ReportFiles
 from pytest_gpumem.reporting.reports.formats import FORMATS, Format
-from pytest_gpumem.reporting.reports.json_report import report_schema
-from pytest_gpumem.reporting.reports.results import Renaming, TestResult
-from pytest_gpumem.reporting.reports.session_report import SessionReport, StoreState, Terms
-from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
+from reference.markdown import attribute_docstrings, docstring, flat, page, paragraphs, table
+from reference.schema import report_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-Schema = dict[str, Any]
-CLASSES: dict[str, type] = {
-    "report": SessionReport,
-    "terms": Terms,
-    "selection": Selection,
-    "stored": StoreState,
-    "result": TestResult,
-    "renaming": Renaming,
-    "candidate": FormerTest,
-    "test_verdict": TestVerdict,
-    "cell": Cell,
-    "location": Location,
-    "verdict": Verdict,
-    "metric": MetricVerdict,
-    "origin": Origin,
-    "difference": Difference,
-    "moved": PeakMove,
-    "graph_change": GraphChange,
-    "measurement": Measurement,
-    "workload": Workload,
-    "environment": Environment,
-    "step_peaks": StepPeaks,
-    "explanation": Explanation,
-    "holder": Holder,
-    "composition": Composition,
-    "over_time": OverTime,
-    "phases": PhaseSpan,
-    "times": Times,
-    "sample": SampleColumns,
-    "slowed": Slowdown,
-}
-"""The classes whose fields the objects of a report are, by the object's name in the schema."""
+    from pytest_gpumem.facts.values.plain import Schema
+
 EXAMPLE = """```toml
 format = 1
 
@@ -167,91 +126,46 @@ def _rest(text: str) -> str:
 
 
 def _rows(texts: Mapping[str, str], none: str = "`null`") -> list[tuple[str, str]]:
-    return [(f"`{name}`", _flat(text, none)) for name, text in texts.items()]
-
-
-def _flat(text: str, none: str = "`null`") -> str:
-    return " ".join(paragraphs(text).replace("`None`", none).split())
+    return [(f"`{name}`", flat(text, none)) for name, text in texts.items()]
 
 
 def json_tables() -> Iterator[str]:
     """Yield a table of keys for each object of a JSON report, the report first."""
-    for name, node in objects().items():
-        rows = [(f"`{key}`", _kind(value, key), meaning(name, key, value)) for key, value in node["properties"].items()]
-        yield f"### The object `{name}`\n\n{table(('key', 'type', 'meaning'), rows)}"
+    schema = report_schema()
+    for name, node in {"report": schema, **schema["$defs"]}.items():
+        if "properties" in node:
+            rows = [
+                (f"`{key}`", _kind(value, schema["$defs"]), value["description"])
+                for key, value in node["properties"].items()
+            ]
+            yield f"### The object `{name}`\n\n{table(('key', 'type', 'meaning'), rows)}"
 
 
-def objects() -> dict[str, Schema]:
-    """Return the objects of a report by name, in the order in which they are reached."""
-    found: dict[str, Schema] = {}
-
-    def visit(name: str, node: Schema) -> None:
-        if name in found:
-            return
-        found[name] = node
-        for key, value in node["properties"].items():
-            for inner_name, inner in _objects_in(value, key):
-                visit(inner_name, inner)
-
-    visit("report", report_schema())
-    return found
+_NAMED = {"metric_name": "name of a metric", "counted_metric": "name of a metric", "number": "number"}
+"""Definitions with a name for people."""
 
 
-def _objects_in(node: Schema, name: str) -> Iterator[tuple[str, Schema]]:
-    if "$ref" in node:
-        name, node = _target(node)
-    if "properties" in node:
-        yield name, node
-        return
-    for inner in [*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")]:
-        if isinstance(inner, dict):
-            yield from _objects_in(inner, name)
-
-
-def _target(node: Schema) -> tuple[str, Schema]:
-    name = node["$ref"].rpartition("/")[2]
-    return name, report_schema()["$defs"][name]
-
-
-def meaning(owner: str, key: str, node: Schema) -> str:
-    """Return the meaning of a key: the docstring of the class's field, or the schema's description if no class has the key."""
-    own = CLASSES.get(owner)
-    texts = {} if own is None else {_key(own, name): text for name, text in attribute_docstrings(own).items()}
-    return _flat(texts[key]) if key in texts else node.get("description", "")
-
-
-def _key(owner: type, name: str) -> str:
-    found = {field.name: field.metadata.get(KEY, field.name) for field in fields(owner)}  # type: ignore[arg-type]
-    return found.get(name, name)
-
-
-_NAMED = {"metric_name": "name of a metric", "whole_metric": "name of a metric", "number": "number"}
-"""Types that have a name in the schema and another one for people."""
-
-
-def _kind(node: Schema, name: str) -> str:
+def _kind(node: Schema, definitions: Mapping[str, Schema]) -> str:
     """Return the type of a value in words, with a link to the table of an object."""
-    if "$ref" in node:
-        name, node = _target(node)
-    kinds = [_kind(one, name) for one in node.get("anyOf", ())] or [node.get("type", "string")]
-    if "properties" in node:
-        kinds = [f"[{name}](#the-object-{name})"]
-    elif "const" in node:
-        kinds = ["integer"]
-    elif kinds == ["array"]:
-        kinds = [_kind_of_array(node, name)]
-    elif kinds == ["object"]:
-        inner = [*node.get("patternProperties", {}).values(), node["additionalProperties"]]
-        kinds = [f"object of {' or '.join(_kind(one, name) for one in inner)}"]
-    elif isinstance(kinds[0], list):
-        kinds = kinds[0]
-    return _NAMED.get(name) or " or ".join([*kinds, *(["null"] if None in node.get("enum", ()) else [])])
-
-
-def _kind_of_array(node: Schema, name: str) -> str:
+    kinds = partial(_kinds, definitions=definitions)
+    name = node.get("$ref", "").rpartition("/")[2]
+    if name:
+        link = f"[{name}](#the-object-{name})" if "properties" in definitions[name] else None
+        return _NAMED.get(name) or link or _kind(definitions[name], definitions)
+    if "enum" in node:
+        return "integer" if isinstance(node["enum"][0], int) else "string"
     if "prefixItems" in node:
-        return f"[{', '.join(_kind(one, name) for one in node['prefixItems'])}]"
-    return f"array of {_kind(node['items'], name)}"
+        return f"[{', '.join(kinds(node['prefixItems']))}]"
+    if node.get("type") == "array":
+        return f"array of {_kind(node['items'], definitions)}"
+    if node.get("type") == "object":
+        values = [*node.get("patternProperties", {}).values(), node["additionalProperties"]]
+        return f"object of {' or '.join(kinds(values))}"
+    return " or ".join(kinds(node["anyOf"])) if "anyOf" in node else node["type"]
+
+
+def _kinds(nodes: Iterable[Schema], definitions: Mapping[str, Schema]) -> list[str]:
+    return [_kind(node, definitions) for node in nodes]
 
 
 def store_page() -> str:
@@ -274,5 +188,5 @@ def store_page() -> str:
         "Each [metric](metrics.md) that the measurement has is a key as well.",
         table(("key", "meaning"), _rows(workload | ENTRY_KEYS, "Absent")),
         f"## Keys of an environment\n\n{table(('key', 'meaning'), _rows(environment))}",
-        f"The other keys are the environment's details. {_flat(details.partition('.')[2])}",
+        f"The other keys are the environment's details. {flat(details.partition('.')[2])}",
     )

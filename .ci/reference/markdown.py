@@ -70,6 +70,11 @@ def paragraphs(text: str) -> str:
     return "\n\n".join(written)
 
 
+def flat(text: str, none: str = "`null`") -> str:
+    """Return the Markdown of a text in a single line. ``none`` stands for the word `None`."""
+    return " ".join(paragraphs(text).replace("`None`", none).split())
+
+
 def _blocks(text: str) -> list[str]:
     """Return the parts of a text between blank lines. Blank lines within code, which is indented, separate nothing."""
     blocks: list[str] = []

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 from pytest_gpumem.base.errors import MissingComposition, MissingMetric
 from pytest_gpumem.base.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
 from pytest_gpumem.facts.metrics import METRICS, MetricAttributes
+from pytest_gpumem.facts.values.annotations import ADDED, Count, Form
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Explanation
+from pytest_gpumem.facts.values.figures import CountedMetric, Figures, MetricName
 from pytest_gpumem.facts.values.operator_counts import KeptTallies
-from pytest_gpumem.facts.values.plain import Form, FrozenValue
+from pytest_gpumem.facts.values.plain import FrozenValue
 from pytest_gpumem.facts.values.rates import Rate, return_on
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
 from pytest_gpumem.facts.values.times import Times
@@ -78,7 +80,7 @@ class Workload:
     If the host read values that depend on the setting ``routing`` (on an emulated GPU), the text includes this setting:
     ``"fp32,routing=balanced"``.
     """
-    parameters: int | None = None
+    parameters: Count | None = None
     """The model's number of parameters."""
     batch: str | None = None
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
@@ -131,7 +133,7 @@ class Environment(FrozenValue):
     ``emulated_rnn`` is ``lower bound``, because the memory of these layers is only a lower bound. The hook
     ``pytest_gpumem_environment`` adds further names.
     """
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict, metadata=ADDED)
     """Package versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. The mapping contains the
     installed packages whose code ran in the step, and packages used by torch whose release affects memory (cuDNN, cuBLAS,
     NCCL, Triton).
@@ -181,13 +183,13 @@ class Measurement(FrozenValue, MetricAttributes):
     """The step that ran."""
     environment: Environment
     """The device and the software with which the step was measured."""
-    metrics: Mapping[str, float]
+    metrics: Annotated[Mapping[str, float], Figures()]
     """The metrics of this measurement, by name."""
     settled: bool = True
     """True if two steps in a row had the same peaks, and all later steps also had these peaks."""
     notes: tuple[str, ...] = ()
     """Remarks on the measurement, each a clause. For example, a note says that the peaks changed from step to step."""
-    recomputed: int | None = None
+    recomputed: Count | None = None
     """The number of module calls repeated in the backward pass, because the config or the model recomputes activations.
 
     ``None`` unless the step is a ``train_step``.
@@ -200,28 +202,28 @@ class Measurement(FrozenValue, MetricAttributes):
         default_factory=dict
     )
     """The number of items in one step, by unit: ``{"samples": 8, "tokens": 8192}``. `throughput` uses the first entry."""
-    step_peaks: StepPeaks = field(default_factory=StepPeaks)
+    step_peaks: StepPeaks = field(default_factory=StepPeaks, metadata=ADDED)
     """The peak of each measured step. With several GPUs, the entry for a step is its largest peak on any GPU."""
-    by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
+    by_operator: Mapping[CountedMetric, KeptTallies] = field(default_factory=dict)
     """For each of the metrics `flops`, `operators`, `syncs` and `launches`, the counts by operator. The counts have no
     source lines unless a further run recorded the lines."""
-    workspaces: int = 0
+    workspaces: Count = 0
     """The part of `peak_allocated`, in bytes, that cuBLAS allocated from torch's allocator as workspaces (CUDA only).
     Without workspaces the peak would be lower by this number. For a region or a call after which workspaces stay allocated,
     the value is the size of these workspaces at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
     """
-    unused_before: int = 0
+    unused_before: Count = field(default=0, metadata=ADDED)
     """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
     between identical runs.
     """
-    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    by_device: Mapping[str, Annotated[Mapping[str, int], Figures()]] = field(default_factory=dict, metadata=ADDED)
     """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.
 
     `Measurement.metrics` has the largest value of each metric on any of these GPUs.
     """
-    step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
+    step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict, metadata=ADDED)
     """The peaks of the steps on each GPU in ``by_device``."""
-    lowest_counts: Mapping[str, int] = field(default_factory=dict)
+    lowest_counts: Mapping[MetricName, int] = field(default_factory=dict, metadata=ADDED)
     """For each count that differed between the counted steps, its smallest value. `Measurement.metrics` has the largest
     value."""
 

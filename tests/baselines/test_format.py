@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pytest_gpumem.base.errors import FormatError
 from pytest_gpumem.facts.measurement import Environment, Workload
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
-from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import Composition, Row
 from pytest_gpumem.facts.values.module_calls import Calls
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, OperatorSite, Tally, sum_tallies, total
 from pytest_gpumem.judging.baselines.format import FORMAT, parse, render

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.facts.values.composition import CATEGORIES, Composition, Row
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import Composition, Row
 from pytest_gpumem.measuring.explain.compose import (
     category_of,
     composition_at,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.facts.values.composition import CATEGORIES, REST, Composition, Row, merge_rows
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import REST, Composition, Row, merge_rows
 from pytest_gpumem.facts.values.module_calls import EVERYWHERE, Caller, Calls
 from pytest_gpumem.facts.values.plain import from_plain, to_plain
 from pytest_gpumem.judging.gate.difference import (

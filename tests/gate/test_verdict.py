@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
-from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.plain import from_plain, to_plain
@@ -144,35 +144,42 @@ ROW = Row("activation", 10**9, "h.*", "model.py:88", "lib.py:3", "mul", "float32
 EXPLANATION = Explanation(Composition(2 * 10**9, (ROW,)), Composition(5, ()), Composition(7, ()), ("a -> a",), 2**60)
 DIFFERENCE = Difference(3, 2**53, (Change(ROW, ROW, "4 -> 8 tensors"), Change(None, ROW, "")))
 TIMES = Times((Sample((Round(0.1, 1e9, "hot"), Round(0.2)), 3, "it was hot", Slowdown(1.2, 1.1)),), {"forward": 0.1})
-NUMBERS = st.integers(0, 2**53) | st.floats(0, allow_nan=False, allow_infinity=False)
+INTEGERS = st.integers(0, 2**63 - 1)
+NUMBERS = INTEGERS | st.floats(0, allow_nan=False, allow_infinity=False)
+FIGURES = {name: INTEGERS if metric.unit in WHOLE else NUMBERS for name, metric in METRICS.items()}
 SECONDS = st.floats(1e-9, 1e6)
 PEAKS = st.lists(st.integers(0, 2**60), max_size=3).map(tuple)
 MEASUREMENTS = st.builds(
     Measurement,
     name=TEXTS,
-    workload=st.builds(Workload, TEXTS, st.none() | TEXTS, st.none() | st.integers(0), st.none() | TEXTS),
-    environment=st.builds(Environment, TEXTS, TEXTS, st.dictionaries(TEXTS, TEXTS | st.integers(), max_size=3)),
-    metrics=st.dictionaries(st.sampled_from(list(METRICS)), NUMBERS, max_size=4),
+    workload=st.builds(Workload, TEXTS, st.none() | TEXTS, st.none() | INTEGERS, st.none() | TEXTS),
+    environment=st.builds(Environment, TEXTS, TEXTS, st.dictionaries(TEXTS, TEXTS | INTEGERS, max_size=3)),
+    metrics=st.fixed_dictionaries(
+        {"peak_allocated": INTEGERS},
+        optional={name: numbers for name, numbers in FIGURES.items() if name != "peak_allocated"},
+    ),
     settled=st.booleans(),
     step_peaks=st.builds(StepPeaks, PEAKS, PEAKS, st.integers(0, 9)),
     step_peaks_by_device=st.dictionaries(TEXTS, st.builds(StepPeaks, PEAKS), max_size=2),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
-    recomputed=st.none() | st.integers(0),
+    recomputed=st.none() | INTEGERS,
     explanation=st.sampled_from([None, EXPLANATION]),
     times=st.sampled_from([None, TIMES]),
     work=st.dictionaries(st.sampled_from(["samples", "tokens", "items"]), st.floats(0, 1e9), max_size=3),
 )
-METRIC_VERDICTS = st.builds(
-    MetricVerdict,
-    metric=st.sampled_from(list(METRICS)),
-    outcome=st.sampled_from(Outcome),
-    value=NUMBERS,
-    baseline=st.none() | NUMBERS,
-    allowed=st.none() | NUMBERS,
-    budget=st.none() | NUMBERS,
-    reason=st.none() | TEXTS,
-    interval=st.none() | st.tuples(SECONDS, SECONDS),
-    of=st.none() | st.sampled_from(["samples", "steps"]),
+METRIC_VERDICTS = st.sampled_from(list(METRICS)).flatmap(
+    lambda name: st.builds(
+        MetricVerdict,
+        metric=st.just(name),
+        outcome=st.sampled_from(Outcome),
+        value=FIGURES[name],
+        baseline=st.none() | FIGURES[name],
+        allowed=st.none() | NUMBERS,
+        budget=st.none() | FIGURES[name],
+        reason=st.none() | TEXTS,
+        interval=st.none() | st.tuples(SECONDS, SECONDS),
+        of=st.none() | st.sampled_from(["samples", "steps"]),
+    )
 )
 VERDICTS = st.builds(
     Verdict,
@@ -191,7 +198,7 @@ TEST_VERDICTS = st.builds(
     unmeasured=st.none() | TEXTS,
     failed_by_itself=st.booleans(),
     relations=st.integers(0, 3),
-    cell=st.none() | st.builds(Cell, TEXTS, TEXTS, st.integers(0)),
+    cell=st.none() | st.builds(Cell, TEXTS, TEXTS, INTEGERS),
 )
 
 

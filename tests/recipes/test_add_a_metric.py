@@ -23,11 +23,11 @@ AT_ONCE = IN_PARTS.replace("[torch.ones(1_000_000), torch.ones(1_000_000)]", "to
     "== 4", "== 8"
 )
 VALID = """
-import json, pathlib
-from pytest_gpumem.reporting.reports.json_report import from_json, report_schema
+import importlib.resources, pathlib
+from pytest_gpumem.reporting.reports.json_report import from_json
 
 from_json(pathlib.Path("report.json").read_text(), "report.json")
-print(json.dumps(report_schema()))
+print(importlib.resources.files("pytest_gpumem.reporting.reports").joinpath("report.schema.json").read_text())
 """
 
 

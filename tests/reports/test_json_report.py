@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from pytest_gpumem import __version__
 from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
-from pytest_gpumem.facts.values.composition import CATEGORIES
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS
 from pytest_gpumem.facts.values.plain import to_plain
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.comparison import compare_sides, side_of_report
 from pytest_gpumem.reporting.reports.comparison_formats import markdown
 from pytest_gpumem.reporting.reports.formats import FORMATS
-from pytest_gpumem.reporting.reports.json_report import FORMAT, from_json, mistake_in, report_schema, to_json
+from pytest_gpumem.reporting.reports.json_report import FORMAT, from_json, to_json
 from pytest_gpumem.reporting.reports.layout import Screen
 from pytest_gpumem.reporting.reports.terminal import terminal_text
 from tests.hostile import ALL
@@ -35,7 +36,10 @@ from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, re
 PUBLISHED = json.loads(
     files("pytest_gpumem.reporting.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
 )
-SCHEMA = report_schema()
+SCHEMA = copy.deepcopy(PUBLISHED)
+"""The published schema allows the metrics of later versions. This one allows the known metrics."""
+SCHEMA["$defs"]["metric_name"] = {"enum": list(METRICS)}
+SCHEMA["$defs"]["counted_metric"] = {"enum": list(MADE_OF_OPERATORS)}
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 FULL = to_json(everything("a text"))
 PLAIN = json.loads(FULL)
@@ -182,19 +186,14 @@ def test_the_schema_is_one_and_a_report_that_has_everything_is_valid():
 
 def test_the_schema_names_every_metric_category_and_outcome():
     definitions = SCHEMA["$defs"]
-    assert definitions["metric_name"]["enum"] == list(METRICS)
-    assert definitions["whole_metric"]["enum"] == [name for name, one in METRICS.items() if one.unit in WHOLE]
-    assert definitions["counted_metric"]["enum"] == [
-        name for name, one in METRICS.items() if one.is_counted_by_operator
-    ]
     (real,) = definitions["measurement"]["properties"]["metrics"]["patternProperties"]
     assert [name for name in METRICS if re.search(real, name)] == [
         name for name, one in METRICS.items() if one.unit not in WHOLE
     ]
-    assert PUBLISHED["$defs"]["whole_metric"]["not"] == {"pattern": real}
+    assert definitions["metric_verdict"]["if"]["properties"]["metric"] == {"not": {"pattern": real}}
     assert definitions["category"]["enum"] == list(CATEGORIES)
-    assert definitions["metric"]["properties"]["outcome"]["enum"] == [outcome.value for outcome in Outcome]
-    assert SCHEMA["properties"]["format"]["const"] == FORMAT
+    assert definitions["metric_verdict"]["properties"]["outcome"]["enum"] == [outcome.value for outcome in Outcome]
+    assert SCHEMA["properties"]["format"]["enum"] == [FORMAT]
 
 
 @pytest.mark.parametrize("value", ["Infinity", 1.5])
@@ -215,7 +214,7 @@ def test_bytes_and_counts_are_integers_and_other_metrics_may_be_infinite(value, 
         with pytest.raises(ReportError) as raised:
             from_json(json.dumps(changed), "a.json")
         at = f"measurement.metrics.{name}" if place == "metrics" else f"verdicts[0].metrics[0].{place}"
-        assert f"{at} must be integer, but is {json.dumps(value)}" in str(raised.value)
+        assert f"{at} must be an integer, but is {json.dumps(value)}" in str(raised.value)
 
 
 def objects(schema):
@@ -305,11 +304,14 @@ WRONG = (None, True, "wrong", 12, 12.5, [], {}, -1, [[]], {"a": 1}, 2**80)
 def test_what_is_of_a_wrong_type_is_told_as_by_a_whole_validator_of_the_schema(path, value):
     changed = copy.deepcopy(SMALL)
     holder(changed, path)[path[-1]] = value
-    valid = VALIDATOR.is_valid(changed)
-    assert (mistake_in(changed) is None) is valid
-    if not valid:
-        with pytest.raises(ReportError, match=r"a\.json: "):
-            from_json(json.dumps(changed), "a.json")
+    try:
+        from_json(json.dumps(changed), "a.json")
+        told = ""
+    except ReportError as error:
+        told = str(error)
+    # A schema cannot check the text of a row, or compare two lengths.
+    assert VALIDATOR.is_valid(changed) is (not told or " is wrong: " in told), told
+    assert not told or told.startswith("a.json: ")
 
 
 # What cannot be read
@@ -329,20 +331,20 @@ def test_what_is_of_a_wrong_type_is_told_as_by_a_whole_validator_of_the_schema(p
         (FULL.replace('"shards": 3', '"shards": NaN'), "a.json: it is not JSON: JSON has no number NaN"),
         (FULL.replace('"shards": 3', '"shards": 1e999'), "a.json: it is not JSON: the number 1e999 is too large"),
         (FULL.replace('"shards": 3', f'"shards": {"9" * 5000}'), "a.json: it is not JSON: Exceeds the limit"),
-        (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards must be smaller than or equal to 1000000, but is a number with very many digits"),
-        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards must be integer, but is "3"; it comes from pytest-gpumem a text, this is'),
+        (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards must be at most 1000000, but is a number with very many digits"),
+        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards must be an integer, but is "3"; it comes from pytest-gpumem a text, this is'),
         (FULL.replace('"shards": 3', '"shard": 3'), "a.json: shards is missing;"),
         (FULL.replace('"shards": 3', '"shards": 3, "shrads": 3'), "a.json: shrads is not a known key; did you mean 'shards'?"),
         (FULL.replace('"regressed"', '"worse"'), 'metrics[0].outcome must be one of "recorded", "ok", '),
-        (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled must be boolean, but is 0"),
-        (FULL.replace('"peak": 1, ', '"peak": "1", '), 'over_time.peak must be integer, but is "1"'),
+        (FULL.replace('"settled": false', '"settled": 0'), "measurement.settled must be true or false, but is 0"),
+        (FULL.replace('"peak": 1, ', '"peak": "1", '), 'over_time.peak must be an integer, but is "1"'),
         (FULL.replace('"units": "iec"', '"unit": "iec"'), "a.json: terms.units is missing;"),
         (FULL.replace('"step_time": 0.1', '"stpe_time": 0.1'), "measurement.metrics.stpe_time is not a known key; did you mean 'step_time'?"),
-        (FULL.replace('"count": 3', '"a\\nb": [3]'), "environment.details.a\\nb must be string or integer, but is an array;"),
-        (FULL.replace("[0.9, 1.1]", '[0.9, "x"]'), """.interval[1] must be number or one of "Infinity", "-Infinity", "NaN", but is "x";"""),
-        (FULL.replace("[0.9, 1.1]", "[0.9, 1.1, 2.1]"), ".interval must contain less than or equal to 2 items, but has 3;"),
-        (FULL.replace('"update": "all"', '"update": 3'), 'terms.update must be one of "new", "improved", "all", null, but is 3;'),
-        (FULL.replace('"peak": 1, ', '"peak": -1, '), "over_time.peak must be bigger than or equal to 0, but is -1;"),
+        (FULL.replace('"count": 3', '"a\\nb": [3]'), "environment.details.a\\nb must be a string or an integer, but is an array;"),
+        (FULL.replace("[0.9, 1.1]", '[0.9, "x"]'), """.interval[1] must be a number or one of "Infinity", "-Infinity", "NaN", but is "x";"""),
+        (FULL.replace("[0.9, 1.1]", "[0.9, 1.1, 2.1]"), ".interval must have 2 items, but has 3;"),
+        (FULL.replace('"update": "all"', '"update": 3'), 'terms.update must be one of "new", "improved", "all" or null, but is 3;'),
+        (FULL.replace('"peak": 1, ', '"peak": -1, '), "over_time.peak must be at least 0, but is -1;"),
         ("[" * 100_000, "a.json: its JSON is nested too deeply"),
     ],
 )  # fmt: skip
@@ -362,11 +364,11 @@ def test_however_deep_it_is_nested_it_is_told_to_be_no_report():
 @pytest.mark.parametrize(
     ("others", "last", "told"),
     [
-        (range(50), True, "must be integer, but is true"),
-        (range(50), 2**63, "must be smaller than or equal to 9223372036854775807, but is 9223372036854775808"),
-        (range(50), "1", 'must be integer, but is "1"'),
-        ([1.0] * 50, 0.5, "must be integer, but is 0.5"),
-        ([1.0] * 50, 1e300, "must be smaller than or equal to 9223372036854775807, but is 1e+300"),
+        (range(50), True, "must be an integer, but is true"),
+        (range(50), 2**63, "must be at most 9223372036854775807, but is 9223372036854775808"),
+        (range(50), "1", 'must be an integer, but is "1"'),
+        ([1.0] * 50, 0.5, "must be an integer, but is 0.5"),
+        ([1.0] * 50, 1e300, "must be at most 9223372036854775807, but is 1e+300"),
     ],
     ids=["no number", "too large", "a text", "no whole one", "too large as a float"],
 )

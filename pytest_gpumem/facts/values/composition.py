@@ -14,48 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.base.errors import CompositionError
 from pytest_gpumem.base.units import counted, format_bytes, nearest
+from pytest_gpumem.facts.values.annotations import ADDED, Count, Form
+from pytest_gpumem.facts.values.categories import CATEGORIES
 from pytest_gpumem.facts.values.layers import Layers, Numbers, kinds_of, numbers_in, split_layers, with_layers
 from pytest_gpumem.facts.values.module_calls import Caller, Calls, outermost
-from pytest_gpumem.facts.values.plain import Form, FrozenValue
+from pytest_gpumem.facts.values.plain import FrozenValue
 from pytest_gpumem.facts.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 from pytest_gpumem.facts.values.timeline import OverTime
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-
-CATEGORIES = {
-    "parameter": "A module that ran, a fixture or the function passed to `measure` refers to the block as a "
-    "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four layers, 4 x float32[512, 128], 1.05 MB.",
-    "buffer": "A module that ran, a fixture or the function passed to `measure` refers to the block as a buffer. "
-    "Example: `running_mean` in `BatchNorm2d(64)`, float32[64], 256 B.",
-    "gradient": "A parameter refers to the block as its gradient. In a rank that runs alone, the blocks in which "
-    "`DistributedDataParallel` sends gradients are gradients too. Example: the gradients of `blocks.*.mlp.0`, 4 x "
-    "float32[512, 128], 1.05 MB.",
-    "optimizer state": "An optimizer keeps the block as the state of its parameters. The optimizer ran in the step, "
-    "or a fixture's value contains it. Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], "
-    "2.10 MB.",
-    "input": "The block was allocated before the recording, and the batch, the function passed to `measure` or a "
-    "fixture's value refers to the block. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
-    "activation": "Python code in forward, or in a checkpoint that backward recomputes, allocated the block. The "
-    "block was still allocated when the innermost module returned. For a block allocated outside modules, it was "
-    "still allocated when backward began its next node. Example: outputs of `addmm` that the four layers save for "
-    "backward, 4 x float32[2048, 512], 16.78 MB.",
-    "temporary": "The block was allocated like an activation and freed before its module returned, but after its "
-    "operator returned. Blocks that an autograd node allocates in backward are temporary too, and blocks that an "
-    "optimizer allocates and frees in its step. Example: logits that `flatten` copies in the loss, float32[8, 255, "
-    "256], 2.09 MB.",
-    "workspace": "The block was freed before its operator, or the call of this operator, returned. Memory that the "
-    "backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
-    "for each thread.",
-    "other": "No other rule matches the block. These are blocks from before the recording that no known object refers "
-    "to, blocks allocated outside modules in a step without backward, and blocks that an optimizer allocates in its "
-    "step and does not free. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
-    "unattributed": "A single row for all bytes of the step that are in no recorded block. Example: a step has 40 MB, "
-    "and its recorded blocks have 38 MB, so 2 MB are unattributed.",
-}
-"""Each category for a memory block, with the rule for its blocks and an example.
-
-A block gets the first category whose rule matches. The examples with a GPT come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
 """A baseline stores a peak's largest rows until they cover this share of the peak's bytes."""
@@ -235,7 +203,7 @@ class Composition(FrozenValue):
     """The bytes in all live blocks together."""
     rows: tuple[RowText, ...]
     """The rows, sorted by bytes. The largest row comes first."""
-    recomputed: Mapping[str, int] = field(default_factory=dict)
+    recomputed: Mapping[str, Count] = field(default_factory=dict)
     """For each module path (``blocks.*``), how many calls backward repeated because they were checkpointed."""
     notes: tuple[str, ...] = ()
     """Remarks, for example about a recorded run whose peak differs from the measured run."""
@@ -245,7 +213,7 @@ class Composition(FrozenValue):
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
     """For each module path, how many forward calls with grad mode on backward did not reach, for example after ``detach``. A
     call is not counted if it added nothing to the autograd graph and allocated nothing."""
-    phase: str = ""
+    phase: str = field(default="", metadata=ADDED)
     """The phase in which the live memory was recorded: forward, backward or optimizer. Empty if unknown."""
 
     def __post_init__(self) -> None:
@@ -472,7 +440,7 @@ class Explanation:
     cycles: tuple[str, ...] = ()
     """At most 5 reference cycles that kept tensors alive, each as its objects' types: ``"Trainer -> dict -> method ->
     Trainer"``."""
-    asked: int | None = None
+    asked: Count | None = None
     """The failed allocation's size in bytes. ``None`` if memory did not run out."""
     over_time: OverTime | None = None
     """The step's live bytes over time. ``None`` if the session writes no report (``--gpumem-report``), or if the step was
@@ -484,13 +452,13 @@ class Explanation:
     """The holders whose tensor each step replaces by a new tensor, for example ``self.last_output``. If such a tensor grew,
     the failed test's message lists the holder under ``what grew``, with the line that makes the tensor. If several lines make
     tensors with this size, the message does not name a line."""
-    gpu: str | None = None
+    gpu: str | None = field(default=None, metadata=ADDED)
     """The GPU whose memory was recorded: ``"cuda:1"``. ``None`` if the process sees only one GPU."""
-    other_phases: Mapping[str, Composition] = field(default_factory=dict)
+    other_phases: Mapping[str, Composition] = field(default_factory=dict, metadata=ADDED)
     """For every other phase with allocations, the composition at the phase's own peak."""
-    callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
+    callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict, metadata=ADDED)
     """For each module or function (``step()``, ``Net.target()``), the callers with grad mode on."""
-    function_at: Mapping[str, str] = field(default_factory=dict)
+    function_at: Mapping[str, str] = field(default_factory=dict, metadata=ADDED)
     """For each line outside a module's ``forward`` that ran with grad mode on, the function around the line: ``step()``."""
 
     def kept(self) -> Explanation:

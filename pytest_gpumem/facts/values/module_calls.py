@@ -12,6 +12,8 @@ import re
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.facts.values.annotations import Count
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
@@ -24,9 +26,9 @@ _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 class Calls(NamedTuple):
     """Counts of calls to a module: all calls, and calls with a property (grad mode off, or not reached by backward)."""
 
-    these: int
+    these: Count
     """The number of calls with the property."""
-    total: int
+    total: Count
     """The number of all calls to the module."""
 
     @property

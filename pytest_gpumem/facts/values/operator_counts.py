@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.base.units import format_count
 from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.annotations import Form
 from pytest_gpumem.facts.values.layers import folded, kinds_of, numbers_in, split_layers, with_layers
-from pytest_gpumem.facts.values.plain import Form
 from pytest_gpumem.facts.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pytest_gpumem.facts.values.plain import KEY
+from pytest_gpumem.facts.values.annotations import ADDED, KEY
 
 Test = tuple[str, str]
 """A test as its file and its name: ``("tests/test_a.py", "test_forward[fp32]")``."""
@@ -27,13 +27,13 @@ class Selection:
     """The measured tests that the session collected, including tests that it deselected and that another shard may run."""
     collected_files: frozenset[str] = frozenset()
     """The test files whose tests were all collected, even if some of them were deselected later."""
-    skipped: frozenset[tuple[str, str]] = frozenset()
+    skipped: frozenset[tuple[str, str]] = field(default=frozenset(), metadata=ADDED)
     """The tests that have baselines and whose file skipped itself during collection (``pytest.importorskip``). These tests are
     in ``measured`` as well. With ``--gpumem-strict``, the report's ``errors`` have an entry for each such file."""
-    uncollected: frozenset[tuple[str, str]] = frozenset()
+    uncollected: frozenset[tuple[str, str]] = field(default=frozenset(), metadata=ADDED)
     """The tests that have baselines and that pytest no longer collects because of ``python_functions`` or ``python_classes``.
     The session does not report their baselines as unused."""
-    omitted: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = field(default=(), metadata=ADDED)
     """A sentence for each file or test with baselines that settings, and not command-line options, excluded from the session:
     ``"tests/test_a.py was not collected ..."``. With ``--gpumem-strict``, the report's ``errors`` contain these sentences."""
 

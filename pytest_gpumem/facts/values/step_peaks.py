@@ -7,6 +7,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.facts.values.annotations import Count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ class StepPeaks:
     """The highest number of allocated bytes in each step."""
     reserved: tuple[int, ...] = ()
     """The highest number of bytes that the allocator reserved in each step. Empty if the device does not reserve memory."""
-    left_out: int = 0
+    left_out: Count = 0
     """The number of steps at the beginning that create state, for example AdamW's averages. Budgets include these steps, but
     metrics and baselines ignore them."""
 

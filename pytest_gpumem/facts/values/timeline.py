@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pytest_gpumem.facts.values.annotations import Count
+from pytest_gpumem.facts.values.categories import Category
 from pytest_gpumem.facts.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
@@ -36,9 +38,9 @@ class OverTime(FrozenValue):
     allocation or free is a further moment."""
     total: tuple[int, ...]
     """The live bytes after each moment, until the next."""
-    categories: Mapping[str, tuple[int, ...]]
+    categories: Mapping[Category, tuple[int, ...]]
     """The live bytes after each moment in each category (``"activation"``). The categories add up to ``total``."""
-    peak: int
+    peak: Count
     """The index of the moment with the peak."""
     phases: tuple[PhaseSpan, ...] = ()
     """The time span of each phase, in the order in which the phases ran."""

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
+from pytest_gpumem.facts.values.annotations import Count, Form, NotEmpty
 from pytest_gpumem.facts.values.interference import Slowdown
-from pytest_gpumem.facts.values.plain import Form, FrozenValue
+from pytest_gpumem.facts.values.plain import FrozenValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,15 +141,15 @@ class SampleColumns:
     Fields that most rounds do not need are mappings from the round's number to the value.
     """
 
-    seconds: tuple[float, ...]
+    seconds: Annotated[tuple[float, ...], NotEmpty()]
     """`Round.seconds` of every round."""
-    pace: tuple[float | None, ...]
+    pace: Annotated[tuple[float | None, ...], NotEmpty()]
     """`Round.pace` of every round."""
     disturbed: Mapping[str, str]
     """`Round.disturbed` by round number. Undisturbed rounds have no entry."""
     taken: Mapping[str, float]
     """`Round.taken` by round number. Rounds with the value 1 have no entry."""
-    steps: int
+    steps: Count
     """`Sample.steps`."""
     invalid: str | None
     """`Sample.invalid`."""
@@ -186,7 +187,7 @@ def _sample(columns: SampleColumns) -> Sample:
 class Times(FrozenValue):
     """All timings of a step in one measurement."""
 
-    samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
+    samples: Annotated[tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...], NotEmpty()]
     """The step's samples. A second sample is taken if the first does not decide the verdict."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """The median of the seconds in each phase: forward, backward and optimizer."""

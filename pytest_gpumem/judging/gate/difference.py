@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from pytest_gpumem.facts.values.annotations import ADDED
 from pytest_gpumem.facts.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, join_layers
 from pytest_gpumem.facts.values.layers import Numbers
 from pytest_gpumem.facts.values.source_lines import alternatives_clause, file_and_line, without_release
@@ -172,9 +173,9 @@ class Difference:
 
     In JSON, a change is ``[row before, row after, reason, alternatives]``.
     """
-    moved: PeakMove | None = None
+    moved: PeakMove | None = field(default=None, metadata=ADDED)
     """The phases before and after the move, if the peak moved to another phase; otherwise ``None``."""
-    graph: tuple[GraphChange, ...] = ()
+    graph: tuple[GraphChange, ...] = field(default=(), metadata=ADDED)
     """Modules whose calls autograd records now and did not record in the baseline, if rows grew because of this."""
 
     def __post_init__(self) -> None:

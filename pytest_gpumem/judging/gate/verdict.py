@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pytest_gpumem.facts.measurement import Measurement, changed_releases
 from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.annotations import ADDED, KEY, Count
+from pytest_gpumem.facts.values.figures import CountedMetric, MetricName, WholeByMetric
 from pytest_gpumem.facts.values.operator_counts import Tallies
-from pytest_gpumem.facts.values.plain import KEY
 from pytest_gpumem.judging.gate.difference import Difference
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 class MetricVerdict:
     """The verdict on one metric. All values are in the metric's unit, for example in bytes."""
 
-    metric: str
+    PLAIN_RULE: ClassVar[WholeByMetric] = WholeByMetric(("value", "baseline", "budget"))
+
+    metric: MetricName
     """The name of the metric."""
     outcome: Outcome
     """The [verdict](verdicts.md) as a word: ``regressed``."""
@@ -126,7 +129,7 @@ class MetricVerdict:
     """The 95 % confidence interval of the ratio between a time and the baseline's time, as its lower and its upper end."""
     of: str | None = None
     """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
-    gpu: str | None = None
+    gpu: str | None = field(default=None, metadata=ADDED)
     """The GPU whose bytes decided the verdict, such as ``cuda:1``, if the step used several GPUs."""
 
     @property
@@ -158,7 +161,7 @@ class Origin:
     """The abbreviated hash of the checked-out commit; ``None`` outside a git repository."""
     reason: str | None = None
     """The reason for accepting the baseline, in one line; ``None`` without a reason."""
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict, metadata=ADDED)
     """The releases of other packages by name, as in `Environment.packages`."""
 
 
@@ -173,7 +176,7 @@ class FormerTest:
     metrics: tuple[MetricVerdict, ...] = ()
     """The verdicts on the new test's bytes and counts against this baseline, the most serious first. Metrics that are ``ok`` or
     ``recorded`` are left out."""
-    accept: str = ""
+    accept: str = field(default="", metadata=ADDED)
     """The command for accepting the new test's figures."""
     prune: str = ""
     """The command for removing the baseline, in case the two tests are different."""
@@ -201,10 +204,10 @@ class Verdict:
     """The devices on which the measurement has baselines, if it has none on this device."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes in the peak's composition, if the baseline and this measurement have a composition."""
-    count_changes: Mapping[str, Tallies] = field(default_factory=dict)
+    count_changes: Mapping[CountedMetric, Tallies] = field(default_factory=dict)
     """The changed operators for each larger count, if the baseline and this measurement list its operators. Disappeared
     operators have negative numbers."""
-    candidates: tuple[FormerTest, ...] = ()
+    candidates: tuple[FormerTest, ...] = field(default=(), metadata=ADDED)
     """Deleted tests that may be this test under a former name. They are listed if this measurement has no baseline, and their
     baselines have the same step, config, batch and device."""
 
@@ -256,7 +259,7 @@ class Cell:
     """The common id of all tests in the matrix: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     """The text of the step config."""
-    index: int
+    index: Count
     """The number of this config's row in the matrix. Reports compare every row with the row that has the lowest number. This
     number is 0 if the test has no other parameters."""
 
@@ -267,7 +270,7 @@ class Location:
 
     file: str
     """The path of the file from the root directory."""
-    line: int
+    line: Count
     """The number of the line. The first line in the file has the number 1."""
 
 
@@ -307,7 +310,7 @@ class TestVerdict:
     """The reason why nothing was measured, as a clause; ``None`` if the test was measured."""
     failed_by_itself: bool = False
     """True if the test failed for another reason than the gate."""
-    relations: int = 0
+    relations: Count = 0
     """The number of true relations that the test asserted with the fixture, for example by ``assert_no_growth``."""
     cell: Cell | None = None
     """The test's cell in a matrix of step configs; ``None`` outside a matrix."""
@@ -317,13 +320,13 @@ class TestVerdict:
     """The text with which the gate failed the test; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of measurements that the test did not take although they have baselines on this device."""
-    missing_on: tuple[str, ...] = ()
+    missing_on: tuple[str, ...] = field(default=(), metadata=ADDED)
     """The slugs of the devices with the ``missing`` baselines, if the test was not measured because its device is absent."""
-    accept: str | None = None
+    accept: str | None = field(default=None, metadata=ADDED)
     """The command for accepting the figures for which the gate failed the test; ``None`` if no command can accept them."""
-    bisect: str | None = None
+    bisect: str | None = field(default=None, metadata=ADDED)
     """The command for finding the package release behind a regression; ``None`` if no package differs from the baseline's."""
-    named_device: str | None = None
+    named_device: str | None = field(default=None, metadata=ADDED)
     """The device that the test's marker names; ``None`` if the test runs on the session's device."""
 
     @property

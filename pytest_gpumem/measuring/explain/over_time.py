@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.values.composition import CATEGORIES
+from pytest_gpumem.facts.values.categories import CATEGORIES
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.measuring.explain.compose import category_of

@@ -19,7 +19,7 @@ from pytest_gpumem.reporting.reports.layout import Column, Span, Table, without_
 from pytest_gpumem.reporting.reports.values import difference, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.judging.gate.causes import Cause, Causes
@@ -167,42 +167,3 @@ def causes_in_markdown(causes: Causes, units: UnitSystem) -> str:
     header, rows = without_empty(HEADER, rows, range(_ALWAYS))
     text = escaping.table(list(header), rows, (1, *range(5, len(header))))
     return "\n".join([text, "", *notes]) if notes else text
-
-
-def plain_causes(causes: Causes) -> dict[str, Any]:
-    """Return the causes as plain values for JSON. Amounts are in the unit of their metric: bytes or counts."""
-
-    def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
-        return [
-            {
-                "test": share.growth.test,
-                "name": share.growth.name,
-                "metric": share.growth.metric,
-                "device": share.growth.device,
-                "amount": share.amount,
-            }
-            for share in shares
-        ]
-
-    return {
-        "causes": [
-            {
-                "kind": cause.kind,
-                "lines": list(cause.lines),
-                "module": cause.module,
-                "category": cause.category,
-                "operator": cause.operator,
-                "tensors": cause.tensors,
-                "reason": cause.reason,
-                "kept_in": cause.holder,
-                "packages": list(cause.packages),
-                "metric": cause.metric,
-                "total": cause.total,
-                "largest": cause.largest.amount,
-                "tests": list(cause.tests),
-                "shares": plain_shares(cause.shares),
-            }
-            for cause in causes.causes
-        ],
-        "not_explained": plain_shares(causes.not_explained),
-    }

@@ -17,9 +17,9 @@ from pytest_gpumem.reporting.reports.causes import (
     cause_notes,
     cause_table,
     causes_in_markdown,
-    plain_causes,
 )
 from pytest_gpumem.reporting.reports.comparison import NOTHING_COMPARED
+from pytest_gpumem.reporting.reports.derived_keys import cause_of, shares_of
 from pytest_gpumem.reporting.reports.explanation import explanation_blocks
 from pytest_gpumem.reporting.reports.json_report import without_infinity
 from pytest_gpumem.reporting.reports.layout import Column, Span, Table, laid_out
@@ -308,7 +308,8 @@ def to_json(report: ComparisonReport, *, finished: bool = True) -> str:
                 {"file": failure.file, "test": failure.test, "reason": failure.why} for failure in report.failed
             ],
         }
-    plain |= plain_causes(report.causes)
+    plain["causes"] = [to_plain(cause_of(cause)) for cause in report.causes.causes]
+    plain["not_explained"] = list(map(to_plain, shares_of(report.causes.not_explained)))
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import counted, format_bytes, format_bytes_change
 from pytest_gpumem.facts.metrics import METRICS
-from pytest_gpumem.facts.values.composition import CATEGORIES, REST, Composition, Explanation
+from pytest_gpumem.facts.values.categories import CATEGORIES
+from pytest_gpumem.facts.values.composition import REST, Composition, Explanation
 from pytest_gpumem.facts.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, total
 from pytest_gpumem.judging.gate.difference import CHANGED_LINE, LEAST_SHARE
 from pytest_gpumem.judging.gate.difference import difference as difference_of

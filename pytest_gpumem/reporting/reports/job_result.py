@@ -5,14 +5,19 @@ The JSON may come from a stranger's pull request, so texts are escaped and unexp
 
 from __future__ import annotations
 
-import functools
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pytest_gpumem.base.errors import ReportError
 from pytest_gpumem.base.units import counted, format_ratio
 from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.annotations import Excerpt, Form
+from pytest_gpumem.facts.values.figures import MetricName
+from pytest_gpumem.facts.values.plain import from_plain
+from pytest_gpumem.facts.values.plain_error import PlainError
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.reporting.reports import escaping
 from pytest_gpumem.reporting.reports.json_report import from_json
@@ -20,7 +25,7 @@ from pytest_gpumem.reporting.reports.markdown import markdown
 from pytest_gpumem.reporting.reports.values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import NoReturn
 
     from pytest_gpumem.reporting.reports.session_report import SessionReport
@@ -29,7 +34,9 @@ MOST_BYTES = 32 * 2**20
 """The maximum size of a JSON file in bytes. Larger files are refused, because parsing needs several times their size."""
 _MOST_ROWS = 50
 _MOST_OF_A_TEXT = 1_000
-_SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.value, Outcome.STALE.value}
+_LARGEST = 10**18
+_SHOWN = {Outcome.REGRESSED, Outcome.IMPROVED, Outcome.UNCERTAIN, Outcome.STALE}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,126 +67,123 @@ def job_result(text: str, name: str) -> JobResult:
     except (ValueError, RecursionError):
         plain = None
     if isinstance(plain, dict) and "found" in plain:
-        return _of_bisection(_checked(plain, name, "bisect"))
+        return _of_bisection(_read(_Bisection, plain, name, "bisect"))
     if isinstance(plain, dict) and "not_compared" in plain:
-        return _of_comparison(_checked(plain, name, "ab"))
+        return _of_comparison(_read(_Comparison, plain, name, "ab"))
     report = from_json(text, name)
     return JobResult(report.passed, lambda most: markdown(report, most=most), session=report)
 
 
-_TEXT = {"type": "string"}
-_NO_NUMBER = ("Infinity", "-Infinity", "NaN")
-_NUMBER = {"anyOf": [{"type": "number", "minimum": -1e18, "maximum": 1e18}, {"enum": [None, *_NO_NUMBER]}]}
-_FORMAT = {"const": 1}
+def _limited(figure: float) -> float | None:
+    if not math.isfinite(figure):
+        return None
+    if abs(figure) > _LARGEST:
+        raise ValueError(f"the number is larger than {_LARGEST}")
+    return figure
 
 
-def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
+_Figure = Annotated[float, Form(float, lambda figure: figure, _limited)] | None
 
 
-def _array(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
+@dataclass(frozen=True)
+class _Bisection(Excerpt):
+    format: Literal[1]
+    found: bool
+    result: str = ""
+    why: str = ""
+    test: str | None = None
 
 
-def _schemas() -> dict[str, dict[str, Any]]:
-    """Return a schema for each command's JSON. A schema checks only the keys read by this module."""
-    release = {"type": ["string", "null"]}
-    metric = _object(
-        {
-            "metric": {"enum": list(METRICS)},
-            "outcome": {"enum": [outcome.value for outcome in Outcome]},
-            "base": _NUMBER,
-            "head": _NUMBER,
-            "ratio": _NUMBER,
-        }
-    )
-    return {
-        "bisect": _object({"format": _FORMAT, "found": {"type": "boolean"}}, result=_TEXT, why=_TEXT, test=release),
-        "ab": _object(
-            {
-                "format": _FORMAT,
-                "accounting": _TEXT,
-                "passed": {"type": "boolean"},
-                "tests": _array(_object({"file": _TEXT, "test": _TEXT, "metrics": _array(metric)})),
-                "not_compared": _array(_object({"test": _TEXT, "reason": release})),
-            },
-            why=_TEXT,
-            packages=_array(_object({"name": _TEXT, "base": release, "head": release})),
-        ),
-    }
+@dataclass(frozen=True)
+class _Change(Excerpt):
+    metric: MetricName
+    outcome: Outcome
+    base: _Figure
+    head: _Figure
+    ratio: _Figure
 
 
-@functools.cache
-def _validator(command: str) -> Callable[[Any], Any]:
-    import fastjsonschema
+@dataclass(frozen=True)
+class _Test(Excerpt):
+    file: str
+    test: str
+    metrics: tuple[_Change, ...]
 
-    validator: Callable[[Any], Any] = fastjsonschema.compile(_schemas()[command], use_default=False)
-    return validator
+
+@dataclass(frozen=True)
+class _NotCompared(Excerpt):
+    test: str
+    reason: str | None
 
 
-def _checked(plain: dict[str, Any], name: str, command: str) -> dict[str, Any]:
-    from fastjsonschema import JsonSchemaValueException
+@dataclass(frozen=True)
+class _Package(Excerpt):
+    name: str
+    base: str | None
+    head: str | None
 
+
+@dataclass(frozen=True)
+class _Comparison(Excerpt):
+    format: Literal[1]
+    accounting: str
+    passed: bool
+    tests: tuple[_Test, ...]
+    not_compared: tuple[_NotCompared, ...]
+    why: str = ""
+    packages: tuple[_Package, ...] = ()
+
+
+def _read(kind: Callable[..., _T], plain: dict[str, Any], name: str, command: str) -> _T:
     try:
-        _validator(command)(plain)
-    except JsonSchemaValueException as error:
-        path = escaping.visible(str(error.name)[:_MOST_OF_A_TEXT].removeprefix("data.").removeprefix("data"))
-        wrong = f"its {path} is" if path else "it is"
+        return from_plain(kind, plain)
+    except PlainError as error:
+        wrong = f"its {escaping.visible(error.path)} is" if error.path else "it is"
         raise ReportError(f"{name}: {wrong} not what this version's `gpumem {command} --report` writes") from None
-    return plain
 
 
-def _of_bisection(plain: dict[str, Any]) -> JobResult:
-    if not plain["found"]:
-        why = _plain(_first_line(plain.get("why", "")))
+def _of_bisection(bisection: _Bisection) -> JobResult:
+    if not bisection.found:
+        why = _plain(_first_line(bisection.why))
         return JobResult(passed=False, markdown=_fitting([f"### gpumem bisect: nothing was found\n\n{why}"]))
-    title = _cut(escaping.visible(escaping.one_line(plain.get("result", ""))))
-    test = f"\n\nSearched with {escaping.code(_cut(plain['test']))}." if plain.get("test") else ""
+    title = _cut(escaping.visible(escaping.one_line(bisection.result)))
+    test = f"\n\nSearched with {escaping.code(_cut(bisection.test))}." if bisection.test else ""
     return JobResult(passed=False, markdown=_fitting([f"### gpumem bisect\n\n{_plain(title)}.{test}"]), title=title)
 
 
-def _of_comparison(plain: dict[str, Any]) -> JobResult:
-    accounting = plain["accounting"].removeprefix("gpumem ab: ") or "nothing was compared"
+def _of_comparison(comparison: _Comparison) -> JobResult:
+    accounting = comparison.accounting.removeprefix("gpumem ab: ") or "nothing was compared"
     head = [f"### gpumem ab: {_plain(accounting)}"]
-    if why := _first_line(plain.get("why", "")):
+    if why := _first_line(comparison.why):
         head.append(_plain(why))
     packages = [
-        f"{package['name']} {package['head'] or 'gone'}, was {package['base'] or 'not there'}"
-        for package in plain.get("packages", ())
+        f"{package.name} {package.head or 'gone'}, was {package.base or 'not there'}" for package in comparison.packages
     ]
     if packages:
         head.append(f"Packages: {_plain('; '.join(packages))}")
-    rows = list(_rows(plain))
+    rows = list(_rows(comparison))
     notes = [
-        f"- {_plain(test['test'])}: {_plain(test['reason'])}"
-        for test in plain["not_compared"]
-        if test["reason"] is not None
+        f"- {_plain(test.test)}: {_plain(test.reason)}" for test in comparison.not_compared if test.reason is not None
     ]
     table = [escaping.table(["test", "metric", "base", "head", "change", "verdict"], rows[:_MOST_ROWS], (0, 1, 5))]
     more = [f"{counted(len(rows) - _MOST_ROWS, 'more row')} in the whole report."] if len(rows) > _MOST_ROWS else []
     parts = [*head, *(table if rows else []), *more, *(["\n".join(notes[:_MOST_ROWS])] if notes else [])]
-    return JobResult(plain["passed"], _fitting(parts))
+    return JobResult(comparison.passed, _fitting(parts))
 
 
-def _rows(plain: dict[str, Any]) -> Iterator[list[str]]:
+def _rows(comparison: _Comparison) -> Iterator[list[str]]:
     """Yield a row for each changed metric."""
-    for test in plain["tests"]:
-        for change in test["metrics"]:
-            if change["outcome"] in _SHOWN:
-                metric = change["metric"]
-                base, head, ratio = (_finite(change[key]) for key in ("base", "head", "ratio"))
+    for test in comparison.tests:
+        for change in test.metrics:
+            if change.outcome in _SHOWN:
                 yield [
-                    escaping.code_in_table(_cut(f"{test['file']}::{test['test']}")),
-                    METRICS[metric].title,
-                    shown(metric, base, "si"),
-                    shown(metric, head, "si"),
-                    "" if ratio is None else format_ratio(ratio - 1),
-                    change["outcome"],
+                    escaping.code_in_table(_cut(f"{test.file}::{test.test}")),
+                    METRICS[change.metric].title,
+                    shown(change.metric, change.base, "si"),
+                    shown(change.metric, change.head, "si"),
+                    "" if change.ratio is None else format_ratio(change.ratio - 1),
+                    change.outcome.value,
                 ]
-
-
-def _finite(plain: float | str | None) -> float | None:
-    return None if isinstance(plain, str) else plain
 
 
 def _refused(text: str) -> NoReturn:

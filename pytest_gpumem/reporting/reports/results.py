@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.values.annotations import ADDED
 from pytest_gpumem.facts.values.plain import from_plain, to_plain
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.speed import NO_TIME
@@ -47,7 +48,7 @@ class Renaming:
     """The former test's id without its file."""
     grown: MetricVerdict | None = None
     """The first metric that grew beyond its tolerance; ``None`` if no metric did."""
-    accept: str = ""
+    accept: str = field(default="", metadata=ADDED)
     """The command to accept the new test's figures."""
     prune: str = ""
     """The command to remove the baseline if it belongs to a different test."""
@@ -69,16 +70,16 @@ class TestResult:
     """True if all phases of the test passed. A test that was skipped, or failed as expected, is neither passed nor failed."""
     failed: bool = False
     """True if any phase of the test failed: its set-up, its call or its tear-down."""
-    failed_in: FailedIn | None = None
+    failed_in: FailedIn | None = field(default=None, metadata=ADDED)
     """The phase in which the test failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the process
     that ran the test crashed. ``None`` if the test did not fail.
     """
-    failed_by_gate: bool = False
+    failed_by_gate: bool = field(default=False, metadata=ADDED)
     """True if only the gate failed the test."""
-    unwritten: bool = False
+    unwritten: bool = field(default=False, metadata=ADDED)
     """True if the test's accepted figures could not be written to the store, for example on a full disk."""
 
-    renamed: Renaming | None = None
+    renamed: Renaming | None = field(default=None, metadata=ADDED)
     """The test's likely former name; ``None`` if the test has a baseline, or if no unused baseline is similar enough."""
 
     @property

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pytest_gpumem.base.units import UnitSystem, counted
 from pytest_gpumem.facts.metrics import METRICS
+from pytest_gpumem.facts.values.annotations import ADDED, KEY, Count, Form, Range
 from pytest_gpumem.facts.values.option_words import UpdateMode
-from pytest_gpumem.facts.values.plain import KEY, Form
 from pytest_gpumem.facts.values.selection import Selection
 from pytest_gpumem.judging.baselines.selecting import unused_baselines
 from pytest_gpumem.judging.baselines.update import ACCEPTS
@@ -54,7 +54,7 @@ class Terms:
     """The mode from ``--gpumem-update``, such as ``new`` or ``all``; ``None`` without the option."""
     units: UnitSystem = "si"
     """The unit system of texts for people: ``si`` or ``iec``."""
-    against: str | None = None
+    against: str | None = field(default=None, metadata=ADDED)
     """The slug of the real GPU whose baselines an emulated GPU was compared with (``--gpumem-against``); otherwise ``None``.
     """
 
@@ -119,9 +119,9 @@ class SessionReport:
     """The reason why not all selected tests were run, as a clause, for example Ctrl-C or ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
     """The files with collection errors, sorted."""
-    shards: int = 1
+    shards: Annotated[int, Range(1, 1_000_000)] = 1
     """The number of merged reports."""
-    unmeasured_failures: int = field(default=0, metadata={KEY: "others_failed"})
+    unmeasured_failures: Count = field(default=0, metadata={KEY: "others_failed"})
     """The number of failed tests that are not measured, including failures in set-up or tear-down. If a plugin reruns a test,
     the last run counts.
     """

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.units import SIZES, SYSTEMS, counted, format_bytes, format_seconds
-from pytest_gpumem.facts.values.composition import CATEGORIES
+from pytest_gpumem.facts.values.categories import CATEGORIES
 from pytest_gpumem.reporting.reports.escaping import visible
 from pytest_gpumem.reporting.reports.explanation import PLURALS
 from pytest_gpumem.reporting.reports.matrix import efficient
