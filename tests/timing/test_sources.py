@@ -7,10 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from pytest_gpumem.measuring.timing.comparison import Runs, compare
 
 from pytest_gpumem.measuring.devices import load_source, proc
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
-from pytest_gpumem.measuring.timing.comparison import Runs, compare
 from pytest_gpumem.measuring.timing.sampling import sample_step
 from tests.support.psutil_shapes import Linux, MacOS, Windows, fake_psutil
 
