@@ -297,9 +297,9 @@ class MetricAttributes:
     itself, but the operators inside are.
 
     Operators that only make a view or allocate (``view``, ``t``, ``expand``, ``detach``, ``empty``) do not count, because
-    their number differs between releases of torch. A call with a tensor subclass (such as int8 weights) counts once. In a
-    failure, an operator in the backward pass has the line of the forward call that created its autograd node, and a
-    recomputed operator has the line of its first call.
+    their number differs between releases of torch. A call with a tensor subclass (such as int8 weights) counts as one
+    operator, even if it runs several. In a failure, an operator in the backward pass has the line of the forward call that
+    created its autograd node, and a recomputed operator has the line of its first call.
     """
 
     syncs = WholeMetric(

@@ -274,7 +274,10 @@ def site_folders_here() -> list[Path]:
 
 
 def _layer() -> str:
-    """Return the text for a ``.pth`` file that lets a new environment import the current packages, after its own."""
+    """Return the text of a ``.pth`` file for a new environment.
+
+    The file appends this interpreter's package folders to ``sys.path``, so the new environment finds its own packages first.
+    """
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 

@@ -185,7 +185,10 @@ def _number(device: int) -> int:
 
 
 def _installed() -> list[str]:
-    """Return the names of modules from installed packages whose import has been completed, in import order."""
+    """Return the names of the fully imported modules in installed packages, in import order.
+
+    A module is left out while the module or a parent package is still being imported.
+    """
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())}
     begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # set by importlib
     return [

@@ -53,7 +53,7 @@ class Scores:
     are_probabilities: bool = False
 
     def choices(self) -> Choices | None:
-        """Return a note for indices chosen among these scores; ``None`` if every index is excluded."""
+        """Return a note on integers that an operator chooses as indices of these scores; ``None`` if all are excluded."""
         indices = self.excluded.nonzero_static(size=int(self.excluded.count_nonzero())).flatten().tolist()
         return Choices(frozenset(indices), are_new=True) if len(indices) < len(self.excluded) else None
 
@@ -112,7 +112,7 @@ class Exclusions:
         return exclusion.excluded.issuperset(on_host(among).flatten().tolist())
 
     def result(self, operator: Operator, args: tuple[Any, ...]) -> Scores | Choices | None:
-        """Return the note for the result of an operator with unknown operands; ``None`` if nothing is excluded."""
+        """Return the note on an operator's result if an operand is unknown; ``None`` if no index or value can be excluded."""
         name = operator.name.removesuffix("_")
         first, second, third = (*args, None, None, None)[:3]
         if name == "cat":
@@ -145,7 +145,11 @@ class Exclusions:
         return scores.choices() if name == "argmax" and bool(scores.left.any()) else None
 
     def _selected(self, mask: object, if_true: object, if_false: object) -> Scores | None:
-        """Return the note for the result of ``torch.where(mask, if_true, if_false)``; ``None`` if nothing is excluded."""
+        """Return a note on the scores ``torch.where(mask, if_true, if_false)``: the indices with -inf in every row.
+
+        `argmax` and similar operators cannot choose these indices. Return ``None`` if neither value is -inf or has a note, if
+        a value contains probabilities, or if the mask and the values do not have the same last dimension.
+        """
         values = (if_true, if_false)
         sizes = [value.shape[-1] for value in (mask, *values) if isinstance(value, torch.Tensor) and value.dim()]
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or len({*sizes}) != 1 or not mask.dim():
@@ -166,7 +170,7 @@ class Exclusions:
         return Scores(excluded, left)
 
     def _scores_of(self, value: object, count: int) -> Scores | None:
-        """Return a note about a tensor of scores, or about a number in place of all scores; ``None`` for probabilities."""
+        """Return the note on a tensor of scores, or on ``count`` scores that all equal a number; ``None`` for probabilities."""
         nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
         exclusion = self._of(value) if isinstance(value, torch.Tensor) else None
         if isinstance(exclusion, Scores):

@@ -73,7 +73,8 @@ class Step:
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
     """Yield a step for each instruction, in order.
 
-    When a step pushes a cell, the caller can set the cell's ``kind``. A later step pops the same object.
+    The caller can set the ``kind`` of a cell in a step's ``put``. The later step that takes this cell has the same object in
+    ``taken``, so its ``kind`` is still set.
     """
     stack: list[StackCell] | None = []
     waiting: dict[int, list[StackCell]] = {}
@@ -153,7 +154,7 @@ def _works(name: str) -> bool:
 
 
 def _put(instruction: dis.Instruction, count: int) -> list[StackCell]:
-    """Return new cells for the results of an instruction. If it loads a variable or attribute, the cells have the name."""
+    """Return new cells for an instruction's results. If the instruction loads a variable or attribute, they get its name."""
     put = [StackCell() for _ in range(count)]
     if instruction.opname == "BUILD_SLICE":
         put[0].constant = slice(None)  # any slice: callers check only the type

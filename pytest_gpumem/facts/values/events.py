@@ -32,10 +32,12 @@ class AllocationEvent(NamedTuple):
 
 
 class SpanBegin(NamedTuple):
-    """A span begins: an operator (``aten::addmm``) or autograd node starts to run, or this package sets a mark.
+    """A span begins: an operator (``aten::addmm``), an autograd node, or a mark.
+
+    A mark is a span of Python code that this package labels, such as a phase or a module call.
 
     ``sequence`` is autograd's sequence number, or -1 if there is none. A forward operator and the autograd node that it created
-    have the same sequence number. ``mark`` is the index of a mark in the recording, or -1 for operators and nodes.
+    have the same sequence number. ``mark`` is the mark's index in the recording, or -1 for operators and nodes.
     """
 
     time_ns: int

@@ -79,14 +79,14 @@ class Baseline:
     reason: str | None = None
     """The reason for accepting the measurement, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The operator calls that each count adds up, by operator and line. The key is the count's metric, such as ``"syncs"``.
-    Baselines from older versions do not list calls."""
+    """The operator calls in each count, by operator and line. The key is the count's metric, such as ``"syncs"``. Baselines
+    from older versions do not list calls."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The judged metrics in bytes on each GPU, if the step used several GPUs. The mapping is empty for a step on a single
     device, and in baselines from older versions."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """The compositions at the peaks of the phases without the step's peak, because in a later measurement the step's peak may
-    be in one of these phases. `Explanation.kept` selects the stored phases and rows."""
+    """For each other phase, the composition at the phase's own peak, because in a later measurement the step's peak may be in
+    this phase. `Explanation.kept` selects the stored phases and rows."""
     workspaces: int | None = None
     """The bytes of cuBLAS workspaces in the peak (`Measurement.workspaces`); ``None`` on devices without `peak_reserved` (the
     CPU), and in baselines from older versions."""
@@ -101,7 +101,8 @@ class Baseline:
     """The device that the test's marker named; ``None`` if the test was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # The store writes no operators for a count of 0. Add an empty tuple, because the operators are known: there are none.
+        # If a count is missing in ``by_operator``, its operators are unknown. The store also leaves out a count of 0, although
+        # it certainly has no operators. So add an empty tuple for a count of 0.
         no_operators: dict[str, tuple[Tally, ...]] = {
             name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
         }

@@ -46,7 +46,11 @@ class Share:
 
     @property
     def needs_cause(self) -> bool:
-        """True if the part is above 20 % of its growth. A smaller part without a cause counts as a consequence."""
+        """True if the part is larger than 20 % of its growth.
+
+        An unexplained part of at most 20 % needs no cause of its own. It counts as a consequence of the causes that explain the
+        rest.
+        """
         return self.amount > (1 - ENOUGH) * self.growth.amount
 
 
@@ -178,7 +182,7 @@ class Causes:
     by_test: Mapping[str, tuple[Cause, ...]]
     """The causes for each test that has a cause, by the test's id."""
     partly_explained: frozenset[str]
-    """The ids of tests with a cause, if some growth or another failing metric in the test has no cause."""
+    """The ids of tests that have a cause, but also growth or another failing metric without a cause."""
     explained: frozenset[str]
     """The ids of tests that fail only because of their causes; empty if `concern_several_tests` is ``False``."""
     concern_several_tests: bool
@@ -200,7 +204,7 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
     """Return the causes for the growth in these tests. The tests' order does not matter.
 
     Args:
-        tests: The verdicts. A test that ran on several devices has several.
+        tests: The tests' verdicts. A test that ran on several devices has several verdicts.
         measured: The number of measured tests in the session, if ``tests`` lacks some of them. By default, the measured tests
             in ``tests`` are counted.
     """
@@ -211,7 +215,7 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
         for name in cause.tests:
             by_test[name] = (*by_test.get(name, ()), cause)
     unexplained = [share.growth for share in not_explained if share.needs_cause]
-    # No cause ever explains a longer time. So a test that became slower and did not grow counts only beside other causes.
+    # No cause ever explains a longer time. So a test that only became slower counts only if the session has causes.
     without_cause = {
         growth.test for growth in unexplained if causes or METRICS[growth.metric].kind in ("memory", "work")
     }

@@ -38,8 +38,8 @@ _EQUAL_BY: tuple[Key, ...] = (
     lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
     # An edit above a line moves the line, so this key has the file without the line number.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
-    # Other layers may make the same calls now, or the layers may be unknown. So these keys ignore layers. The module may also
-    # have been renamed, so the last key ignores the module.
+    # All further keys ignore the layers' numbers: the same calls may be in another layer now, or their layers may be unknown.
+    # The last key also ignores the module, because it may have been renamed.
     lambda tally: (tally.operator, of_any_layer(tally.place)),
     lambda tally: (tally.operator, of_any_layer(tally.place).module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, of_any_layer(tally.place).module),

@@ -581,8 +581,8 @@ class Device(ABC):
     def exclusive(self) -> Iterator[str | None]:
         """Reserve the device for this process during timing. Contexts may be nested.
 
-        An open device is otherwise shared with the same user's other processes. Within this context, measured tests in those
-        processes wait.
+        Outside this context, an open device is shared with the same user's other processes. Within the context, measured tests
+        in those processes wait.
 
         Yields:
             ``None``, or the reason why other processes may use the device at the same time.

@@ -295,7 +295,9 @@ class CpuDevice(Device):
         if profiler is None:
             raise RuntimeError("the cpu device is not open")
         self._profiler = None
-        # A dispatch mode of the test would see the probe. `FakeTensorMode` would even replace it.
+        # Allocate a probe as the last recorded allocation. If the probe is missing, the recording was cut short. A dispatch
+        # mode that the test has entered would see the probe, and `FakeTensorMode` would replace it. So allocate it beneath
+        # these modes.
         with beneath_modes():
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         try:

@@ -150,7 +150,10 @@ def _is_mark(token: Token) -> bool:
 
 
 def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry]) -> list[Token]:
-    """Return ``tokens`` with requested sizes, and with each free at the time when its block could be reused.
+    """Return ``tokens`` with two corrections from the allocator's history: requested sizes, and later frees.
+
+    Each allocation gets its requested size. Each free moves to the time at which the allocator could reuse the block, because
+    another stream may still use a deallocated block.
 
     The profiler's tokens and the history must have the same allocations in the same order. Three kinds of events are only in
     the history: frees that another stream has delayed, events from threads without a profiler, and failed allocations (0 bytes

@@ -32,7 +32,7 @@ A process that holds the lock for longer probably hangs or is in a debugger.
 SECONDS_UNTIL_TOLD = 5.0
 """After waiting this many seconds, a process prints which process holds the lock."""
 MOST_SECONDS_NEXT_TIME = 5.0
-"""The longest wait in seconds if the previous wait has timed out. Otherwise each test in a suite might wait for a minute."""
+"""The longest wait in seconds after a wait that timed out. Without this limit, each test in a suite might wait a minute."""
 
 
 _WaitReporter = Callable[[str | None], None]
@@ -46,8 +46,8 @@ class DeviceLock:
     """The lock on the device called ``name`` (a GPU's UUID, or ``"cpu"``).
 
     The lock is a file in ``folder``, by default in this user's folder. A process never waits for itself, even if it has
-    several objects for the same lock. If the folder cannot be used, there is no lock, and no call fails.
-    In a pytest-xdist worker, `exclusive` then yields a warning, because other workers may run tests at the same time.
+    several objects for the same lock. If the folder cannot be used, there is no lock, and no call fails. In this case,
+    `exclusive` yields a reason in a pytest-xdist worker, because other workers may run tests at the same time.
 
     Example:
         >>> with lock.shared():  # other measured tests run
@@ -75,9 +75,11 @@ class DeviceLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Hold the lock alone, within a `shared` context. Wait for other processes, at most `MOST_SECONDS_FOR_EXCLUSIVE`.
+        """Hold the lock alone for a while, within a `shared` context. At the end, the lock is shared again.
 
-        During the wait, this process does not hold the shared lock, because two waiting processes would deadlock.
+        This method waits for other processes, at most `MOST_SECONDS_FOR_EXCLUSIVE`. During the wait, this process does not
+        share the lock. If two waiting processes both kept their shared locks, they would wait for each other forever. After a
+        timeout, the lock is shared again, and the yielded reason names the wait.
 
         Yields:
             ``None``, or the reason why other processes may use the device at the same time.

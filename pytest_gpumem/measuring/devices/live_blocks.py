@@ -28,11 +28,12 @@ class FreeCallbacks:
     """Notices when watched storages are freed, and inserts their frees into the recorded events (`put_into`).
 
     The profiler reports the free of a block only if it recorded the block's allocation. For an older storage, the callback
-    of a weak reference notices the free. The callback makes two tiny allocations, called a mark. The mark's position among
-    the recorded events is the position of the free.
+    of a weak reference notices the free. The callback makes two tiny allocations, called a mark. Their position among the
+    recorded events shows when the storage was freed.
 
-    For example, a storage at ``0xa000`` from before the recording is freed. The callback allocates 53 and 59 bytes. `put_into`
-    replaces these two allocations and their frees by ``AllocationEvent(time, 0xa000, -1)``.
+    For example, a storage at ``0xa000`` from before the recording is freed. The callback allocates 53 and 59 bytes, and frees
+    them at once. `put_into` replaces these two allocations and two frees by the storage's free,
+    ``AllocationEvent(time, 0xa000, -1)``. A negative size marks a free; the storage's real size is not needed.
     """
 
     def __init__(self) -> None:

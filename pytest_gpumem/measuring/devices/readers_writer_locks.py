@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class ReadersWriterLock(Protocol):
     """A lock that several processes share, or that a single process holds alone. The system frees it with a dead process.
 
-    A process must hold a turnstile briefly before it takes the lock. A process that wants the lock alone keeps the turnstile
-    until all others have released the lock, so new sharers cannot keep it waiting forever. Methods raise ``OSError`` if the
-    system cannot lock.
+    Every process takes a second lock, the turnstile, for a moment before it takes the lock itself. A process that wants to
+    hold the lock alone keeps the turnstile while it waits. So no new process can share the lock, and the wait ends when the
+    current sharers have released the lock. Methods raise ``OSError`` if the system cannot lock.
 
     For example, processes A and B share the lock, and B wants to hold it alone. B releases the lock and takes the turnstile. A
     new process C waits for the turnstile. When A releases the lock, B takes the lock and frees the turnstile.
@@ -30,7 +30,10 @@ class ReadersWriterLock(Protocol):
         ...
 
     def acquire_exclusive(self) -> bool:
-        """Try to hold the lock alone. Call `admit_others` afterwards, because this process may hold the turnstile."""
+        """Try to hold the lock alone. Even after a failed try, this process may hold the turnstile.
+
+        So call `admit_others` after the last try, whether or not it succeeded.
+        """
         ...
 
     def downgrade(self) -> None:
@@ -42,11 +45,14 @@ class ReadersWriterLock(Protocol):
         ...
 
     def admit_others(self) -> None:
-        """Free the turnstile, so other processes can share the lock."""
+        """Free the turnstile, so other processes can try to take the lock."""
         ...
 
     def kept_by(self, *, alone: bool) -> str | None:
-        """Return the process that keeps this process from the lock, such as ``"process 4711"``; ``None`` if it is unknown."""
+        """Return the process for which this process must wait, such as ``"process 4711"``; ``None`` if it is unknown.
+
+        ``alone`` is whether this process wants to hold the lock alone.
+        """
         ...
 
     def note(self, text: str) -> None:
@@ -90,7 +96,7 @@ class RecordReadersWriterLock(LockFile):
 class SqliteReadersWriterLock:
     """A readers-writer lock from filelock's ``ReadWriteLock``, for Windows. It does not name the process that others wait for.
 
-    The lock and the turnstile are empty databases, because SQLite locks files by the means of each system.
+    The lock and the turnstile are two empty databases, because SQLite can lock a database file on every system.
     """
 
     def __init__(self, folder: Path, file_name: str) -> None:

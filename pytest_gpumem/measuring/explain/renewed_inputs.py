@@ -20,7 +20,8 @@ class Renewal(NamedTuple):
     freed: Lifetime
     created: Lifetime
     latest: Lifetime | None
-    """The latest replacement, because following steps also replace the input. ``None`` if unknown."""
+    """The block that replaces the input in the last of the following steps, because each of them replaces the input again.
+    Without following steps, this is ``created``. ``None`` if unknown."""
 
 
 def renewals(timeline: Timeline) -> list[Renewal]:
@@ -31,7 +32,7 @@ def renewals(timeline: Timeline) -> list[Renewal]:
         an input. At the end, the attribute contains another tensor with the same size.
 
     Args:
-        timeline: The recorded step and the following steps. A block kept by all following steps is not a renewed input.
+        timeline: The recorded step and the following steps. A block that all following steps keep is not a renewed input.
 
     Returns:
         The renewals. Freed inputs and new blocks are paired by size. A size is left out if the two numbers differ, or if
@@ -54,10 +55,11 @@ def renewals(timeline: Timeline) -> list[Renewal]:
 
 
 def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """For each recorded block, return the block with the same size, module and line in the last following step.
+    """Return each recorded block's counterpart in the last of the following steps.
 
-    Without following steps, return the recorded blocks. If the last following step has more or fewer such blocks than the
-    recorded step, all entries are ``None``.
+    The recorded blocks all have the same size, module and line, and so do their counterparts. Without following steps, return
+    the recorded blocks. If the last following step has more or fewer such blocks than the recorded step, all entries are
+    ``None``.
     """
     if not timeline.following:
         return recorded_blocks

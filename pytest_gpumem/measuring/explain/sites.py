@@ -45,7 +45,7 @@ class Site(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A function that calls a torch function directly. ``name`` is empty if torch's own code is the caller."""
+    """A function that directly calls a torch function. ``name`` is empty if torch's own code calls the torch function."""
 
     name: str = ""
     caller: str = ""
@@ -112,10 +112,14 @@ class Sites:
         return Site(user, library, tuple(callers))
 
     def function(self, called: str, depth: int = 1, outermost: int = 0) -> Function:
-        """Return the function that calls a torch function directly, and its caller.
+        """Find the function that directly calls the torch function ``called``, and the line that calls this function.
 
-        The result is empty if torch's own code calls the torch function, as when an optimizer or ``clip_grad_norm_`` switches
-        grad mode. Lambdas and comprehensions belong to the surrounding function.
+        The search goes through the current call stack, from the torch function outwards. The result is empty if torch's own
+        code calls the torch function, as when an optimizer or ``clip_grad_norm_`` switches grad mode. Lambdas and
+        comprehensions belong to the surrounding function.
+
+        Example: ``forward`` in ``model.py`` calls ``rescale`` at line 12, and ``rescale`` calls ``torch.addmm``. For
+        ``"addmm"``, the result is ``Function("rescale", "model.py:12", "forward")``.
 
         Args:
             called: The torch function's name.

@@ -226,13 +226,15 @@ def percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""Each other busy core slows a step by at most this share. While the pace stayed the same, at most 0.12 was measured. A larger
-slowdown also shows in the pace."""
+"""Each other busy core slows a step by at most this share. At most 0.12 was measured while the device's speed (`Device.pace`)
+stayed the same. A larger slowdown also lowers the measured speed."""
 REFILLING = 0.45
-"""An upper bound for the slowdown by cold caches, because other processes fill the caches while the thread waits. The slowdown
-is this number, multiplied by the waiting time and divided by the time on a core. On the EPYC, the number was at most 0.25 for
-up to 60 % waiting (steps took 1.14 times as long at 40 %, and 1.34 times at 50 %). The slowdown itself has no upper limit. With
-a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes for each core."""
+"""An upper bound for the slowdown by cold caches. While the thread waits for a core, other processes fill the caches, so the
+step is slower afterwards. The slowdown is at most this number, multiplied by the time off the core and divided by the time on
+the core. For example, if a thread waits for half of the time, the step takes at most 1.45 times as long, not counting the wait
+itself. On the EPYC, steps took up to 1.14 times as long with 40 % waiting, and up to 1.34 times with 50 %. The slowdown itself
+has no upper limit. With a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes
+for each core."""
 MOST_SLOWED = 5.0
 """An upper bound for the slowdown by all other busy cores, which share the memory's bandwidth. It was not measured."""
 MOST_STOLEN = 0.95
@@ -240,14 +242,15 @@ THROTTLED = 4.0
 """An upper bound for the slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown``
 in nvml.h), so a step takes up to twice as long. This bound is twice as high, to be safe."""
 OTHERS_ON_GPU = 2.0
-"""An upper bound for the slowdown on a shared GPU, for each process including this process. With equal time slices, two
-processes take twice as long. This bound is twice as high, to be safe."""
+"""An upper bound for the slowdown on a shared GPU, to be multiplied by the number of processes on the GPU. With equal time
+slices, two processes take twice as long. This bound is twice as high, to be safe."""
 SECONDS_A_RETRY = 1.0
 """An upper bound for the seconds of a retry, in which the allocator releases its cache (up to all memory) and tries again."""
 SECONDS_A_GRAPH = 100.0
 """An upper bound for the seconds in which torch.compile compiles a graph."""
 GPU_CLOCK = 2
-"""A lowered GPU clock slows a step by at most the clock's ratio to this power. The exponent was not measured."""
+"""A lowered GPU clock slows a step by at most the clock's ratio to this power: at half the clock, to at most 4 times the time.
+The exponent was not measured."""
 
 
 def time_factor(before: Conditions, after: Conditions) -> float:
@@ -270,8 +273,9 @@ def time_factor(before: Conditions, after: Conditions) -> float:
 def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return upper bounds for the factors by which the running step was slowed, from the host's counters for a sample.
 
-    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. If waiting is not
-    counted, the bounds contain it, because a round is too short to show it in ticks.
+    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. If the system
+    does not count the waiting time, the bounds include the waiting, because the other counters' ticks are too coarse for a
+    round.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     waiting = _waiting(before, after)

@@ -160,11 +160,11 @@ the [metrics](metrics.md). If a test with baselines is not measured any more, th
 
 ### Times that `all` writes
 
-A baseline stores the times of up to ten runs. Each `--gpumem-update=all` writes all times of a run together. This run
-replaces the stored runs if the step became slower or faster, if it does other work, if it runs on another `machine`, or if
-this is the first run in which the device's clock rate can be read. The times of this run are not stored if something
-disturbed it, if the machine was slower than in the stored runs, or if the clock rate cannot be read although the stored
-runs have it. The session prints how many runs were left out for such a reason, and the reason for the first.
+A baseline stores the times of up to ten runs. `--gpumem-update=all` adds this run with all its times, or no time at all.
+This run replaces the stored runs instead if the step became slower or faster, if it does other work, if it runs on another
+`machine`, or if this is the first run in which the device's clock rate can be read. The times of this run are not stored if
+something disturbed it, if the machine was slower than in the stored runs, or if the clock rate cannot be read although the
+stored runs have it. The session prints how many runs were left out for such a reason, and the reason for the first.
 
 ### Environment of a lowered baseline
 
@@ -232,7 +232,7 @@ OPTIONS = (
     Option(
         "strict",
         kinds.FLAG,
-        "Fail every measured test whose verdict is not ok or improved, including tests that could not be measured.",
+        "Fail every measured test whose verdict is neither ok nor improved, including tests that could not be measured.",
         details="[Verdicts](verdicts.md) lists the verdicts that fail a test with this option.",
         wants_result=True,
     ),

@@ -72,7 +72,11 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row of a `PartTable`, as texts: equal memory blocks, a change in such blocks, or an operator's calls."""
+    """A row of a `PartTable`, formatted as text: equal memory blocks, a change in such blocks, or an operator's calls.
+
+    Memory blocks are equal if they have the same category, module, line, operator and tensors. Example: 12 blocks with the
+    category ``activation`` and ``float32[8, 12, 1024, 1024]``, which ``_softmax`` allocated at ``model.py:88``.
+    """
 
     name: str
     """The blocks' category, or the operator's name."""
@@ -163,7 +167,7 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return a composition's rows for a table, the largest first. Rows that sum up smaller rows are left out."""
-    # If the step freed blocks from before the step, a row has negative bytes. It does not help readers, so leave it out.
+    # A row has negative bytes if the step freed blocks that it had not allocated. Such a row does not help readers.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
@@ -248,8 +252,8 @@ def count_tables(
 ) -> list[PartTable]:
     """Return a table of operators for each count in ``metrics``.
 
-    A table lists the operators that run more often than in the baseline, or all operators if the baseline does not list any.
-    For example, ``copy_`` ran 48 times more at ``model.py:88``.
+    A table lists the changes since the baseline by operator and line, or all operators if the baseline does not list any. For
+    example, a row says that ``copy_`` ran 48 more times than in the baseline, at ``model.py:88``.
     """
     tables = []
     for name in sorted(MADE_OF_OPERATORS, key=lambda name: METRICS[name].precedence):

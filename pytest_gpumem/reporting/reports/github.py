@@ -4,18 +4,20 @@ A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``
 
 - ``::error`` at a test's function: the complete failure text, or a sentence that says that the test did not finish.
 - ``::error`` at a line in the project: the line from the first row of the explanation. GitHub shows such an annotation only if
-  the file is in the checkout, and for a pull request in the diff. No line is annotated if one of several rows may have grown,
-  or if the first row belongs to a package.
+  the file is in the checkout and, for a pull request, also in its diff. No line is annotated if one of several rows may have
+  grown, or if the first row belongs to a package.
 - ``::error`` at the line of a cause: this annotation replaces the annotations on the tests that fail only because of causes.
 - ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
 - ``::warning``: a test that is ``uncertain``, or a budget without an effect.
 - The step's summary: the report in Markdown, appended to the file in ``GITHUB_STEP_SUMMARY`` and cut to GitHub's limit. If the
   file cannot be written, a message says so and nothing fails.
 
-Paths are relative to the repository's root (``GITHUB_WORKSPACE``). The diff starts at ``origin/$GITHUB_BASE_REF`` or the
-merge commit's first parent. A clone with ``fetch-depth: 1`` has no such commit, so any file in the checkout may be annotated. A
-clone with ``fetch-depth: 2`` is enough. GitHub shows at most ten errors and ten warnings for a step. The most serious come
-first, and the tenth counts the others.
+Paths are relative to the repository's root (``GITHUB_WORKSPACE``). A pull request's diff is computed from ``HEAD`` and
+``origin/$GITHUB_BASE_REF``. If the clone lacks this branch, the diff is computed from the merge commit that GitHub checks out
+and its first parent. A clone with ``fetch-depth: 2`` has this parent. A clone with ``fetch-depth: 1`` has neither, so any file
+in the checkout may be annotated.
+
+GitHub shows at most ten errors and ten warnings for a step. The most serious come first, and the tenth counts the others.
 """
 
 from __future__ import annotations

@@ -74,7 +74,11 @@ OR_EARLIER = "(or earlier: this clone is shallow)"
 
 
 def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
-    """Return the events with a new reason, or with a change in the metric, the workload or a package."""
+    """Return the events that matter for ``metric``.
+
+    Such an event adds or removes the baseline, or makes its file unreadable or readable again. Or it changes the metric, the
+    workload or a package's release, or gives a new reason for accepting the baseline.
+    """
     return [
         event
         for event in events

@@ -227,10 +227,10 @@ class SessionReport:
 
     @property
     def idle_parts(self) -> list[str]:
-        """A sentence for each device or shard in a merged report that compared nothing, although another one compared figures.
+        """For a merged report: a sentence for each device or shard on which no figure was compared.
 
-        A device or shard without a comparison makes the report red, even if other devices or shards compared figures. Tests
-        that skip themselves do not count, because they would skip on every machine.
+        `problems` has these sentences if other devices or shards did compare figures. So a single device or shard without a
+        comparison makes the report red. Tests that skip themselves do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):
             return []

@@ -43,7 +43,8 @@ def why_lines(report: SessionReport, file: str, test: str, screen: Screen) -> li
     test_rows = [row for row in rows_of(report) if (row.file, row.test) == (file, test)]
     lines = as_lines([piece for row in test_rows for piece in _end(row)], screen)
     lines += as_lines([(Span(_session(report), "aside"),), NOTHING], screen)
-    # The table for a matrix also contains other tests, so it is printed separately below.
+    # If the test belongs to a matrix, the matrix also has rows for other tests. So leave the matrix out of these tables, and
+    # add it below them.
     without_cells = tuple(replace(result, verdict=replace(result.verdict, cell=None)) for result in results)
     lines += terminal_text(replace(report, results=without_cells, not_run=()), screen, 2).tables
     cells = {result.verdict.cell.matrix for result in results if result.verdict.cell is not None}

@@ -169,7 +169,7 @@ def environments() -> Environments:
     type=WholeNumber(min=4),
     default=8,
     show_default=True,
-    help="Run BASE and HEAD at most this many times each. The command stops earlier if every test has a verdict.",
+    help="Run BASE and HEAD at most this many times each. The command stops earlier if no test needs more runs.",
 )
 @setup_option
 @report_option
@@ -231,22 +231,24 @@ def ab(
 
     | verdict | meaning |
     |---|---|
-    | `slower`, `faster` | the change was certain after two successive pairs of runs |
-    | `not slower` | the step is not slower by more than `--max-slowdown` |
-    | `uncertain` | the interval's upper end is more than twice `--max-slowdown` |
+    | `slower`, `faster` | the step is certainly slower, or faster, by more than `--max-slowdown` |
+    | `not slower` | the measured slowdown is at most `--max-slowdown`, and its interval ends within twice this limit |
+    | `uncertain` | a slowdown beyond `--max-slowdown` is measured but not certain, or the interval exceeds twice this limit |
 
     - Each verdict contains the change and its 95 % interval. The printed times are geometric means over the pairs, so the ratio
       of the two times is the change.
     - If the interval of a step that is `not slower` reaches beyond `--max-slowdown`, the line names the largest slowdown that
       these runs could have missed.
-    - The runs end when every test has a verdict, after 4 pairs at the earliest.
+    - The runs end after 4 pairs at the earliest, when every test is decided. A test is decided if it was `slower`, or
+      `faster`, after two successive pairs, or if its interval ends at `--max-slowdown` or below.
 
     ## Bytes and counts
 
     - The tolerances come from `[tool.gpumem]` in `HEAD`. The marker's limits, budgets and the hook for tolerances are not
       applied.
     - If a figure differs between the runs of `BASE`, or between the runs of `HEAD`, a note says so. The comparison then uses
-      the two figures that are closest to each other.
+      the figure of `BASE` and the figure of `HEAD` that are closest to each other. For example, 10 and 12 in `BASE` and 15 and
+      14 in `HEAD` are compared as 12 and 14.
     - Growth is explained by module and line, from the first run of `BASE` and the first run of `HEAD`. Changed lines come
       first.
 
@@ -296,7 +298,7 @@ def ab(
     | key | value |
     |---|---|
     | `format` | 1 |
-    | `finished`, `passed` | whether the comparison was not interrupted, and whether nothing regressed |
+    | `finished`, `passed` | whether the comparison ran to its end, and whether nothing regressed |
     | `exit_status` | the command's exit status |
     | `accounting` | the last line of the output: the number of tests by verdict |
     | `base`, `head` | `name` and `commit`; for a set of requirements, `name` is its text |
@@ -305,7 +307,7 @@ def ab(
     | `tests` | `file`, `test`, `name`, `outcome`, `notes`, `growth` and `metrics` of each test |
     | `not_compared` | `test`, `reason`, `broken` |
     | `causes`, `not_explained` | the causes of growth in several tests, as in a [session report](reports.md) |
-    | `why` | the reason, if nothing could be compared |
+    | `why` | if nothing could be compared: the reason |
 
     `growth` has the same keys as in a [session report](reports.md), or is `null` if the growth is not explained. Each entry in
     `metrics` has `metric`, `outcome`, `base`, `head`, `ratio`, `low`, `high`, `allowed` and `reason`.

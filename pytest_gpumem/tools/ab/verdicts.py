@@ -45,8 +45,8 @@ def compare_runs(
     """Compare two variants, base and head, by pairs of runs.
 
     For example, three pairs have step times of 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s. Times are compared by
-    each pair's ratio, here about 1.02 in each pair. Bytes are compared by base's value and head's value with the smallest
-    distance (`closest`).
+    each pair's ratio, here about 1.02 in each pair. For bytes, the base value and the head value that are closest to each other
+    among all runs are compared (`closest`): base 10 and 12 with head 15 and 14 compares 12 with 14.
 
     Args:
         pairs: The pairs, each as (base's run, head's run).
@@ -274,7 +274,7 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:
-    """Return base's value and head's value with the smallest distance, or the same value twice if the ranges overlap.
+    """Return the base value and the head value that are closest to each other. If the ranges overlap, both are the same.
 
     Example: ``[10, 12]`` and ``[15, 14]`` give ``(12, 14)``; ``[10, 13]`` and ``[12, 15]`` give ``(12, 12)``.
     """

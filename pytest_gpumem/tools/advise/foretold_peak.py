@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 """An allocation's identity: the number of its step, and its index among the allocations in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
-"""The number of tokens in the second recording: 13. Between the first three steps and the last, 10 steps remain. They contain a
-whole period even if the allocations repeat only after 8 steps, the longest of the `PERIODS`."""
+"""The number of tokens in the second recording: 13. The recording has 14 steps, one step before the first token and one for
+each token. The first three steps (`FIRST`) and the last step do not follow the pattern. The 10 steps between them must follow
+the pattern, so they must cover at least the longest of the `PERIODS`, 8 steps."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
 """The minimum length of a generation whose peak is predicted: 82 tokens. A shorter generation runs completely, because
 recording and replaying it would take longer."""

@@ -36,8 +36,8 @@ FIRST = 3
 """The first step in a pattern. Step 0 precedes all forward passes, step 1 processes the prompt, and step 2 frees tensors from
 step 1."""
 FIRST_TOKENS = FIRST + 3 * PERIODS[-1] + 1
-"""The number of tokens in the first recording: 28. These are `FIRST` tokens, three times the longest period, and a last token,
-whose step differs from the others."""
+"""The number of tokens in the first recording: 28. The recording has 29 steps. The first three steps (`FIRST`) and the last
+step do not follow the pattern. The 25 steps between them cover three times the longest period, 8 steps."""
 
 
 @dataclass(frozen=True, slots=True)

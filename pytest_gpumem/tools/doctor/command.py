@@ -66,10 +66,10 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
       gpumem doctor
       gpumem doctor --format json
 
-    Exit status: 0 if the device in the project's settings can be measured here, 1 if it cannot, or after Ctrl-C, 2 if the
+    Exit status: 0 if measuring works here on the device in the project's settings, 1 if it does not, or after Ctrl-C, 2 if the
     settings are wrong or name an unknown device, or for wrong usage.
     \f
-    With `device = "auto"` the exit status is 0, because the CPU can be measured on any machine.
+    With `device = "auto"` the exit status is 0, because measuring on the CPU works on any machine.
 
     ## Output
 
@@ -94,15 +94,16 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     |---|---|
     | `ok` | the measurement works without limits |
     | `limited` | it works with limits: times only in seconds, workspaces counted as 0, or verdicts that may be `uncertain` |
-    | `no` | the measurement does not work; this matters only if a test needs it, as the row `project` says |
+    | `no` | the measurement does not work; the row `project` says whether the project's settings need it |
 
     ## Rows
 
-    - `cuda`, `cpu` and `emulated:h100` are always opened, or the emulated GPU in the settings instead of the H100. If torch
-      cannot be imported for a device, its row says so. A device from an installed plugin, or with `--conftest` from a
-      `conftest.py`, is opened only if the settings name it. The command does not wait for the lock that protects timed steps.
+    - The command always opens `cuda`, `cpu` and an emulated GPU. This is the emulated GPU in the settings, or `emulated:h100`
+      if the settings name another device. If torch cannot be imported for a device, the device's row says so. A device from an
+      installed plugin, or with `--conftest` from a `conftest.py`, is opened only if the settings name it. The command does not
+      wait for the lock that protects timed steps.
     - `clock of` a device says whether step times can be compared in clock cycles, or only in seconds.
-    - `load on` a device names other load on the device within half a second, if a step's time would be invalid because of it.
+    - `load on` a device watches the device for half a second. The row names other load that would make a step's time invalid.
     - `baselines of` a device lists the differences between the current environment and the environment in which the baselines
       were recorded. Only differences that can change a [metric](metrics.md) in these baselines are listed. Another release of
       cuDNN changes only the metrics of steps with convolutions.

@@ -71,7 +71,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def exit_status(facts: Facts) -> int:
-    """Return the exit status: 0 if the device in the project's settings can be measured here, otherwise 1."""
+    """Return the exit status: 0 if measuring works here on the device in the project's settings, otherwise 1."""
     return int(_trouble_of_project(facts) is not None)
 
 
@@ -352,7 +352,7 @@ def _mend_of_store(location: str) -> str:
         return (
             f"fix the error until `{command_name()} show --store {location}` works, or name another store with --store"
         )
-    return "correct or remove the file or folder in the message; git has its earlier versions"
+    return "correct or remove the file or folder that the error names; git has earlier versions of it"
 
 
 def _absent(subject: str, slug: str, number: int) -> Finding:
