@@ -865,4 +865,4 @@ def test_a_signal_while_baselines_are_recorded_ends_it_with_its_exit_status(repo
     monkeypatch.setattr(shown_session, "run", interrupted)
     done = init("--yes")
     assert done.exit_code == 128 + signal.SIGTERM
-    assert "interrupted: `python -m pytest --gpumem-update=new` records the missing baselines" in done.output
+    assert "\n`python -m pytest --gpumem-update=new` records the missing baselines\n\ninterrupted\n" in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pytest_gpumem.tools.init import command, observing
 from pytest_gpumem.tools.init.observing import ObservedRun, observe, summary
 from pytest_gpumem.tools.init.patterns import patterns_of
 from pytest_gpumem.tools.init.project_tests import ProjectTest, ProjectTests, read_tests
+from pytest_gpumem.tools.init.proposal import Machine
 from pytest_gpumem.tools.main import main
 from tests.support.processes import fork_runs
 
@@ -229,13 +231,12 @@ def test_a_test_of_any_form_is_seen_if_it_runs_a_model(folder):
         "not run",
     ]
     assert tests["test_fixture"].nbytes == 4 * (64 * 64 + 64 + 2 * 8 * 64)
-    assert not observed.tests.on_gpu
     text = "\n".join(summary(observed))
     assert (
         f"{len(tests) - 4} of {len(tests)} test functions run models, and 1 is measured already; together they" in text
     )
-    assert "tests run models and fail, or are expected to fail (2):\n  test_forms.py::test_fails\n" in text
-    assert "were skipped, so it is not known whether they run models (1):\n  test_forms.py::test_skips" in text
+    assert "they ran a model and failed, or were expected to fail (2):\n  test_forms.py::test_fails\n" in text
+    assert "they were skipped, so nobody saw whether they run models (1):\n  test_forms.py::test_skips" in text
 
 
 def test_a_model_without_memory_is_not_proposed(folder):
@@ -245,9 +246,7 @@ def test_a_model_without_memory_is_not_proposed(folder):
     observed = seen()
     assert names(observed.tests.tests) == ["test_empty"]
     assert observed.tests.proposed == []
-    assert "without allocating memory, so there is nothing to measure (1):\n  test_it.py::test_empty" in "\n".join(
-        summary(observed)
-    )
+    assert "they run models without allocating memory (1):\n  test_it.py::test_empty" in "\n".join(summary(observed))
 
 
 def test_torch_is_seen_if_only_the_body_of_a_test_imports_it(separately):
@@ -306,7 +305,7 @@ def test_a_crash_keeps_the_tests_before_it(folder, code, why):
     folder(test_a=MODEL, test_b=ends)
     done = init("--yes", "--dry-run")
     assert done.exit_code == 0, done.output
-    said = f"{why} during test_b.py::test_ends, so 2 tests were not run; the proposal is from the other tests"
+    said = f"{why} during test_b.py::test_ends, so 2 tests have no result; the proposal is from the other tests"
     assert said in done.output.splitlines()
     assert '+    "test_a.py",' in done.output.splitlines()
 
@@ -317,7 +316,7 @@ def test_a_time_limit_keeps_the_tests_before_it(folder):
     observed = seen(seconds=6.0)
     assert names(observed.tests.proposed) == ["test_model"]
     assert observed.why_ended == (
-        "the time limit of 6.00 s is over during test_b.py::test_waits, so 1 test was not run"
+        "the time limit of 6.00 s is over during test_b.py::test_waits, so 1 test has no result"
     )
 
 
@@ -329,7 +328,7 @@ def test_ctrl_c_keeps_the_tests_before_it_and_asks_before_it_writes(separately, 
     monkeypatch.setattr(command, "_has_terminal", lambda: True)
     done = init("--yes", input="n\n")
     assert done.exit_code == 0, done.output
-    assert "you interrupted the tests, so 2 tests were not run; the proposal is from the other tests" in done.output
+    assert "you interrupted the tests, so 2 tests have no result; the proposal is from the other tests" in done.output
     assert '+    "test_a.py",' in done.output.splitlines()
     assert done.output.endswith("[Y/n]: n\nnothing was written\n")
     assert not (project.path / "pyproject.toml").exists()
@@ -388,7 +387,7 @@ def test_a_crash_of_a_worker_keeps_the_tests_of_the_others(separately):
     (project.path / "pytest.ini").write_text("[pytest]\naddopts = -n 2\n")
     observed = seen()
     assert names(observed.tests.proposed) == ["test_model"]
-    assert observed.why_ended == "a process ended during test_b.py::test_ends, so 1 test was not run"
+    assert observed.why_ended == "a process ended during test_b.py::test_ends, so 1 test has no result"
 
 
 # Without a run
@@ -419,8 +418,8 @@ def test_progress_is_a_single_line_on_a_terminal(folder, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "\n" not in shown
     texts = shown.split("\r")
-    assert "0:00 collecting tests " in texts
-    assert any(text.endswith(" 1 of 2 tests, 1 with a model test_b.py::test_waits") for text in texts)
+    assert "0:00 pytest collects the tests" in texts
+    assert any(text.endswith(" 1 of 2 tests, 1 with a model, now test_b.py::test_waits") for text in texts)
     assert texts[-1] == ""
 
 
@@ -428,6 +427,37 @@ def test_progress_is_not_written_to_a_file(folder, capsys):
     folder(test_a=MODEL)
     seen()
     assert capsys.readouterr().err == ""
+
+
+def test_sigterm_ends_the_tests_and_the_command(folder, monkeypatch):
+    project = folder(test_a=MODEL)
+
+    def terminated(_words, *, stop, **_how):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.check()
+
+    monkeypatch.setattr(observing, "run", terminated)
+    done = init("--yes")
+    assert (done.exit_code, done.output) == (143, "\ninterrupted\n")
+    assert not (project.path / "pyproject.toml").exists()
+
+
+def test_files_that_cannot_be_written_are_said_before_the_tests_run(folder):
+    project = folder(test_a=MODEL, conftest="import pathlib\n\npathlib.Path('ran').touch()\n")
+    (project.path / "pyproject.toml").write_text("tool = {x = 1}\n")
+    done = init("--yes")
+    assert (done.exit_code, "inline table" in done.output) == (2, True), done.output
+    assert not (project.path / "ran").exists()
+
+
+@pytest.mark.parametrize(("device", "runner"), [("cpu", "cpu"), ("auto", "self-hosted")])
+def test_the_runner_follows_the_device_in_existing_settings(folder, monkeypatch, device, runner):
+    project = folder(test_a=MODEL)
+    (project.path / "pyproject.toml").write_text(f'[tool.gpumem]\ndevice = "{device}"\nmark = ["test_a.py"]\n')
+    monkeypatch.setattr(command, "_this_machine", lambda _: Machine(has_gpu=True))
+    done = init("--yes", "--dry-run")
+    assert "0 of 1 test function run models, and 1 is measured already" in done.output
+    assert f"the workflow is for --runner={runner}, because " in done.output
 
 
 # Values
@@ -471,7 +501,9 @@ def test_items_of_other_plugins_are_named_and_not_proposed():
         [line("collected", items=[lint]), ended("a.py::lint", ran=["module"]), line("ended session", torch=1)]
     )
     assert tests.proposed == []
-    assert "they are neither test functions nor doctests (1):\n  a.py::lint" in "\n".join(summary(ObservedRun(tests)))
+    assert "`mark` can name only test functions and doctests (1):\n  a.py::lint" in "\n".join(
+        summary(ObservedRun(tests))
+    )
 
 
 def test_long_lists_of_tests_are_cut():

@@ -21,7 +21,7 @@ from pytest_gpumem.plugin.config.options import DEFAULT_STORE
 from pytest_gpumem.plugin.config.settings import settings_of
 from pytest_gpumem.tools.checkout import Checkout
 from pytest_gpumem.tools.console.project import check_pyproject, read_config
-from pytest_gpumem.tools.console.streams import INTERRUPTED, InputError, input_errors, parsed, write_lines
+from pytest_gpumem.tools.console.streams import INTERRUPTED, InputError, WholeLines, input_errors, parsed, write_lines
 from pytest_gpumem.tools.doctor import collecting
 from pytest_gpumem.tools.init.edits import check_edits, write_edits
 from pytest_gpumem.tools.init.first_baselines import FirstBaselines
@@ -236,8 +236,7 @@ def _exit_if_interrupted() -> Iterator[None]:
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except StopSignal as stopped:
-        hint = "`python -m pytest --gpumem-update=new` records the missing baselines"
-        click.echo(f"\ninterrupted: {hint}", err=True)
+        click.echo("\ninterrupted", err=True)
         sys.exit(stopped.exit_status)
 
 
@@ -262,7 +261,8 @@ def _observe(place: _Place, machine: Machine, environment: Mapping[str, str], se
         if any(test.runs_model for test in tests.tests):
             why = "no test that runs a model can be measured (see above)"
         else:
-            why = "no test was seen to run a model" if tests.imports_torch else "no test imports torch"
+            is_known = tests.imports_torch or tests.not_collected or observed.why_ended
+            why = "no test was seen to run a model" if is_known else "no test imports torch"
         write_lines([f"nothing is proposed, because {why}. {_NONE[0]}", *_NONE[1:]])
         sys.exit(INTERRUPTED if observed.interrupted else 1)
     return observed
@@ -295,7 +295,11 @@ def _set_up(
             [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
         )
     elif observed.tests.were_run:
-        FirstBaselines(place.root, place.tests, proposed, observed.tests, environment).record(agreed)
+        try:
+            FirstBaselines(place.root, place.tests, proposed, observed.tests, environment).record(agreed)
+        except StopSignal:
+            click.echo("\n`python -m pytest --gpumem-update=new` records the missing baselines", err=True)
+            raise
     else:
         write_lines(_NEXT)
 
@@ -375,10 +379,13 @@ def _is_inside(store: str) -> bool:
 
 def _this_machine(environment: Mapping[str, str]) -> Machine:
     """Return the usable devices and the installed versions on this machine. torch is imported only in separate processes."""
+    line = WholeLines()
+    line.show("looking for torch and GPUs on this machine")
     plain = collecting.probe(list(BUILT_IN), environment)
     emulated = collecting.probe([DEVICES["emulated"]], environment)
     usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}
     release = plain.torch.release or emulated.torch.release
+    line.show("")
     return Machine(
         has_gpu="cuda" in usable,
         can_emulate=DEVICES["emulated"] in usable,

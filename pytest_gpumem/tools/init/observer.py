@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,9 @@ class _Observer:
         self._write("began", id=without_group(item))
         self._ran.clear()
         self._outcomes.clear()
-        self._began = time.perf_counter()
         if self._memory is not None:
             self._memory.begin()
+        self._began = time.perf_counter()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -211,40 +211,37 @@ class _Memory:
         if self._devices is None:
             self._devices = _devices()
         for device in self._devices:
-            try:
+            # A device that cannot count must not fail the project's test.
+            with suppress(Exception), ExitStack() as undo:
                 device.open()
+                undo.callback(device.close)
                 self._windows.append((device, device.open_window(), device.live()))
-            except Exception:  # noqa: BLE001 - a device that cannot count must not fail the project's test
-                device.close()
+                undo.pop_all()
 
     def end(self) -> dict[str, int]:
         """Stop counting, and return the peak on each device. A device whose counting was disturbed is left out."""
         peaks: dict[str, int] = {}
         for device, window, live in self._windows:
             # A test with a profiler of its own disturbs the counting.
-            with suppress(Exception):
+            with suppress(Exception), closing(device):
                 peaks[device.name] = device.close_window(window).allocated - live
-            device.close()
         self._windows.clear()
         return peaks
 
 
 def _devices() -> list[Device]:
     """Return the devices on which this process can count bytes."""
-    from pytest_gpumem.base.errors import DeviceUnavailable
     from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices
 
     devices = Devices(BUILT_IN)
     usable: list[Device] = []
     for name in BUILT_IN:
-        try:
+        with suppress(Exception):
             device = devices.get(name)
             device.lock = None  # a bound does not need a quiet machine, so other processes need not wait
             device.open()
-        except DeviceUnavailable:
-            continue
-        device.close()
-        usable.append(device)
+            device.close()
+            usable.append(device)
     return usable
 
 

@@ -21,6 +21,7 @@ from pytest_gpumem.tools.console.project import QUIET
 from pytest_gpumem.tools.console.streams import InputError, WholeLines
 from pytest_gpumem.tools.init import observer
 from pytest_gpumem.tools.init.project_tests import read_tests
+from pytest_gpumem.tools.init.proposal import MARK_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ _END = 15
 
 @dataclass(frozen=True, slots=True)
 class ObservedRun:
-    """What is known about the tests after they ran once."""
+    """The tests after they ran once, and the reason for an early end."""
 
     tests: ProjectTests
     why_ended: str = ""
@@ -97,7 +98,7 @@ def observe(
     if not why_ended and crashed:
         why_ended = "a process ended"  # a worker of pytest-xdist, whose session goes on without it
     if why_ended:
-        why_ended = f"{why_ended}{crashed}, so {counted(not_run, 'test was', 'tests were')} not run"
+        why_ended = f"{why_ended}{crashed}, so {counted(not_run, 'test has', 'tests have')} no result"
     return ObservedRun(tests, why_ended, interrupted)
 
 
@@ -122,29 +123,29 @@ def summary(observed: ObservedRun) -> list[str]:
     if tests.proposed:
         largest = max(test.nbytes or 0 for test in tests.proposed)
         seconds = sum(test.seconds for test in tests.proposed)
-        lines[0] += f"; together they took {format_seconds(seconds)}, and the largest about {format_bytes(largest)}"
+        lines[0] += (
+            f"; together they took {format_seconds(seconds)}, and the largest needed about {format_bytes(largest)}"
+        )
     if observed.why_ended:
         lines.append(f"{observed.why_ended}; the proposal is from the other tests")
     for path, why in tests.not_collected:
         lines.append(f"{path} could not be collected, so its tests were not run: {why}")
     left_out = {
-        "tests run models and fail, or are expected to fail": [
+        "they ran a model and failed, or were expected to fail": [
             test for test in tests.with_outcome("failed") if test.runs_model
         ],
-        "tests failed before they ran a model, so it is not known whether they run models": [
+        "they failed before they could run a model": [
             test for test in tests.with_outcome("failed") if not test.runs_model
         ],
-        "tests were skipped, so it is not known whether they run models": tests.with_outcome("skipped"),
-        "tests run models without allocating memory, so there is nothing to measure": [
+        "they were skipped, so nobody saw whether they run models": tests.with_outcome("skipped"),
+        "they run models without allocating memory": [
             test for test in models if test.outcome == "passed" and test.nbytes == 0
         ],
-        "tests run models, but the settings cannot name them, because they are neither test functions nor doctests": [
-            test for test in models if not test.can_be_marked
-        ],
+        f"`{MARK_KEY}` can name only test functions and doctests": [test for test in models if not test.can_be_marked],
     }
     for why, group in left_out.items():
         if group:
-            lines.append(f"not proposed: {why} ({len(group)}):")
+            lines.append(f"not proposed, because {why} ({len(group)}):")
             lines += [f"  {test.nodeid}" for test in group[:_MOST_NAMES]]
             lines += [f"  and {len(group) - _MOST_NAMES} more"] if len(group) > _MOST_NAMES else []
     return lines
@@ -181,14 +182,16 @@ class _Progress:
             self._add(json.loads(line))
         minutes, seconds = divmod(int(elapsed), 60)
         tests = f"{len(self._ended)} of {len(self._collected)} tests, {sum(self._ended.values())} with a model"
-        self._line.show(f"{minutes}:{seconds:02} {tests if self._collected else 'collecting tests'} {self._running}")
+        text = f"{tests}{self._running}" if self._collected else "pytest collects the tests"
+        self._line.show(f"{minutes}:{seconds:02} {text}")
 
     def _add(self, observation: Mapping[str, Any]) -> None:
         if observation["kind"] == "collected":
             self._collected.update(item["id"] for item in observation["items"] if not item["measured"])
         elif observation["kind"] == "began":
-            self._running = observation["id"]
+            self._running = f", now {observation['id']}"
         elif observation["kind"] == "ended":
+            self._running = ""
             self._ended[observation["id"]] = bool(observation["ran"])
 
     def clear(self) -> None:

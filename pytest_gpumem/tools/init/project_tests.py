@@ -60,7 +60,7 @@ class ProjectTests:
 
     tests: tuple[ProjectTest, ...] = ()
     on_gpu: bool = False
-    """True if a test allocated GPU memory, or if a file with tests of models, or a file beside it, asked for a GPU."""
+    """True if a test allocated GPU memory or is measured already, or if a file beside tests of models asked for a GPU."""
     imports_torch: bool = True
     not_collected: tuple[tuple[str, str], ...] = ()
     """Files whose tests could not be collected, each with the last line of the error."""
@@ -107,7 +107,9 @@ def read_tests(lines: Iterable[str]) -> ProjectTests:
     )
     return ProjectTests(
         tests,
-        on_gpu=used_gpu or any(_is_beside(line["file"], model_files) for line in by_kind["asked for a GPU"]),
+        on_gpu=used_gpu
+        or any(test.is_measured for test in tests)
+        or any(_is_beside(line["file"], model_files) for line in by_kind["asked for a GPU"]),
         imports_torch=any(line["torch"] for line in [*by_kind["ended session"], *ended.values()]),
         session_ended=bool(by_kind["ended session"]),
         not_collected=tuple(dict.fromkeys((line["id"], line["why"]) for line in by_kind["not collected"])),

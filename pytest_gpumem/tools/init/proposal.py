@@ -169,7 +169,7 @@ class Proposal:
 def chosen_runner(tests: ProjectTests, machine: Machine) -> tuple[Runner, str]:
     """Return a kind of runner for whose device this machine can record baselines, and the reason for the choice as a clause."""
     if not tests.on_gpu and machine.has_cpu:
-        return "cpu", "no test uses a GPU"
+        return "cpu", "nothing is measured on a GPU"
     if machine.has_gpu:
         return "self-hosted", "this machine has a GPU"
     if machine.can_emulate:
@@ -190,7 +190,6 @@ def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Ru
         ProposalError: pyproject.toml is not valid TOML, or no section can be added to it.
     """
     device, why_device = _device(tests, machine)
-    chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(tests, machine)
     table = project.settings_table
     edits: list[Edit] = []
     notes: list[str] = []
@@ -199,6 +198,8 @@ def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Ru
     else:
         notes.append(f"{SETTINGS} has [tool.gpumem], which is not changed{_lacking(table, tests)}")
         device = str(table.get("device", DEFAULT_DEVICE))
+        tests = replace(tests, on_gpu=device != "cpu")
+    chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(tests, machine)
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, machine, edits)
     gated = DEVICES[chosen]
