@@ -362,7 +362,7 @@ def test_a_folder_below_the_root_is_set_up_alone(repository, monkeypatch):
     monkeypatch.chdir(project.path / "pkg")
     done = init("--yes")
     assert done.exit_code == 0, done.output
-    assert f"{project.path / 'pkg'}:\n1 of 2 test functions runs a model" in done.output
+    assert f"{project.path / 'pkg'}:\ntest functions that run a model: 1 of 2 (" in done.output
     assert '+    "pkg/test_model.py",' in done.output
     assert "other/" not in done.output
     step = read_yaml((project.path / WORKFLOW).read_text())["jobs"]["gpumem"]["steps"][-1]

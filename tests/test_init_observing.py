@@ -232,9 +232,8 @@ def test_a_test_of_any_form_is_seen_if_it_runs_a_model(folder):
     ]
     assert tests["test_fixture"].nbytes == 4 * (64 * 64 + 64 + 2 * 8 * 64)
     text = "\n".join(summary(observed))
-    assert (
-        f"{len(tests) - 4} of {len(tests)} test functions run models, and 1 is measured already; together they" in text
-    )
+    assert text.startswith(f"test functions that run a model: {len(tests) - 4} of {len(tests)} (")
+    assert "; measured already: 1\n" in text
     assert "they ran a model and failed, or were expected to fail (2):\n  test_forms.py::test_fails\n" in text
     assert "they were skipped, so nobody saw whether they run models (1):\n  test_forms.py::test_skips" in text
 
@@ -346,7 +345,7 @@ def test_files_that_cannot_be_collected_are_named_and_the_others_run(folder):
     folder(test_a=MODEL, test_b="import there_is_no_such_module\n", test_c="def test_(:\n")
     (folder().path / "pytest.ini").write_text("[pytest]\naddopts = -x\n")
     (project_line, *lines) = summary(seen())
-    assert project_line.startswith("1 of 1 test function runs a model")
+    assert project_line.startswith("test functions that run a model: 1 of 1 (")
     assert lines == [
         (
             "test_b.py could not be collected, so its tests were not run: ModuleNotFoundError: No module named "
@@ -456,7 +455,7 @@ def test_the_runner_follows_the_device_in_existing_settings(folder, monkeypatch,
     (project.path / "pyproject.toml").write_text(f'[tool.gpumem]\ndevice = "{device}"\nmark = ["test_a.py"]\n')
     monkeypatch.setattr(command, "_this_machine", lambda _: Machine(has_gpu=True))
     done = init("--yes", "--dry-run")
-    assert "0 of 1 test function run models, and 1 is measured already" in done.output
+    assert "test functions that run a model: 0 of 1; measured already: 1" in done.output
     assert f"the workflow is for --runner={runner}, because " in done.output
 
 

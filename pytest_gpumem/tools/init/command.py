@@ -15,6 +15,9 @@ from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.errors import GitError, ProposalError, StopSignal
 from pytest_gpumem.base.git import USUAL_BRANCH, default_branch
 from pytest_gpumem.base.units import counted, parse_seconds
+from pytest_gpumem.emulating.emulated_process.start import environment_for
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.baselines.location import is_url
 from pytest_gpumem.measuring.devices.registry import BUILT_IN
 from pytest_gpumem.plugin.config.options import DEFAULT_STORE
@@ -218,7 +221,7 @@ def init(*, yes: bool, dry_run: bool, no_run: bool, time_limit: float | None, ru
         # Files that cannot be read or written end the command here, before the tests run.
         proposed = _checked_proposal(place, project, observed, machine, runner)
         if runs_tests:
-            observed = _observe(place, machine, environment, time_limit)
+            observed = _observe(place, project, machine, environment, time_limit)
             proposed = _checked_proposal(place, project, observed, machine, runner)
         _show(proposed)
         if not dry_run:
@@ -250,10 +253,15 @@ def _checked_proposal(
     return proposed
 
 
-def _observe(place: _Place, machine: Machine, environment: Mapping[str, str], seconds: float | None) -> ObservedRun:
+def _observe(
+    place: _Place, project: Project, machine: Machine, environment: Mapping[str, str], seconds: float | None
+) -> ObservedRun:
     """Run the tests once, and print the result. If there is no test to measure, say so and exit."""
-    emulated = DEVICES["emulated"]
-    options = [f"--gpumem-device={emulated}"] if not machine.has_cpu and machine.can_measure(emulated) else []
+    if not machine.has_cpu and machine.can_emulate:
+        environment = {**environment, **environment_for(emulated_gpu(DEVICES["emulated"], {}), environment)}
+    # With an emulated device in the settings, the plugin would deselect all tests that are not measured yet.
+    is_emulated = str((project.settings_table or {}).get("device")).startswith(EMULATED)
+    options = ["--gpumem-device=cuda"] if is_emulated else []
     observed = observe(place.root / place.tests, environment, options, seconds)
     write_lines([f"{place.root / place.tests}:", *summary(observed)])
     tests = observed.tests

@@ -16,7 +16,7 @@ import pytest
 
 from pytest_gpumem.base.errors import StopSignal
 from pytest_gpumem.base.processes import recorded_signals, run
-from pytest_gpumem.base.units import counted, format_bytes, format_seconds, word_form
+from pytest_gpumem.base.units import counted, format_bytes, format_seconds
 from pytest_gpumem.tools.console.project import QUIET
 from pytest_gpumem.tools.console.streams import InputError, WholeLines
 from pytest_gpumem.tools.init import observer
@@ -117,15 +117,13 @@ def summary(observed: ObservedRun) -> list[str]:
     tests = observed.tests
     models = [test for test in tests.tests if test.runs_model and not test.is_measured]
     measured = sum(test.is_measured for test in tests.tests)
-    run, are = word_form(len(models), "runs a model", "run models"), word_form(measured, "is", "are")
-    counts = f"{len(models)} of {counted(len(tests.tests), 'test function')} {run}"
-    lines = [f"{counts}, and {measured} {are} measured already" if measured else counts]
+    lines = [f"test functions that run a model: {len(models)} of {len(tests.tests)}"]
     if tests.proposed:
         largest = max(test.nbytes or 0 for test in tests.proposed)
         seconds = sum(test.seconds for test in tests.proposed)
-        lines[0] += (
-            f"; together they took {format_seconds(seconds)}, and the largest needed about {format_bytes(largest)}"
-        )
+        lines[0] += f" ({format_seconds(seconds)} together, each at most about {format_bytes(largest)})"
+    if measured:
+        lines[0] += f"; measured already: {measured}"
     if observed.why_ended:
         lines.append(f"{observed.why_ended}; the proposal is from the other tests")
     for path, why in tests.not_collected:
