@@ -40,22 +40,24 @@ _MOST_SECONDS = 10.0
 """The longest wait for autograd's threads at exit, in seconds. torch itself waits as long."""
 
 
-class _BeforeTorch(MetaPathFinder):
+class TorchFinder(MetaPathFinder):
     """The first finder in ``sys.meta_path``, which is therefore called when torch is about to be imported."""
 
-    def __init__(self, word: str) -> None:
-        self.word = word
+    def __init__(self) -> None:
         self._looking = False
+
+    def before_import(self) -> None:
+        """Do something right before torch is imported. By default, nothing."""
+
+    def after_import(self) -> None:
+        """Do something right after torch was imported. By default, nothing."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch" or self._looking:
             return None
-        from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
-        from pytest_gpumem.emulating.emulation.load import load
-
         self._looking = True
         try:
-            load(emulated_gpu(self.word, described_gpus()))
+            self.before_import()
             spec = importlib.util.find_spec("torch")
         finally:
             self._looking = False
@@ -64,15 +66,32 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                # Exit functions run in reverse order, so this function runs after all functions registered later.
-                atexit.register(_wait_for_autograd)
-                from pytest_gpumem.emulating.host_values import scope
-
-                scope.begin()
-                record_if_told_to()
+                self.after_import()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class _BeforeTorch(TorchFinder):
+    """Emulates the GPU called ``word`` as soon as torch is imported."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def before_import(self) -> None:
+        from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+        from pytest_gpumem.emulating.emulation.load import load
+
+        load(emulated_gpu(self.word, described_gpus()))
+
+    def after_import(self) -> None:
+        # Exit functions run in reverse order, so this function runs after all functions registered later.
+        atexit.register(_wait_for_autograd)
+        from pytest_gpumem.emulating.host_values import scope
+
+        scope.begin()
+        record_if_told_to()
 
 
 def install(word: str) -> None:

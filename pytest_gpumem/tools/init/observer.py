@@ -9,26 +9,23 @@ optimizers from then on, and lets this package's devices count the bytes in each
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
 import time
 from contextlib import ExitStack, closing, nullcontext, suppress
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.emulating.emulated_process.before_torch import TorchFinder
 from pytest_gpumem.plugin.config.options import is_measured
 from pytest_gpumem.plugin.config.selection import can_be_marked, without_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
     from pytest_gpumem.measuring.devices.contract import Device, Window
 
@@ -72,7 +69,7 @@ class _Observer:
         if "torch" in sys.modules:
             self._watch_torch()
         else:
-            sys.meta_path.insert(0, _AfterImport("torch", self._watch_torch))
+            sys.meta_path.insert(0, _AfterTorch(self._watch_torch))
 
     def _write(self, kind: str, **values: object) -> None:
         # A single call appends the whole line, also if other processes write to the same file.
@@ -245,29 +242,13 @@ def _devices() -> list[Device]:
     return usable
 
 
-class _AfterImport(MetaPathFinder):
-    """The first finder in ``sys.meta_path``. It calls a function right after a module was imported."""
+class _AfterTorch(TorchFinder):
+    """Calls a function right after torch was imported."""
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name = name
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
         self._call = call
-        self._looking = False
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looking = False
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                sys.meta_path.remove(self)
-                self._call()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    def after_import(self) -> None:
+        sys.meta_path.remove(self)
+        self._call()
