@@ -28,6 +28,8 @@ def test_a_cpu_skips_a_launched_job_and_strict_mode_fails_it(project):
         ("[]", "needs a list with a program and its arguments, got *"),
         ('["python", 1]', "needs a list with a program and its arguments, got *'python', 1*"),
         ("None", "needs a list with a program and its arguments, got None"),
+        ('["python"], timeout="5"', "needs a number of seconds above 0 as timeout, got '5'"),
+        ('["python"], timeout=0', "needs a number of seconds above 0 as timeout, got 0"),
         ('["python"], rank=2', "*launch() got an unexpected keyword argument 'rank'*"),
     ],
 )

@@ -34,7 +34,7 @@ READING = {
     "doctor": [([], 0), (["--format", "json"], 0)],
     "export": [(["github-action-benchmark", "report.json"], 0)],
     "history": [(["test_a"], 0)],
-    "init": [(["--dry-run"], 0)],
+    "init": [(["--no-run", "--dry-run"], 0)],
     "merge": [(["report.json", "--report", "merged.md"], 0)],
     "show": [([], 0), (["test_a", "-v"], 0)],
     "why": [(["test_a", "--report", "report.json"], 0), (["test_a"], 2)],

@@ -71,6 +71,7 @@ def run(
     stop: Stop,
     errors: Path | None = None,
     tick: Callable[[], None] = lambda: None,
+    started: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Run a command to its end, or until a signal comes.
 
@@ -82,6 +83,7 @@ def run(
         stop: The recorded signals.
         errors: The file to which the command's standard error is appended; by default ``output``.
         tick: A function called a few times a second while the command runs.
+        started: A function called once with the pid of the command.
 
     Returns:
         The exit status, which is negative if a signal ended the command.
@@ -108,6 +110,7 @@ def run(
             preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
         try:
+            started(process.pid)
             while True:
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(POLL_SECONDS)

@@ -280,12 +280,13 @@ class Gpumem:
 
         The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
         1``. A process is called after its program, with ``RANK`` from its environment or a number if several processes run
-        the same program. The job's figure on a GPU is the sum of the peaks of its processes there, which is an upper bound
-        if there are several. Budgets and baselines apply to all these measurements. They have no composition and no times.
+        the same program. The job's figure on a GPU is the sum of the peaks of its processes there. This sum is an upper
+        bound, because the peaks may be at different times. Budgets and baselines apply to all these
+        measurements. They have no composition and no times.
 
-        The test fails if a process uses torch or a GPU without writing its figures, because it does not inherit the
-        environment or runs with ``python -I``, ``-E`` or ``-S``. Linux shows such processes; on other systems they are
-        missed. A process that is killed leaves its figures from at most 0.2 s before, and a note calls them a lower bound.
+        The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed
+        by SIGKILL, or still runs when the command has ended. A process writes no figures if it does not inherit the
+        environment, runs with ``python -I``, ``-E`` or ``-S``, or uses a GPU without torch. Only Linux shows such processes.
 
         Args:
             command: The program and its arguments.
@@ -301,8 +302,8 @@ class Gpumem:
 
         Raises:
             JobError: The command cannot be started, ends with another exit status than 0, takes too long, lacks ranks, has a
-                process that does not report, or uses no GPU.
-            TypeError: ``command`` is not a list of words.
+                process without figures, or uses no GPU.
+            TypeError: ``command`` is not a list of words, or ``timeout`` is not a number above 0.
 
         Example::
 

@@ -54,9 +54,21 @@ def test_a_name_that_the_program_gave_to_a_process_is_its_name(given, name):
     assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
 
 
-def usage(identity: ProcessIdentity, *peaks: tuple[int, int], **more: object) -> ProcessUsage:
+@pytest.mark.parametrize(("given", "name"), [("worker-6223", "worker-N"), ("gpu-12", "gpu-12")])
+def test_a_long_number_in_a_name_is_no_part_of_it(given, name):
+    assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+
+
+def test_ranks_that_torchrun_started_again_are_other_processes():
+    processes = [ProcessIdentity(pid, command=("python", "t.py"), rank=0, restart=pid) for pid in range(2)]
+    assert process_names(processes) == ["t.py rank 0", "t.py rank 0 restart 1"]
+
+
+def usage(
+    identity: ProcessIdentity, *peaks: tuple[int, int], span: tuple[int, int] = (1, 2), **more: object
+) -> ProcessUsage:
     devices = tuple(DeviceUsage(gpu, allocated, 2 * allocated, 0) for gpu, allocated in peaks)
-    return ProcessUsage(began=1, **{"ended": 2, "devices": devices, "process": identity, **more})
+    return ProcessUsage(**{"began": span[0], "ended": span[1], "devices": devices, "process": identity, **more})
 
 
 def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound():
@@ -71,6 +83,21 @@ def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound
     }
     (note,) = job.notes
     assert note.startswith("cuda:0: the sum of 2 processes' peaks, an upper bound")
+
+
+def test_chance_does_not_decide_a_sum_and_attempts_of_torchrun_are_not_added():
+    one_after_the_other = job_figures([usage(process(pid), (0, 100), span=(pid, pid)) for pid in range(2)])
+    assert one_after_the_other.by_gpu["cuda:0"]["peak_allocated"] == 200
+    attempts = [ProcessIdentity(pid, command=("t.py",), rank=pid % 2, restart=pid // 2) for pid in range(4)]
+    restarted = job_figures([usage(attempt, (0, 100 + attempt.pid)) for attempt in attempts])
+    assert restarted.by_gpu["cuda:0"]["peak_allocated"] == 102 + 103
+    assert "the sum of 2 processes' peaks" in restarted.notes[0]
+
+
+def test_gpus_are_numbered_among_those_of_the_job():
+    first, second = (job_figures([usage(process(1), (gpu, 10), (gpu + 1, 20))]) for gpu in (0, 2))
+    assert first.by_gpu == second.by_gpu
+    assert list(first.by_gpu) == ["cuda:0", "cuda:1"]
 
 
 def test_processes_are_ordered_by_rank_before_the_time_of_their_start():
@@ -91,7 +118,6 @@ def test_the_order_of_starts_decides_whichever_process_used_cuda_first():
 @pytest.mark.parametrize(
     ("more", "note"),
     [
-        ({"ended": None}, "lower bound"),
         ({"times_out_of_memory": 2}, "ran out of memory 2 times"),
         ({"unknown": "a value is read"}, "a value is read"),
         ({"lacking": "workspaces are taken as 0"}, "workspaces are taken as 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
 from pytest_gpumem.measuring.jobs.run import failure, reporting_to, run_job
-from tests.support.processes import is_alive
+from tests.support.processes import wait_until_ended
 
 TORCH = "import torch"
 FORK = "import torch, os; pid = os.fork(); pid and os.waitpid(pid, 0)"
@@ -54,7 +55,7 @@ def test_after_its_time_a_command_is_ended_with_its_children(tmp_path):
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with pytest.raises(JobError, match=r"did not end within timeout=2 seconds, and was ended:\n(\d+)") as raised:
         job(python("-c", code), tmp_path, timeout=2)
-    assert not is_alive(int(str(raised.value).splitlines()[-1]))
+    wait_until_ended([int(str(raised.value).splitlines()[-1])])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,27 @@ def test_a_process_that_imports_torch_is_seen(tmp_path, code, seen):
 
 
 def test_a_programs_own_sitecustomize_runs_as_well(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('mine')\n", encoding="utf-8")
-    done = job(python("-c", "print('program')"), tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.output == "mine\nprogram\n"
+    (tmp_path / "sitecustomize.py").write_text("MINE = 'mine'\nprint(MINE)\n", encoding="utf-8")
+    done = job(python("-c", "import sitecustomize; print(sitecustomize.MINE)"), tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.output, done.errors) == ("mine\nmine\n", "")
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(JobError, match=r"cannot be started: cwd='.*none' is not a folder"):
+        run_job(python("-c", "1"), os.environ, tmp_path / "none")
+
+
+def test_another_child_of_this_process_is_not_of_the_job(tmp_path):
+    """A fixture's server with torch runs beside the job."""
+    torch = Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
+    code = f"import mmap; f = open({str(torch)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1); print(1, flush=True); input()"
+    with subprocess.Popen(python("-c", code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        server.stdout.readline()
+        done = job(python("-c", "import time; time.sleep(1)"), tmp_path)
+        own = job(python("-c", code.replace("input()", "import time; time.sleep(1)")), tmp_path)
+        server.communicate("end")
+    assert done.unseen == ()
+    assert len(own.unseen) == 1
 
 
 def test_nothing_is_left_of_a_job(tmp_path, monkeypatch):

@@ -14,13 +14,13 @@ import importlib.util
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -38,7 +38,7 @@ QUIET = "quiet"
 USAGE = "GPUMEM_USAGE"
 """Environment variable with a folder. Each process writes a file with its GPU memory usage there."""
 SEEN = ".seen"
-"""Suffix for an empty file in the folder `USAGE`. A process with the pid 4711 writes ``4711.seen`` before importing torch."""
+"""Suffix for a file in the folder `USAGE`. A reporting process with the pid 4711 writes its command into ``4711.seen``."""
 LIVE = "GPUMEM_USAGE_LIVE"
 """Environment variable with a number of seconds. A process with `USAGE` writes its usage at this interval, and at its end.
 
@@ -50,21 +50,24 @@ _MOST_SECONDS = 10.0
 """The longest wait for autograd's threads at exit, in seconds. torch itself waits as long."""
 
 
-class _BeforeTorch(MetaPathFinder):
+class TorchFinder(MetaPathFinder):
     """The first finder in ``sys.meta_path``, which is therefore called when torch is about to be imported."""
 
-    def __init__(self, word: str | None) -> None:
-        self.word = word
+    def __init__(self) -> None:
         self._looking = False
+
+    def before_import(self) -> None:
+        """Do something right before torch is imported. By default, nothing."""
+
+    def after_import(self) -> None:
+        """Do something right after torch was imported. By default, nothing."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch" or self._looking:
             return None
         self._looking = True
         try:
-            _mark_as_seen()
-            if self.word is not None:
-                _load_stand_ins(self.word)
+            self.before_import()
             spec = importlib.util.find_spec("torch")
         finally:
             self._looking = False
@@ -73,42 +76,44 @@ class _BeforeTorch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                if self.word is not None:
-                    _begin_host_values()
-                record_if_told_to()
+                self.after_import()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _mark_as_seen() -> None:
-    """Write an empty file for this process, and for each fork, into the folder `USAGE`. They mark reporting processes."""
-    folder = os.environ.get(USAGE)
-    if not folder:
-        return
+class _BeforeTorch(TorchFinder):
+    """Emulates the GPU called ``word``, unless it is ``None``, and begins to record if the environment says so."""
 
-    def mark() -> None:
-        with suppress(OSError):  # the job may have ended, and its folder with it
-            Path(folder, f"{os.getpid()}{SEEN}").touch()
+    def __init__(self, word: str | None) -> None:
+        super().__init__()
+        self.word = word
+        self._at_exit: list[Callable[[], None]] = []
+        # Exit functions run in reverse order, so these functions run after all functions of the program.
+        atexit.register(self._run_at_exit)
 
-    mark()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=mark)
+    def before_import(self) -> None:
+        if self.word is None:
+            return
+        from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+        from pytest_gpumem.emulating.emulation.load import load
 
+        load(emulated_gpu(self.word, described_gpus()))
 
-def _load_stand_ins(word: str) -> None:
-    from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
-    from pytest_gpumem.emulating.emulation.load import load
+    def after_import(self) -> None:
+        if self.word is not None:
+            # Exit functions run in reverse order, so this function runs after all functions registered later.
+            atexit.register(_wait_for_autograd)
+            from pytest_gpumem.emulating.host_values import scope
 
-    load(emulated_gpu(word, described_gpus()))
+            scope.begin()
+        # A job's process may run in another Python, without this package. The job fails, because the process does not report.
+        with suppress(ImportError) if self.word is None else nullcontext():
+            record_if_told_to(self._at_exit.append)
 
-
-def _begin_host_values() -> None:
-    # Exit functions run in reverse order, so this function runs after all functions registered later.
-    atexit.register(_wait_for_autograd)
-    from pytest_gpumem.emulating.host_values import scope
-
-    scope.begin()
+    def _run_at_exit(self) -> None:
+        for function in self._at_exit:
+            function()
 
 
 def install(word: str | None) -> None:
@@ -129,8 +134,11 @@ def described_gpus() -> Mapping[str, Gpu]:
     return from_description(os.environ.get(DESCRIPTION))
 
 
-def record_if_told_to() -> None:
-    """Record this process's peaks if `PEAKS` is set, and its usage if `USAGE` is set. torch must be imported."""
+def record_if_told_to(at_exit: Callable[[Callable[[], None]], object] = atexit.register) -> None:
+    """Record this process's peaks if `PEAKS` is set, and its usage if `USAGE` is set. torch must be imported.
+
+    ``at_exit`` takes a function to call when the process ends.
+    """
     if printed := os.environ.get(PEAKS):
         from pytest_gpumem.emulating.emulated_process.peaks import print_at_exit
 
@@ -139,7 +147,7 @@ def record_if_told_to() -> None:
         from pytest_gpumem.emulating.emulated_process.usage_recorder import record_usage
 
         steps, seconds = os.environ.get(STEPS), os.environ.get(LIVE)
-        record_usage(Path(folder), int(steps) if steps else None, float(seconds) if seconds else None)
+        record_usage(Path(folder), at_exit, int(steps) if steps else None, float(seconds) if seconds else None)
 
 
 def _wait_for_autograd() -> None:

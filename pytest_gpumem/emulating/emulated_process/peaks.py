@@ -13,7 +13,9 @@ backward pass on 64 samples. At most 8 lines of the program are listed. ::
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,8 +50,15 @@ class KeptPeaks:
     def __init__(self) -> None:
         self.allocated: Counter[int] = Counter()
         self.reserved: Counter[int] = Counter()
+        self.lock = threading.RLock()
+        """Held while peaks are read and written, because a job's process reads them in a thread as well."""
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew_lock)
         # This context is never closed, so resets are noticed until the process ends.
         self._entered = ExitStack()
+
+    def _renew_lock(self) -> None:
+        self.lock = threading.RLock()
 
     def begin(self) -> None:
         """From now on, call `take` before each reset of torch's peaks."""
@@ -59,9 +68,10 @@ class KeptPeaks:
         """Read torch's peaks since their last reset, and update this object's peaks."""
         if not keeps_statistics():
             return
-        for device in range(torch.cuda.device_count()):
-            self.allocated[device] = max(self.allocated[device], torch.cuda.max_memory_allocated(device))
-            self.reserved[device] = max(self.reserved[device], torch.cuda.max_memory_reserved(device))
+        with self.lock:
+            for device in range(torch.cuda.device_count()):
+                self.allocated[device] = max(self.allocated[device], torch.cuda.max_memory_allocated(device))
+                self.reserved[device] = max(self.reserved[device], torch.cuda.max_memory_reserved(device))
 
 
 MOST_LINES = 8

@@ -68,6 +68,8 @@ class ProcessIdentity:
     """``LOCAL_RANK`` in the process's environment."""
     world: int | None = None
     """``WORLD_SIZE`` in the process's environment."""
+    restart: int = 0
+    """The number of times that torchrun has started all ranks again before it started this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import read_usages
-from pytest_gpumem.measuring.jobs.unseen import UnseenProcesses
+from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LIVE_SECONDS = 0.2
 """The seconds between two looks at a process's peaks. If they have changed, the process writes them."""
+_GRACE_SECONDS = 2.0
+"""After the command's end, its processes have this many seconds to end as well."""
 _TAIL_LINES = 20
 
 
@@ -38,6 +40,8 @@ class FinishedJob:
     """The usage of each process with CUDA."""
     unseen: tuple[str, ...]
     """The commands of processes with torch or CUDA, and without a report on their usage."""
+    alive: tuple[str, ...] = ()
+    """The commands of processes with torch or CUDA which still run, although the command has ended."""
 
 
 def run_job(
@@ -54,15 +58,18 @@ def run_job(
     Raises:
         JobError: The command cannot be started, or takes longer than ``timeout``.
     """
+    if not folder.is_dir():
+        raise JobError(f"`{shlex.join(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name:
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
         reports.mkdir()
-        unseen = UnseenProcesses(reports)
+        processes = JobProcesses(reports)
 
         def tick() -> None:
-            unseen.look()
+            processes.look()
             if deadline is not None and time.monotonic() > deadline:
+                processes.kill()
                 raise JobError(
                     f"`{shlex.join(command)}` did not end within timeout={timeout:g} seconds, and was ended"
                     + _tail(_text(output) + _text(errors))
@@ -77,10 +84,16 @@ def run_job(
                 errors=errors,
                 stop=Stop(),
                 tick=tick,
+                started=processes.begin,
             )
         except OSError as error:
             raise JobError(f"`{shlex.join(command)}` cannot be started: {error.strerror or error}") from None
-        return FinishedJob(status, _text(output), _text(errors), read_usages(reports), unseen.commands())
+        processes.look()
+        until = time.monotonic() + _GRACE_SECONDS
+        while processes.alive() and time.monotonic() < until:
+            time.sleep(0.05)
+        usages, unseen, alive = read_usages(reports), processes.unseen(), processes.alive()
+        return FinishedJob(status, _text(output), _text(errors), usages, unseen, alive)
 
 
 def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:

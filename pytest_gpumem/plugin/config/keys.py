@@ -134,8 +134,8 @@ also warns about a pattern without a matching test, if the run has collected all
 collected them if it ran the `testpaths`, or a folder that contains the path before the pattern's first `*`, `?` or `::`.
 There is no such warning with `--ignore`, `--ignore-glob`, `--lf` or `--stepwise`.
 """
-_MARK = """ Patterns work as for `budget`. Matching test functions get the marker before `-m` and `-k` select tests, so
-`-m gpumem` finds them. Doctests and items from other plugins do not get the marker. As for `budget`, the run warns about a
+_MARK = """ Patterns work as for `budget`. Matching test functions and doctests get the marker before `-m` and `-k` select
+tests, so `-m gpumem` finds them. Items from other plugins do not get the marker. As for `budget`, the run warns about a
 pattern without a matching test.
 """
 _ROUTING = """ On a real GPU and on the CPU, the key has no effect, because the router's choice is computed there. In a

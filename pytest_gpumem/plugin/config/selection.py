@@ -141,15 +141,18 @@ def without_group(item: pytest.Item) -> str:
     return item.nodeid.removesuffix(f"@{name}")
 
 
-def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Add the marker to all test functions with a matching pattern.
+def can_be_marked(item: pytest.Item) -> bool:
+    """Return whether patterns in the settings can add the marker to an item: True for test functions and doctests.
 
-    Other items, such as doctests, do not get the marker.
+    Other items, such as a linter's check of a file, run no code.
     """
+    return isinstance(item, pytest.Function | pytest.DoctestItem)
+
+
+def add_markers(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
+    """Add the marker to all test functions with a matching pattern."""
     for item in items:
-        if isinstance(item, pytest.Function) and any(
-            matches_test(pattern, without_group(item)) for pattern in patterns
-        ):
+        if can_be_marked(item) and any(matches_test(pattern, without_group(item)) for pattern in patterns):
             item.add_marker(MARKER)
 
 

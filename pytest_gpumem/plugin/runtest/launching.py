@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import CannotRun, JobError
+from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.measurement import Workload
-from pytest_gpumem.measuring.jobs.figures import job_figures
+from pytest_gpumem.measuring.jobs.figures import job_figures, program_name
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def launch(
             a report, or has no process with GPU memory.
     """
     words = _checked(command)
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise TypeError(f"gpumem.launch() needs a number of seconds above 0 as timeout, got {timeout!r}")
     lacking = run.device.lacks("processes")
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")
@@ -97,9 +100,25 @@ def _check(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks:
     shown = shlex.join(command)
     if job.unseen:
         raise JobError(
-            f"`{shown}` started a process that uses torch or a GPU and does not report its memory: {job.unseen[0]}. It has "
-            "another environment, or was started with python -I, -E or -S; start it with this environment, and without these "
-            "options"
+            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {job.unseen[0]}. It does "
+            "not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or uses a GPU "
+            "without torch"
+        )
+    if job.alive:
+        raise JobError(
+            f"`{shown}` has ended, but its process still runs, so the memory is not known: {job.alive[0]}. Let the command "
+            "wait for its processes"
+        )
+    killed = [usage for usage in job.usages if usage.ended is None]
+    if killed:
+        peak = max((device.allocated for device in killed[0].devices), default=0)
+        known = (
+            f". Its peak was at least {format_bytes(peak)}, and may have been larger"
+            if peak
+            else ", so its peak is not known"
+        )
+        raise JobError(
+            f"`{shown}`: {program_name(killed[0].process.command)} was killed before it could report its memory{known}"
         )
     if any(usage.without_statistics for usage in job.usages):
         raise JobError(
@@ -108,12 +127,14 @@ def _check(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks:
     if not figures.processes:
         raise JobError(f"no process of `{shown}` reserved memory on a GPU by torch")
     if ranks is not None:
-        seen = {usage.process.rank for usage in job.usages if usage.devices and usage.process.rank is not None}
-        missing = [str(rank) for rank in range(ranks) if rank not in seen]
-        if missing or len(seen) != ranks:
-            why = (
-                f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} did not"
-                if missing
-                else f"{len(seen)} did"
-            )
-            raise JobError(f"`{shown}` has ranks={ranks}, and {why} use a GPU")
+        _check_ranks(ranks, job, shown)
+
+
+def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
+    numbers = {usage.process.rank for usage in job.usages if usage.devices and usage.process.rank is not None}
+    missing = [str(rank) for rank in range(ranks) if rank not in numbers]
+    if missing:
+        variables = " or ".join(f"RANK={rank}" for rank in missing)
+        raise JobError(f"`{shown}` has ranks={ranks}, but no process with {variables} in its environment used a GPU")
+    if len(numbers) > ranks:
+        raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used a GPU")

@@ -144,6 +144,17 @@ class WholeLines:
             click.echo(self._begun, nl=False, err=True)
         self._begun = "" if has_ended else self._begun
 
+    def show(self, text: str) -> None:
+        """Show a text in place of the incomplete line on a terminal. The next call overwrites the text, if it is incomplete.
+
+        In a file, the text is left out, because the next text would not overwrite it. An empty text clears the line.
+        """
+        self._begun = ""
+        if can_redraw(sys.stderr):
+            target = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+            text = target.shortened(target.legible(text), shutil.get_terminal_size().columns - 1)
+            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
 
 def read_report(path: Path) -> SessionReport:
     """Return the report in a JSON file or on standard input.

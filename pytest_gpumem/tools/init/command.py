@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import click
@@ -14,20 +14,23 @@ import click
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.errors import GitError, ProposalError, StopSignal
 from pytest_gpumem.base.git import USUAL_BRANCH, default_branch
-from pytest_gpumem.base.units import counted
+from pytest_gpumem.base.units import counted, parse_seconds
+from pytest_gpumem.emulating.emulated_process.start import environment_for
+from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.baselines.location import is_url
 from pytest_gpumem.measuring.devices.registry import BUILT_IN
 from pytest_gpumem.plugin.config.options import DEFAULT_STORE
 from pytest_gpumem.plugin.config.settings import settings_of
 from pytest_gpumem.tools.checkout import Checkout
 from pytest_gpumem.tools.console.project import check_pyproject, read_config
-from pytest_gpumem.tools.console.streams import INTERRUPTED, InputError, input_errors, write_lines
+from pytest_gpumem.tools.console.streams import INTERRUPTED, InputError, WholeLines, input_errors, parsed, write_lines
 from pytest_gpumem.tools.doctor import collecting
-from pytest_gpumem.tools.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.tools.init.edits import check_edits, write_edits
 from pytest_gpumem.tools.init.first_baselines import FirstBaselines
 from pytest_gpumem.tools.init.installing import REQUIREMENTS_FILES
-from pytest_gpumem.tools.init.project_tests import Names, find_tests
+from pytest_gpumem.tools.init.observing import ObservedRun, observe, summary
+from pytest_gpumem.tools.init.project_tests import NOT_RUN
 from pytest_gpumem.tools.init.proposal import (
     ATTRIBUTES,
     COMMENT_WORKFLOW,
@@ -37,30 +40,31 @@ from pytest_gpumem.tools.init.proposal import (
     WORKFLOW,
     Machine,
     Project,
-    counts,
     proposal,
 )
-from pytest_gpumem.tools.init.sources import sources_of
 from pytest_gpumem.tools.init.workflow import DEVICES, RUNNERS, account, commit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import pytest
 
-    from pytest_gpumem.tools.init.project_tests import ProjectTests
     from pytest_gpumem.tools.init.proposal import Proposal
-    from pytest_gpumem.tools.init.sources import Sources
     from pytest_gpumem.tools.init.workflow import Runner
 
-_SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
-_LARGEST = 2**20
-"""Maximum bytes of a Python file. A larger file is not read, because it is assumed to contain data, not tests."""
+_QUESTION = (
+    "This command runs your tests once, to see which tests run a model: `python -m pytest` in {folder}. Ctrl-C ends the tests "
+    "and keeps the results so far. Run the tests?"
+)
+_NEXT = (
+    f"the tests were not run. Name the tests to measure in {MARK_KEY}, and record their baselines with:",
+    "  python -m pytest --gpumem-update=new",
+    "then commit the written files and the recorded baselines; `pytest --gpumem-baseline` is the gate",
+)
 _NONE = (
     (
-        "nothing is proposed, because no test was found that runs a model. Mark the tests to measure with @pytest.mark.gpumem, "
-        f"name them in [tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture as in the test below. Then run "
-        f"{command_name()} init again."
+        f"Mark the tests to measure with @pytest.mark.gpumem, name them in [tool.gpumem] {MARK_KEY}, or measure a step with "
+        f"the gpumem fixture as in the test below. Then run {command_name()} init again."
     ),
     "",
     "    def test_forward(gpumem):",
@@ -71,8 +75,19 @@ _NONE = (
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="Write the files and record the baselines without asking.")
+@click.option("--yes", is_flag=True, help="Run the tests, write the files and record the baselines without asking.")
 @click.option("--dry-run", is_flag=True, help="Show the proposed files as a diff, and write nothing.")
+@click.option(
+    "--no-run",
+    is_flag=True,
+    help=f"Do not run the tests. In the settings, a comment with an example then stands in place of `{MARK_KEY}`.",
+)
+@click.option(
+    "--time-limit",
+    metavar="DURATION",
+    callback=parsed(parse_seconds),
+    help='End the tests after this time, for example "10 min", and propose from the results so far.',
+)
 @click.option(
     "--runner",
     type=click.Choice(RUNNERS),
@@ -80,10 +95,11 @@ _NONE = (
     "your own runner) or `cpu` (the CPU of GitHub's runners). Default: chosen so this machine can record the baselines, if "
     "possible.",
 )
-def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
+def init(*, yes: bool, dry_run: bool, no_run: bool, time_limit: float | None, runner: str | None) -> None:
     """Set up a repository: settings, a workflow and first baselines.
 
-    The command finds the tests that run models. It reads the source code of all tests, and does not run any code.
+    The command first asks whether it may run the project's tests once, with `python -m pytest`. While they run, it observes
+    which tests run a model.
 
     \b
     Then it proposes to write:
@@ -100,18 +116,19 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
     \b
     Examples:
-      gpumem init --dry-run
-      gpumem init --yes --runner emulated
+      gpumem init
+      gpumem init --no-run --dry-run
+      gpumem init --yes --runner emulated --time-limit "20 min"
 
     Exit status: 0 if everything is set up, or after --dry-run or a `no` to a question, 1 if no test runs a model, or not
-    every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or written, or if a
-    question has no terminal, 130 after Ctrl-C, 143 after SIGTERM.
+    every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or written, if
+    pytest cannot run, or if a question has no terminal, 130 after Ctrl-C at a question, 143 after SIGTERM.
     \f
     ## `--runner`
 
     If this option is not given, the command uses the first of these rules that applies:
 
-    1. `cpu`, if no test that runs a model moves the model to a GPU.
+    1. `cpu`, if no test uses a GPU.
     2. `self-hosted`, if this machine has a GPU.
     3. `emulated`, if this machine [can emulate a GPU](../guide/no-gpu.md#an-emulated-gpu).
     4. `cpu` in all other cases.
@@ -132,8 +149,8 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
     Rules:
 
-    - `device` is `cpu` if no test that runs a model puts anything on a GPU. Otherwise, it is `cuda` on a machine with a GPU,
-      and `auto` on a machine without a GPU. If torch can be imported only [on an emulated
+    - `device` is `cpu` if no test uses a GPU. Otherwise, it is `cuda` on a machine with a GPU, and `auto` on a machine without
+      a GPU. If torch can be imported only [on an emulated
       GPU](../guide/no-gpu.md#an-emulated-gpu), it is `emulated:h100`.
     - `mark` has as few patterns as possible. If all tests in a folder, a file or a class run models, the pattern names the
       folder, file or class. Otherwise, patterns name single tests.
@@ -153,26 +170,33 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
     ## Which tests run models
 
-    A test runs a model if its body does one of these things:
+    A test runs a model if one of these things happens in the test, or in the set-up of a fixture, class or module that the
+    test uses:
 
-    - It calls `.backward()`, an optimizer's `.step()`, a trainer's `.fit()` or `.train()`, `.generate()` or `.forward()`.
-    - It calls a module that it made, got as a parameter, got from `parametrize`, or loaded with `from_pretrained`.
-    - It trains an object that was made with a module class (`Classifier(Net).fit`).
-    - It uses a model from transformers, diffusers, timm or `torchvision.models`.
+    - A `torch.nn.Module` is called.
+    - A backward pass runs.
+    - An optimizer steps.
 
-    A test also runs a model if code that the test uses does one of these things: its fixtures, `autouse` fixtures in its
-    file or in a `conftest.py`, the set-up functions of its class or module (`setUpClass`, `setup_module`), and functions of
-    the project that it calls.
+    The form of the test does not matter. For example, it may be a doctest, a coroutine, a method of a `unittest.TestCase` or
+    a property test, get its model from `parametrize`, or call a helper function in another file.
 
-    - Annotations show that a parameter or a method's result is a module. The command follows imports between the project's
-      modules, `usefixtures`, and base classes of test classes into other files.
-    - The command does not find models if they are made in other ways. Give their tests the marker.
-    - The command finds test files, classes and functions by pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
-      ...). It leaves out files that `collect_ignore` in a `conftest.py` or `--ignore` in `addopts` excludes. Methods `test*`
-      of each `unittest.TestCase` are tests, too. If the current folder is below the root directory, only its tests are set up.
-    - Tests with the marker or the fixture `gpumem` are measured already, so `mark` does not name them.
-    - The command names test files that cannot be parsed. It also names test files that a `conftest.py` ignores under a
-      condition, and sets up their tests.
+    - `mark` names a test if it runs a model, passes, and allocates memory. If a test has parameters, a single passing item
+      is enough.
+    - The command lists tests that run a model and fail. It also lists skipped tests, because it has not seen their models.
+      Patterns never match these tests.
+    - Tests with the marker or the fixture `gpumem` are measured already. They do not run, and `mark` does not name them.
+    - A test uses a GPU if it allocates memory on a GPU. Without a GPU, it is enough if the test's file, another file in the
+      same folder, or a `conftest.py` above asks for a GPU, for example by `torch.cuda.is_available()`.
+
+    ## While the tests run
+
+    - The tests run with the project's own settings, for example with `-n 4` in `addopts`. A single failure does not end the
+      run, even with `-x`. If the current folder is below the root directory, only its tests run and are set up.
+    - torch is not imported if no test imports torch.
+    - After Ctrl-C, `--time-limit` or a crash, the command proposes from the tests that have ended, and says how many did not
+      run. After Ctrl-C, `--yes` no longer answers, so the command asks before it writes.
+    - With `--no-run`, or a `no` to the question, no test runs. `mark` is then a comment with an example, and no baselines
+      are recorded.
 
     ## The first baselines
 
@@ -183,84 +207,116 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     - If a test fails by itself, for example because it needs a network, the command removes it from `mark` and names it. The
       same happens to a test that fails the gate on the same code. If `[tool.gpumem]` existed before, the command only names
       these tests.
-    - After Ctrl-C at a question, the command does not do what the question asks. After Ctrl-C while tests run, the baselines of
-      finished tests are kept if pytest ends within 3 seconds.
+    - After Ctrl-C at a question, the command does not do what the question asks. After Ctrl-C while baselines are recorded, the
+      baselines of finished tests are kept if pytest ends within 3 seconds.
     """
-    if yes and dry_run:
-        raise click.UsageError("--yes and --dry-run exclude each other: leave out one of them")
     environment = dict(os.environ)
     check_pyproject()
     place = _place()
-    sources = sources_of(_texts(place.root))
-    found_tests = find_tests(sources, place.names)
-    write_lines(
-        [
-            f"{place.root / place.tests}: {counts(found_tests)}",
-            *_unparsed_files(sources, place.names),
-            *_perhaps_ignored(found_tests),
-        ]
-    )
-    if not any(test.runs_model or test.is_measured for test in found_tests.tests):
-        write_lines(_NONE)
-        sys.exit(1)
-    project = _project(place)
-    with input_errors(ProposalError):
-        proposed = proposal(project, found_tests, _this_machine(environment), cast("Runner | None", runner))
-    check_edits(place.root, proposed.edits)
-    _show(proposed)
-    if dry_run:
-        return
+    with _exit_if_interrupted():
+        runs_tests = not no_run and (yes or _ask(_QUESTION.format(folder=place.root / place.tests)))
+        machine = _this_machine(environment)
+        project = _project(place)
+        observed = ObservedRun(NOT_RUN)
+        # Files that cannot be read or written end the command here, before the tests run.
+        proposed = _checked_proposal(place, project, observed, machine, runner)
+        if runs_tests:
+            observed = _observe(place, project, machine, environment, time_limit)
+            proposed = _checked_proposal(place, project, observed, machine, runner)
+        _show(proposed)
+        if not dry_run:
+            # After Ctrl-C, --yes no longer answers, because the user may want to end the command.
+            answers_yes = yes and not observed.interrupted
+            _set_up(place, project, proposed, observed, environment, lambda question: answers_yes or _ask(question))
+
+
+@contextmanager
+def _exit_if_interrupted() -> Iterator[None]:
+    """After Ctrl-C at a question, or a signal while tests run, exit with a shell's exit status for the signal."""
     try:
-        if proposed.edits and (yes or _ask(f"Write {counted(len(proposed.edits), 'file')}?")):
-            write_edits(place.root, proposed.edits)
-        elif proposed.edits:
-            write_lines(["nothing was written"])
-            return
-        else:
-            write_lines(["there is nothing to write"])
-        store = project.store and place.root / project.store
-        if store and any(store.rglob("*.toml")):
-            write_lines(
-                [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
-            )
-        else:
-            first = FirstBaselines(place.root, place.tests, proposed, found_tests, environment)
-            first.record(lambda question: yes or _ask(question))
+        yield
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except StopSignal as stopped:
-        hint = "`python -m pytest --gpumem-update=new` records the missing baselines"
-        click.echo(f"\ninterrupted: {hint}", err=True)
+        click.echo("\ninterrupted", err=True)
         sys.exit(stopped.exit_status)
 
 
-def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
-    """Yield a warning for each test file or conftest.py with a syntax error."""
-    for path, why in sources.not_parsed.items():
-        if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
-            yield (
-                f"{path} cannot be parsed ({why}), so its tests are not found. Correct this file and run {command_name()} init "
-                "again, or mark its tests with @pytest.mark.gpumem"
-            )
+def _checked_proposal(
+    place: _Place, project: Project, observed: ObservedRun, machine: Machine, runner: str | None
+) -> Proposal:
+    """Return the proposal, whose files can be written. Raises `InputError`."""
+    with input_errors(ProposalError):
+        proposed = proposal(project, observed.tests, machine, cast("Runner | None", runner))
+    check_edits(place.root, proposed.edits)
+    return proposed
 
 
-def _perhaps_ignored(found_tests: ProjectTests) -> Iterator[str]:
-    """Yield a warning for each test file in a conditional ``collect_ignore`` of a conftest.py."""
-    for path in found_tests.perhaps_ignored:
-        yield (
-            f"a conftest.py ignores {path} under a condition that is known only when pytest runs, so the tests in {path} are "
-            f"set up. If pytest never collects these tests, remove them from {MARK_KEY}"
+def _observe(
+    place: _Place, project: Project, machine: Machine, environment: Mapping[str, str], seconds: float | None
+) -> ObservedRun:
+    """Run the tests once, and print the result. If there is no test to measure, say so and exit."""
+    if not machine.has_cpu and machine.can_emulate:
+        environment = {**environment, **environment_for(emulated_gpu(DEVICES["emulated"], {}), environment)}
+    # With an emulated device in the settings, the plugin would deselect all tests that are not measured yet.
+    is_emulated = str((project.settings_table or {}).get("device")).startswith(EMULATED)
+    options = ["--gpumem-device=cuda"] if is_emulated else []
+    observed = observe(place.root / place.tests, environment, options, seconds)
+    write_lines([f"{place.root / place.tests}:", *summary(observed)])
+    tests = observed.tests
+    if not tests.proposed and not any(test.is_measured for test in tests.tests):
+        if any(test.runs_model for test in tests.tests):
+            why = "no test that runs a model can be measured (see above)"
+        else:
+            is_known = tests.imports_torch or tests.not_collected or observed.why_ended
+            why = "no test was seen to run a model" if is_known else "no test imports torch"
+        write_lines([f"nothing is proposed, because {why}. {_NONE[0]}", *_NONE[1:]])
+        sys.exit(INTERRUPTED if observed.interrupted else 1)
+    return observed
+
+
+def _set_up(
+    place: _Place,
+    project: Project,
+    proposed: Proposal,
+    observed: ObservedRun,
+    environment: Mapping[str, str],
+    agreed: Callable[[str], bool],
+) -> None:
+    """Write the proposed files and record the first baselines, if the user agrees to each."""
+    if observed.interrupted and not _has_terminal():
+        write_lines(
+            ["nothing was written, because the tests were interrupted, and there is no terminal for a question"]
         )
+        sys.exit(INTERRUPTED)
+    if proposed.edits and not agreed(f"Write {counted(len(proposed.edits), 'file')}?"):
+        write_lines(["nothing was written"])
+        return
+    if proposed.edits:
+        write_edits(place.root, proposed.edits)
+    else:
+        write_lines(["there is nothing to write"])
+    store = project.store and place.root / project.store
+    if store and any(store.rglob("*.toml")):
+        write_lines(
+            [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
+        )
+    elif observed.tests.were_run:
+        try:
+            FirstBaselines(place.root, place.tests, proposed, observed.tests, environment).record(agreed)
+        except StopSignal:
+            click.echo("\n`python -m pytest --gpumem-update=new` records the missing baselines", err=True)
+            raise
+    else:
+        write_lines(_NEXT)
 
 
 class _Place(NamedTuple):
-    """The project around the current folder, with the folders and the name patterns by which its tests are found."""
+    """The project around the current folder, and the folder whose tests are set up."""
 
     root: Path
     """pytest's root directory."""
-    names: Names
-    """The patterns by which pytest collects files, classes and functions."""
     top: Path | None
     """The top folder of the git repository, or ``None`` if the project is in no repository."""
     tests: str
@@ -268,46 +324,18 @@ class _Place(NamedTuple):
 
 
 def _place() -> _Place:
-    def read(config: pytest.Config) -> tuple[Path, Names, str]:
-        names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
+    def read(config: pytest.Config) -> tuple[Path, str]:
         # Check the existing settings here, because init does not correct them, and every later session would fail.
         settings_of(config)
         root = config.rootpath
-        tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
-        # If pytest starts in a folder below the root directory, it ignores testpaths and collects only that folder.
-        folders = config.getini("testpaths") if tests == "." else [tests]
-        addopts = addopts_of(config.inipath.name, _text(config.inipath) or "") if config.inipath is not None else ()
-        excluded = {"not_entered": config.getini("norecursedirs"), "ignored": ignored_by(addopts, tests)}
-        return root, replace(names, folders=folders, **excluded), tests
+        return root, Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
 
-    root, names, tests = read_config(read)
+    root, tests = read_config(read)
     try:
         top = Checkout.around(root).top
     except GitError:
         top = None
-    return _Place(root, names, top, tests)
-
-
-def _texts(root: Path) -> dict[str, str]:
-    """Return the text of each Python file in the project, by the file's path from the root directory.
-
-    Files in virtual environments, build folders and hidden folders are skipped.
-    """
-    return {path.relative_to(root).as_posix(): text for path in _files(root) if (text := _text(path)) is not None}
-
-
-def _files(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        parent = Path(folder)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in _SKIPPED and not name.startswith(".") and not (parent / name / "pyvenv.cfg").exists()
-        )
-        for name in sorted(names):
-            path = parent / name
-            if name.endswith(".py") and path.is_file() and path.stat().st_size <= _LARGEST:
-                yield path
+    return _Place(root, top, tests)
 
 
 def _text(path: Path) -> str | None:
@@ -359,10 +387,13 @@ def _is_inside(store: str) -> bool:
 
 def _this_machine(environment: Mapping[str, str]) -> Machine:
     """Return the usable devices and the installed versions on this machine. torch is imported only in separate processes."""
+    line = WholeLines()
+    line.show("looking for torch and GPUs on this machine")
     plain = collecting.probe(list(BUILT_IN), environment)
     emulated = collecting.probe([DEVICES["emulated"]], environment)
     usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}
     release = plain.torch.release or emulated.torch.release
+    line.show("")
     return Machine(
         has_gpu="cuda" in usable,
         can_emulate=DEVICES["emulated"] in usable,
@@ -387,7 +418,8 @@ def _has_terminal() -> bool:
 def _ask(question: str) -> bool:
     if not _has_terminal():
         raise InputError(
-            "the command cannot ask a question without a terminal, so nothing was written: add --yes to write the files, or "
-            "--dry-run to see them"
+            "the command cannot ask a question without a terminal, so nothing was written: add --yes to run the tests, write "
+            "the files and record baselines, --yes --dry-run to run the tests and see the files, or --no-run --dry-run to see "
+            "the files without running the tests"
         )
     return click.confirm(question, default=True)

@@ -44,7 +44,7 @@ class FirstBaselines:
         root: The root directory of pytest.
         tests: The folder whose tests are set up, as a path from the root directory.
         proposed: The proposal, whose files are already written.
-        collected: The tests in the repository's source code.
+        collected: The tests that were seen to run models, among all tests.
         environment: The environment variables for pytest sessions.
     """
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def patterns_of(tests: Sequence[ProjectTest]) -> tuple[str, ...]:
-    """Return node id patterns for `matches_test`. They match all tests that run models, and no other test.
+    """Return node id patterns for `matches_test`. They match all proposed tests, and no other test.
 
-    A folder, file or class becomes a single pattern if each of its tests runs a model or is measured already. Otherwise, tests
+    A folder, file or class becomes a single pattern if each of its tests is proposed or is measured already. Otherwise, tests
     in a file or class share a pattern if their names have the same beginning: ``test_step*``.
     """
-    model_tests = [test for test in tests if test.runs_model and not test.is_measured]
-    other_tests = [test for test in tests if not test.runs_model and not test.is_measured]
+    model_tests = [test for test in tests if test.is_proposed]
+    other_tests = [test for test in tests if not test.is_proposed and not test.is_measured]
     patterns: list[str] = []
     remaining = list(model_tests)
     for folder in _folders(model_tests):
@@ -92,11 +92,8 @@ def _name_patterns(tests: list[ProjectTest], excluded: Sequence[str]) -> Iterato
             yield f"{longest_match[0]}*"
             tests = [test for test in tests if test not in longest_match[1]]
             continue
-        if first.has_parameters is not True:
-            yield first.nodeid
-        if first.has_parameters is not False:
-            # `matches_test` does not treat the bracket as a wildcard, so this pattern matches a parametrized test's items.
-            yield f"{first.nodeid}[*"
+        # `matches_test` does not treat the bracket as a wildcard, so this pattern matches a parametrized test's items.
+        yield f"{first.nodeid}[*" if first.has_parameters else first.nodeid
         tests = tests[1:]
 
 

@@ -15,7 +15,7 @@ from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.errors import ProposalError
 from pytest_gpumem.base.git import USUAL_BRANCH
 from pytest_gpumem.base.toml import read_toml
-from pytest_gpumem.base.units import counted, word_form
+from pytest_gpumem.base.units import counted
 from pytest_gpumem.facts.values.option_words import DEFAULT_DEVICE, EMULATED
 from pytest_gpumem.plugin.config.settings import matches_test
 from pytest_gpumem.tools.init.installing import Sources, lines_of, unfit_of
@@ -169,7 +169,7 @@ class Proposal:
 def chosen_runner(tests: ProjectTests, machine: Machine) -> tuple[Runner, str]:
     """Return a kind of runner for whose device this machine can record baselines, and the reason for the choice as a clause."""
     if not tests.on_gpu and machine.has_cpu:
-        return "cpu", "no test puts its model on a GPU"
+        return "cpu", "nothing is measured on a GPU"
     if machine.has_gpu:
         return "self-hosted", "this machine has a GPU"
     if machine.can_emulate:
@@ -190,16 +190,16 @@ def proposal(project: Project, tests: ProjectTests, machine: Machine, runner: Ru
         ProposalError: pyproject.toml is not valid TOML, or no section can be added to it.
     """
     device, why_device = _device(tests, machine)
-    chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(tests, machine)
     table = project.settings_table
     edits: list[Edit] = []
     notes: list[str] = []
-    patterns = patterns_of(tests.tests)
     if table is None:
-        edits.append(_settings(project, device, why_device, patterns))
+        edits.append(_settings(project, device, why_device, tests))
     else:
         notes.append(f"{SETTINGS} has [tool.gpumem], which is not changed{_lacking(table, tests)}")
         device = str(table.get("device", DEFAULT_DEVICE))
+        tests = replace(tests, on_gpu=device != "cpu")
+    chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(tests, machine)
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, machine, edits)
     gated = DEVICES[chosen]
@@ -243,7 +243,7 @@ def _lacking(table: Mapping[str, Any], tests: ProjectTests) -> str:
     unnamed = [
         test
         for test in tests.tests
-        if test.runs_model and not test.is_measured and not any(_names(pattern, test.nodeid) for pattern in patterns)
+        if test.is_proposed and not any(_names(pattern, test.nodeid) for pattern in patterns)
     ]
     if not unnamed:
         return ""
@@ -261,7 +261,7 @@ def _device(tests: ProjectTests, machine: Machine) -> tuple[str, str]:
     if not machine.has_cpu and machine.can_emulate:
         return "emulated:h100", "The installed torch can only be loaded for an emulated GPU."
     if not tests.on_gpu:
-        return "cpu", "No test puts its model on a GPU, so there is nothing to measure on a GPU."
+        return "cpu", "No test uses a GPU, so there is nothing to measure on a GPU."
     if machine.has_gpu:
         return (
             "cuda",
@@ -273,13 +273,18 @@ def _device(tests: ProjectTests, machine: Machine) -> tuple[str, str]:
     )
 
 
-def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) -> Edit:
+def _settings(project: Project, device: str, why: str, tests: ProjectTests) -> Edit:
     text = project.settings
     newline = "\r\n" if "\r\n" in (text or "") else "\n"
     lines = ["[tool.gpumem]", f"# {why}", f"device = {json.dumps(device)}"]
-    if patterns:
+    if patterns := patterns_of(tests.tests):
         lines += ["# These tests run models. They are measured as if they had @pytest.mark.gpumem."]
         lines += f"{MARK_KEY} = {_array(patterns, chr(10))}".split("\n")
+    elif not tests.were_run:
+        lines += [
+            "# Name the tests that run models. They are measured as if they had @pytest.mark.gpumem. For example:"
+        ]
+        lines += [f"# {MARK_KEY} = {_array(('tests/test_model.py', 'tests/test_train.py::test_step*'), '')}"]
     gap = ("" if text.endswith("\n") else newline) + newline if text else ""
     after = (text or "") + gap + "".join(f"{line}{newline}" for line in lines)
     try:
@@ -398,11 +403,3 @@ def _workflow(project: Project, runner: Runner, why: str, machine: Machine, edit
         f"{up}{COMMENT_WORKFLOW} comments on pull requests in a separate job, because a job that runs tests should not have "
         f"a token with write access; GitHub starts it once it is on {project.branch}"
     )
-
-
-def counts(tests: ProjectTests) -> str:
-    """Return the test counts as a clause: ``"3 of 5 tests run models, and 1 is measured already"``."""
-    running = sum(test.runs_model and not test.is_measured for test in tests.tests)
-    measured = sum(test.is_measured for test in tests.tests)
-    run, are = word_form(running, "runs", "run"), word_form(measured, "is", "are")
-    return f"{running} of {counted(len(tests.tests), 'test')} {run} models, and {measured} {are} measured already"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.torch_support.private_api.attributes import replaced
 
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
 
     import torch.autograd.profiler
     import torch.profiler
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
@@ -128,6 +134,34 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
     import torch
 
     torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
+def observe_use_of_cuda(call: Callable[[str], None]) -> None:
+    """From now on, call a function when a program asks for CUDA, also on a machine without a GPU.
+
+    A program asks for CUDA if it calls ``torch.cuda.is_available()`` itself, or by its first use of CUDA, for example
+    ``tensor.to("cuda")``.
+
+    Args:
+        call: A function with the path of the file that asks. If torch itself calls ``is_available()``, this is a file of torch.
+    """
+    import torch
+
+    own_folder = f"{Path(torch.__file__).parent}{os.sep}"
+
+    def observed(function: Callable[P, R], *, is_use: bool) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            frame = sys._getframe(1)
+            while is_use and frame.f_back is not None and frame.f_code.co_filename.startswith(own_folder):
+                frame = frame.f_back
+            call(frame.f_code.co_filename)
+            return function(*args, **kwargs)
+
+        return run
+
+    torch.cuda.is_available = observed(torch.cuda.is_available, is_use=False)
+    torch.cuda._lazy_init = observed(torch.cuda._lazy_init, is_use=True)
 
 
 def observe_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:

@@ -35,6 +35,9 @@ def _run(spec: importlib.machinery.ModuleSpec | None) -> ModuleType | None:
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)
+    if spec.name == __name__:
+        # The import system returns this module, so a program finds its own `sitecustomize` under this name.
+        sys.modules[__name__] = module
     spec.loader.exec_module(module)
     return module
 

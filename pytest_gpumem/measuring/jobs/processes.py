@@ -1,0 +1,131 @@
+"""A running job's processes, as listed by Linux: the command, its children, their children and so on.
+
+A process reports its memory if it inherits the job's environment and imports torch. A process with another environment, with
+``python -I``, ``-E`` or ``-S``, with another Python, or without torch does not report. If it uses a GPU, it still maps torch's
+or CUDA's libraries, and Linux lists these in ``/proc/<pid>/maps``. On other systems this module finds no processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
+
+_GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process at the last look. ``start`` distinguishes it from a later process with the same pid.
+
+    ``looks`` counts the looks at which the process had this command. Between ``vfork`` and ``exec`` a process still has its
+    parent's command and libraries, so a single look proves nothing.
+    """
+
+    start: bytes
+    command: bytes
+    looks: int = 1
+    has_gpu_library: bool = False
+
+
+class JobProcesses:
+    """A job's processes. A process stays in the job when its parent ends."""
+
+    def __init__(self, folder: Path, proc: Path = Path("/proc")) -> None:
+        """Begin without processes.
+
+        Args:
+            folder: The folder for reports.
+            proc: The kernel's folder about processes.
+        """
+        self._folder = folder
+        self._proc = proc
+        self._processes: dict[int, _Process] = {}
+        self._gone: dict[int, _Process] = {}
+
+    def begin(self, pid: int) -> None:
+        """Add the job's command, which has just started."""
+        self._processes[pid] = _Process(self._start_of(pid), b"", looks=0)
+
+    def look(self) -> None:
+        """Look once at the job's processes, and add their new children."""
+        children = self._children()
+        pids = [pid for pid in self._processes if self._is_alive(pid)]
+        for pid in [pid for pid in self._processes if pid not in pids]:
+            self._gone[pid] = self._processes.pop(pid)
+        for pid in pids:
+            pids += [child for child in children.get(pid, []) if child not in pids]
+            command, start = self._bytes(pid, "cmdline"), self._start_of(pid)
+            earlier = self._processes.get(pid)
+            is_same = earlier is not None and (earlier.start, earlier.command) == (start, command)
+            process = replace(earlier, looks=earlier.looks + 1) if earlier and is_same else _Process(start, command)
+            if not process.has_gpu_library and not self._reports(pid, process):
+                has_library = _GPU_LIBRARY.search(self._bytes(pid, "maps")) is not None
+                process = replace(process, has_gpu_library=has_library)
+            self._processes[pid] = process
+
+    def unseen(self) -> tuple[str, ...]:
+        """Return commands: one for each process with a GPU library, but without a report."""
+        return tuple(
+            _text(process.command) or f"process {pid}"
+            for pid, process in {**self._gone, **self._processes}.items()
+            if process.has_gpu_library and process.looks > 1 and not self._reports(pid, process)
+        )
+
+    def alive(self) -> tuple[str, ...]:
+        """Return commands: one for each running process with a report or a GPU library."""
+        return tuple(
+            _text(process.command) or f"process {pid}"
+            for pid, process in self._processes.items()
+            if (process.has_gpu_library or self._reports(pid, process)) and self._is_alive(pid)
+        )
+
+    def kill(self) -> None:
+        """End all processes that still run."""
+        for pid in self._processes:
+            if self._is_alive(pid):
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _reports(self, pid: int, process: _Process) -> bool:
+        """Return whether a process has left its mark with the same command, so a later program in this process has not."""
+        try:
+            return (self._folder / f"{pid}{SEEN}").read_bytes() == process.command
+        except OSError:
+            return False
+
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for folder in self._proc.glob("[0-9]*"):
+            fields = self._fields(int(folder.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+        return children
+
+    def _is_alive(self, pid: int) -> bool:
+        fields = self._fields(pid)
+        return bool(fields) and fields[0] not in (b"Z", b"X") and fields[19] == self._processes[pid].start
+
+    def _start_of(self, pid: int) -> bytes:
+        fields = self._fields(pid)
+        return fields[19] if fields else b""
+
+    def _fields(self, pid: int) -> list[bytes]:
+        """Return the fields in ``/proc/<pid>/stat`` after the program's name; nothing if the process has ended."""
+        fields = self._bytes(pid, "stat").rpartition(b")")[2].split()
+        return fields if len(fields) > 19 else []
+
+    def _bytes(self, pid: int, name: str) -> bytes:
+        try:
+            return (self._proc / str(pid) / name).read_bytes()
+        except OSError:
+            return b""
+
+
+def _text(command: bytes) -> str:
+    return " ".join(word.decode(errors="replace") for word in command.split(b"\0") if word)

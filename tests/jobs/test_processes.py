@@ -1,0 +1,145 @@
+"""The processes of a job: which do not report, and which still run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.measuring.jobs.processes import JobProcesses
+from tests.support.processes import wait_until_ended
+
+TORCH = b"7f00-7f01 r-xp 0 08:01 42   /venv/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so\n"
+DRIVER = b"7f00-7f01 r-xp 0 08:01 42   /usr/lib/x86_64-linux-gnu/libcuda.so.550.54\n"
+OTHER = b"7f00-7f01 r-xp 0 08:01 42   /usr/lib/libtorch_like/libm.so.6\n"
+TRAIN = b"python\0train.py\0"
+
+
+class Machine:
+    """Files of the kernel about processes, and the folder of reports. The job's command is process 10."""
+
+    def __init__(self, folder):
+        self.proc, self.reports = folder / "proc", folder / "usage"
+        self.reports.mkdir()
+        self.add(10, 1, command=b"run\0")
+        self.job = JobProcesses(self.reports, self.proc)
+        self.job.begin(10)
+
+    def add(self, pid, parent, maps=b"", command=TRAIN, start=100, state="S"):
+        folder = self.proc / str(pid)
+        folder.mkdir(parents=True, exist_ok=True)
+        fields = b" ".join(b"0" for _ in range(17))
+        (folder / "stat").write_bytes(b"%d (a) name) %s %d %s %d 0" % (pid, state.encode(), parent, fields, start))
+        (folder / "maps").write_bytes(maps)
+        (folder / "cmdline").write_bytes(command)
+
+    def end(self, pid):
+        (self.proc / str(pid) / "stat").unlink()
+
+    def report(self, pid, command=TRAIN):
+        (self.reports / f"{pid}.seen").write_bytes(command)
+
+    def unseen(self, looks=2):
+        for _ in range(looks):
+            self.job.look()
+        return self.job.unseen()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(("maps", "unseen"), [(TORCH, True), (DRIVER, True), (OTHER, False), (b"", False)])
+def test_a_descendant_with_torch_or_the_driver_that_does_not_report_is_unseen(machine, maps, unseen):
+    machine.add(20, 10)
+    machine.add(21, 20, maps)
+    assert machine.unseen() == (("python train.py",) if unseen else ())
+
+
+def test_a_process_that_reports_is_not_unseen_even_if_it_begins_late(machine):
+    machine.add(20, 10, TORCH)
+    machine.add(21, 10, TORCH)
+    machine.report(21)
+    assert machine.unseen() == ("python train.py",)
+    machine.report(20)
+    assert machine.job.unseen() == ()
+
+
+def test_a_later_program_in_a_process_that_reported_is_unseen(machine):
+    machine.add(20, 10, TORCH)
+    machine.report(20)
+    assert machine.unseen() == ()
+    machine.add(20, 10, TORCH, command=b"python\0-I\0other.py\0")
+    assert machine.unseen() == ("python -I other.py",)
+
+
+def test_a_process_between_vfork_and_exec_is_not_unseen(machine):
+    machine.add(20, 10, TORCH)
+    machine.report(20)
+    machine.add(30, 20, TORCH)
+    machine.job.look()
+    machine.add(30, 20, command=b"gcc\0a.c\0")
+    assert machine.unseen() == ()
+
+
+def test_a_process_whose_parent_ended_stays_in_the_job(machine):
+    machine.add(20, 10)
+    machine.add(21, 20)
+    machine.job.look()
+    machine.end(20)
+    machine.add(21, 1, TORCH)
+    assert machine.unseen() == ("python train.py",)
+
+
+def test_a_process_that_has_ended_was_unseen_all_the_same(machine):
+    machine.add(20, 10, TORCH)
+    assert machine.unseen() == ("python train.py",)
+    machine.end(20)
+    assert machine.unseen() == ("python train.py",)
+    assert machine.job.alive() == ()
+
+
+def test_processes_of_others_and_a_reused_pid_are_not_of_the_job(machine):
+    machine.add(20, 1, TORCH)
+    machine.add(21, 10)
+    machine.job.look()
+    machine.end(21)
+    machine.job.look()
+    machine.add(21, 1, TORCH, start=999)
+    assert machine.unseen() == ()
+    assert machine.job.alive() == ()
+
+
+def test_a_process_that_still_runs_is_alive_unless_it_is_a_zombie_or_uses_no_gpu(machine):
+    for pid, maps, state in ((20, TORCH, "S"), (21, TORCH, "Z"), (22, b"", "S"), (23, b"", "S")):
+        machine.add(pid, 10, maps, command=b"python\0%d\0" % pid)
+        machine.job.look()
+        machine.add(pid, 10, maps, command=b"python\0%d\0" % pid, state=state)
+    machine.report(23, b"python\x0023\x00")
+    assert machine.job.alive() == ("python 20", "python 23")
+
+
+def test_a_job_that_is_killed_has_no_process_left(tmp_path):
+    code = (
+        "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+    )
+    code += "start_new_session=True).pid, flush=True); time.sleep(600)"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(command.stdout.readline())
+    job = JobProcesses(tmp_path)
+    job.begin(command.pid)
+    job.look()
+    job.kill()
+    command.wait(30)
+    command.stdout.close()
+    wait_until_ended([child])
+
+
+def test_without_the_files_of_linux_nothing_is_found(tmp_path):
+    job = JobProcesses(tmp_path, tmp_path / "no-proc")
+    job.begin(10)
+    job.look()
+    assert (job.unseen(), job.alive()) == ((), ())
+    job.kill()
