@@ -229,6 +229,11 @@ def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block):
         job = run_job(project.path, 1, "--gpumem-update=new", "--no-gpumem-time")
         assert job.status == 0, job.output
         assert list(project.stored()), job.output
+    elif "gpumem.launch" in text:
+        # On a GPU such an example runs a training script; tests/emulated/test_launch.py runs others.
+        result = project.run("-rs")
+        result.assert_outcomes(skipped=1)
+        result.stdout.fnmatch_lines(["*gpumem.launch measures the GPU memory of other processes*"])
     else:
         result = project.run("--gpumem-update=new", "-k", "not 64 and not 512")
         result.assert_outcomes(**{name: number for name, number in result.parseoutcomes().items() if name != "failed"})
