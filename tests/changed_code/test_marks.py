@@ -445,7 +445,11 @@ def test_lines_whose_result_is_no_longer_detached_have_changed(old, new, removed
         for statement, argument in (old, new)
     )
     versions = TwoVersions(before, after)
-    assert [versions.changed_at(number) for number in (2, 3, 4)] == [(2, removed), None, (4, removed)]
+    assert [versions.changed_at(number) for number in (2, 3, 4)] == [
+        (2, removed, "no_backward"),
+        None,
+        (4, removed, "no_backward"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -470,6 +474,265 @@ def test_a_result_that_is_still_detached_or_unused_has_not_changed(old, new):
     )
     versions = TwoVersions(before, after)
     assert [versions.changed_at(number) for number in (2, 3)] == [None, None]
+
+
+def marks_after(old: str, new: str) -> dict[str, str]:
+    """Return the statements whose results are no longer detached, each with the code that is gone. ``|`` separates lines."""
+    before, after = (["def forward(self, x):", *(f"    {line}" for line in text.split("|"))] for text in (old, new))
+    file = TwoVersions(before, after)
+    changed = {line.strip(): file.changed_at(number) for number, line in enumerate(after, 1)}
+    return {line: at.removed for line, at in changed.items() if at is not None and at.kind == "no_backward"}
+
+
+LOST_DETACH = {
+    "a sum over a loop": (
+        "for b in x:|    loss = self.loss(b)|    loss.backward()|    total += loss.item()|return total",
+        "for b in x:|    loss = self.loss(b)|    loss.backward()|    total += loss|return total",
+        {"loss = self.loss(b)": "loss.item()"},
+    ),
+    "a list over a loop": (
+        "for b in x:|    h = self.up(b)|    seen.append(h.detach())",
+        "for b in x:|    h = self.up(b)|    seen.append(h)",
+        {"h = self.up(b)": "h.detach()"},
+    ),
+    "a state in a loop": (
+        "for b in x:|    h = cell(b, h)|    h = h.detach()|return h",
+        "for b in x:|    h = cell(b, h)|return h",
+        {"h = cell(b, h)": "h.detach()"},
+    ),
+    "a cache that outlives the call": (
+        "h = self.up(x)|self.cache = h.detach()|return head(h)",
+        "h = self.up(x)|self.cache = h|return head(h)",
+        {"h = self.up(x)": "h.detach()"},
+    ),
+    "an attribute": (
+        "self.h = cell(x)|self.h = self.h.detach()|return head(self.h)",
+        "self.h = cell(x)|return head(self.h)",
+        {"self.h = cell(x)": "self.h.detach()"},
+    ),
+    "two arguments": (
+        "a = f(x)|b = g(x)|return head(a.detach(), b.detach())",
+        "a = f(x)|b = g(x)|return head(a, b)",
+        {"a = f(x)": "a.detach()", "b = g(x)": "b.detach()"},
+    ),
+    "an argument of a detached tensor": (
+        "b = side(x.detach())|return mid(x) + b.detach()",
+        "b = side(x.detach())|return mid(x) + b",
+        {"b = side(x.detach())": "b.detach()"},
+    ),
+    "a shape that is read as well": (
+        "h = self.up(x)|n = h.shape[0]|return head(h.detach(), n)",
+        "h = self.up(x)|n = h.shape[0]|return head(h, n)",
+        {"h = self.up(x)": "h.detach()"},
+    ),
+    "a list's own name": (
+        "h = self.up(x)|n = [h for h in self.sizes]|return head(h.detach(), n)",
+        "h = self.up(x)|n = [h for h in self.sizes]|return head(h, n)",
+        {"h = self.up(x)": "h.detach()"},
+    ),
+    "one of two arguments": (
+        "a = f(x)|b = g(x)|return head(a.detach(), b.detach())",
+        "a = f(x)|b = g(x)|return head(a, b.detach())",
+        {"a = f(x)": "a.detach()"},
+    ),
+    "an earlier result without gradients": (
+        "with profile():|    a = f(x)|h = g(a)|return head(h.detach())",
+        "with torch.no_grad():|    a = f(x)|h = g(a)|return head(h)",
+        {"h = g(a)": "h.detach()"},
+    ),
+    "a use in another branch": (
+        "if x:|    h = f(x)|    y = g(h.detach())|else:|    y = head(h)|return y",
+        "if x:|    h = f(x)|    y = g(h)|else:|    y = head(h)|return y",
+        {"h = f(x)": "h.detach()"},
+    ),
+    "a computation in another branch": (
+        "if x:|    h = f(x)|else:|    if y:|        h = g(x)|    y = head(h.detach())|return y",
+        "if x:|    h = f(x)|else:|    if y:|        h = g(x)|    y = head(h)|return y",
+        {"h = g(x)": "h.detach()"},
+    ),
+    "inside autocast": (
+        "with autocast():|    h = self.up(x)|    y = down(h.detach())|return y",
+        "with autocast():|    h = self.up(x)|    y = down(h)|return y",
+        {"h = self.up(x)": "h.detach()"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), LOST_DETACH.values(), ids=LOST_DETACH)
+def test_a_lost_detach_marks_the_lines_of_its_tensor(old, new, expected):
+    assert marks_after(old, new) == expected
+
+
+REBOUND = "h = self.up(x)|h = h.detach()|y = down(h)|return y"
+PASSED = "h = self.up(x)|m = metric(h.detach())|return m"
+DETACHED_OTHERWISE = {
+    "another callee": (REBOUND, "h = self.up(x)|y = down(self._stop(h))|return y"),
+    "another callee of an argument": (PASSED, "h = self.up(x)|m = self.g(h)|return m"),
+    "a callee that works in place": (REBOUND, "h = self.up(x)|stop(h)|y = down(h)|return y"),
+    "bound again": (REBOUND, "h = self.up(x)|h = stop_gradient(h)|y = down(h)|return y"),
+    "another name": (REBOUND, "h = self.up(x)|g = h|h = g.detach()|y = down(h)|return y"),
+    "a renamed result": (REBOUND, "h = self.up(x)|g = h.detach()|y = down(g)|return y"),
+    "a function": (REBOUND, "h = self.up(x)|h = torch.detach(h)|y = down(h)|return y"),
+    "a clone": (REBOUND, "h = self.up(x)|h.requires_grad = False|h = h.clone().detach()|y = down(h)|return y"),
+    "its flag": (REBOUND, "h = self.up(x)|h.requires_grad = False|y = down(h)|return y"),
+    "its method": (PASSED, "h = self.up(x)|h.requires_grad_(False)|m = metric(h)|return m"),
+    "at its computation": (REBOUND, "h = self.up(x).detach()|y = down(h)|return y"),
+    "at its computation in both": (
+        "h = self.up(x).detach()|h = h.detach()|return down(h)",
+        "h = self.up(x).detach()|return down(h)",
+    ),
+    "an option": (REBOUND, "h = self.up(x, detach=True)|y = down(h)|return y"),
+    "at its use in both": (
+        "h = self.up(x)|h = h.detach()|return down(h.detach())",
+        "h = self.up(x)|return down(h.detach())",
+    ),
+    "a nested function": (
+        "h = self.up(x)|def inner():|    return down(h.detach())|return inner()",
+        "h = self.up(x)|def inner():|    return g(h.detach())|return inner()",
+    ),
+    "a new no_grad": (PASSED, "h = self.up(x)|with torch.no_grad():|    m = metric(h)|return m"),
+    "a no_grad around its computation": (REBOUND, "with torch.no_grad():|    h = self.up(x)|y = down(h)|return y"),
+    "a no_grad around its computation in both": (
+        "with torch.no_grad():|    h = self.up(x)|return metric(h.detach())",
+        "with torch.no_grad():|    h = self.up(x)|return metric(h)",
+    ),
+    "a no_grad in both": (
+        "h = self.up(x)|with torch.no_grad():|    m = metric(h.detach())|return m",
+        "h = self.up(x)|with torch.no_grad():|    m = metric(h)|return m",
+    ),
+    "grad mode set by a call": (PASSED, "torch.set_grad_enabled(False)|h = self.up(x)|m = metric(h)|return m"),
+    "grad mode set by a call in both": (
+        f"torch.set_grad_enabled(False)|{PASSED}",
+        "torch.set_grad_enabled(False)|h = self.up(x)|m = metric(h)|return m",
+    ),
+    "a no_grad in place of another with": (
+        "h = self.up(x)|with profile():|    m = metric(h.detach())|return m",
+        "h = self.up(x)|with torch.no_grad():|    m = metric(h)|return m",
+    ),
+}
+KEPT_BEFORE = {
+    "another use": (
+        "h = self.up(x)|m = metric(h.detach())|return head(h), m",
+        "h = self.up(x)|m = metric(h)|return head(h), m",
+    ),
+    "a use before": (
+        "h = self.up(x)|y = head(h)|h = h.detach()|return y, metric(h)",
+        "h = self.up(x)|y = head(h)|return y, metric(h)",
+    ),
+    "the same statement": ("h = self.up(x)|return head(h, h.detach())", "h = self.up(x)|return head(h, h)"),
+    "another result of the line": (
+        "h, y = self.up(x)|m = metric(h.detach())|return y, m",
+        "h, y = self.up(x)|m = metric(h)|return y, m",
+    ),
+    "a lambda": (
+        "h = self.up(x)|run = lambda z: head(h)|return metric(h.detach()), run",
+        "h = self.up(x)|run = lambda z: head(h)|return metric(h), run",
+    ),
+    "a nested function": (
+        "h = self.up(x)|def inner():|    return head(h)|return metric(h.detach()), inner",
+        "h = self.up(x)|def inner():|    return head(h)|return metric(h), inner",
+    ),
+    "an attribute": (
+        "self.h = self.up(x)|return metric(self.h.detach())",
+        "self.h = self.up(x)|return metric(self.h)",
+    ),
+    "the next turn of a loop": (
+        "for b in x:|    h = cell(b, h)|    y = metric(h.detach())|return y",
+        "for b in x:|    h = cell(b, h)|    y = metric(h)|return y",
+    ),
+}
+NO_TENSOR_IS_KEPT = {
+    "a shape": ("h = self.up(x)|return f(h.data.shape[0])", "h = self.up(x)|return f(h.shape[0])"),
+    "a detached shape": ("h = self.up(x)|return f(h.detach().size(0))", "h = self.up(x)|return f(h.size(0))"),
+    "data with a name": ("c = load(x)|d = c.data|return f(d)", "c = load(x)|return f(c)"),
+    "data of an object": ("c = load(x)|return f(c.data)", "c = load(x)|return f(c)"),
+    "rows of a table": ("r = load(x)|for row in r.data:|    f(row)", "r = load(x)|for row in r:|    f(row)"),
+    "an index": ("i = self.up(x)|return f(x[i.item()])", "i = self.up(x)|return f(x[i])"),
+    "in place": ("w = self.up(x)|w.data.mul_(2)", "w = self.up(x)|with torch.no_grad():|    w.mul_(2)"),
+    "a name in an index": ("i = self.up(x)|return f(x[i].detach())", "i = self.up(x)|return f(x[i])"),
+    "a comparison": ("h = self.up(x)|return (h == x).sum().item()", "h = self.up(x)|return (h == x).sum()"),
+    "the greatest": ("h = self.up(x)|return f(h.argmax(1).tolist())", "h = self.up(x)|return f(h.argmax(1))"),
+    "a condition": ("h = self.up(x)|if h.item():|    f()", "h = self.up(x)|if h:|    f()"),
+    "a text": ('h = self.up(x)|f(f"{h.item()}")', 'h = self.up(x)|f(f"{h}")'),
+    "an output": ("h = self.up(x)|print(h.item())", "h = self.up(x)|print(h)"),
+    "an array": ("h = self.up(x)|return f(h.numpy())", "h = self.up(x)|return f(h)"),
+    "a number": ("h = self.up(x)|return float(h.item())", "h = self.up(x)|return float(h)"),
+}
+ANOTHER_BINDING = {
+    "bound in between": ("h = a(x)|keep(h.detach())|h = b(x)", "h = a(x)|h = b(x)|keep(h)"),
+    "bound after the name": ("h = a(x)|free = h.detach()|h = b(x)|keep(free)", "h = a(x)|h = b(x)|keep(h)"),
+    "a lambda's own": (
+        "h = a(x)|run = lambda h: f(h.detach())|return run",
+        "h = a(x)|run = lambda h: f(h)|return run",
+    ),
+    "a list's own": ("h = a(x)|return [h.detach() for h in y]", "h = a(x)|return [h for h in y]"),
+}
+NOT_LOST = {
+    f"{reason}: {case}": versions
+    for reason, cases in (
+        ("detached otherwise", DETACHED_OTHERWISE),
+        ("kept before", KEPT_BEFORE),
+        ("no tensor is kept", NO_TENSOR_IS_KEPT),
+        ("another binding", ANOTHER_BINDING),
+    )
+    for case, versions in cases.items()
+}
+
+
+@pytest.mark.parametrize(("old", "new"), NOT_LOST.values(), ids=NOT_LOST)
+def test_a_detach_that_may_not_matter_marks_no_line(old, new):
+    assert marks_after(old, new) == {}
+
+
+@pytest.mark.parametrize("decorated", [(0, 1), (1, 1), (1, 0)])
+def test_under_a_decorator_without_gradients_no_detach_is_lost(decorated):
+    file = TwoVersions(
+        *(
+            ("@torch.no_grad()\n" * count + f"def f(x):\n    h = up(x)\n    return head({h})").split("\n")
+            for count, h in zip(decorated, ("h.detach()", "h"), strict=True)
+        )
+    )
+    changed = file.changed_at(2 + decorated[1])
+    assert changed is None or "h.detach()" not in changed.removed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("g(h)", "g(h.detach())"), ("g(h)", "g(h.item())"), ("nullcontext()(g)(h)", "torch.no_grad()(g)(h)")],
+)
+def test_a_detach_that_moved_into_the_called_function_is_not_lost(before, after):
+    text = "def f(x):\n    h = up(x)\n    return head({})\n\n\ndef head(h):\n    return {}\n"
+    old, new = text.format("h.detach()", before), text.format("h", after)
+    assert TwoVersions(old.split("\n"), new.split("\n")).changed_at(2) is None
+
+
+CAUSES = {
+    "a detach for backward": ("h = up(x)|h = h.detach()|return head(h)", "h = up(x)|return head(h)", "h.detach()", ""),
+    "a deletion": ("h = up(x)|y = head(h)|del h|return g(y)", "h = up(x)|y = head(h)|return g(y)", "", ""),
+    "a grad mode and a detach": (
+        "with torch.no_grad():|    h = up(x)|    y = head(h.detach())|return y",
+        "with torch.enable_grad():|    h = up(x)|    y = head(h)|return y",
+        "",
+        "",
+    ),
+    "a decorator for grad mode": (
+        "@torch.no_grad()|def g(x):|    h = up(x)",
+        "def g(x):|    h = up(x)",
+        "",
+        "@torch.no_grad()",
+    ),
+    "another decorator": ("@timed|def g(x):|    h = up(x)", "def g(x):|    h = up(x)", "", ""),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "no_backward", "no_grad"), CAUSES.values(), ids=CAUSES)
+def test_the_cause_of_a_graph_change_is_code_with_this_effect(tmp_path, old, new, no_backward, no_grad):
+    head = "def f(x):\n    "
+    texts = [head + text.replace("|", "\n    ") + "\n" for text in (old, new)]
+    changed = versions(tmp_path, {"a.py": texts[0]}, {"a.py": texts[1]})
+    line = f"a.py:{next(number for number, text in enumerate(texts[1].splitlines(), 1) if 'h = up' in text)}"
+    assert changed.removed_at([line], "no_backward") == no_backward
+    assert changed.removed_at([line], "no_grad") == no_grad
 
 
 def test_a_marker_of_pytest_changes_nothing_in_its_test():

@@ -200,9 +200,15 @@ def _are_alternatives(step: _Step, other: _Step) -> bool:
 
 def parts_of(node: ast.stmt) -> Iterator[ast.AST]:
     """Yield a statement's syntax nodes, without the statements in its blocks. For a nested function or class, yield all."""
+    for child in children_of(node):
+        yield from ast.walk(child)
+
+
+def children_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node's direct children, without the statements in its blocks. For a nested function or class, yield all."""
     for child in ast.iter_child_nodes(node):
         if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from ast.walk(child)
+            yield child
 
 
 def _works(node: ast.stmt) -> bool:
@@ -213,12 +219,7 @@ def _depth(node: ast.AST, name: str) -> int:
     """Return the number of calls and operations around a name: 2 in ``f(g(name))``. Return -1 if the name is not read."""
     if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
         return 0
-    children = (
-        child
-        for child in ast.iter_child_nodes(node)
-        if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
-    )
-    inner = max((_depth(child, name) for child in children), default=-1)
+    inner = max((_depth(child, name) for child in children_of(node)), default=-1)
     return inner + 1 if inner >= 0 and isinstance(node, _Work) else inner
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.facts.values.source_lines import Chain
     from pytest_gpumem.judging.changed_code.sources import Source
     from pytest_gpumem.judging.gate.difference import Change
+    from pytest_gpumem.judging.gate.graph_changes import Kind
     from pytest_gpumem.judging.gate.verdict import Verdict
 
 _T = TypeVar("_T")
@@ -69,9 +70,13 @@ class ChangedCode:
         removed = {line.removed for line in changed.values()}
         return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
 
-    def removed_at(self, lines: Iterable[str]) -> str:
-        """Return the code whose removal changed all of these lines, such as ``hidden.detach()``, or an empty text."""
-        removed = {changed.removed for line in lines for changed in self._changed(line).values() or [ChangedLine(0)]}
+    def removed_at(self, lines: Iterable[str], kind: Kind) -> str:
+        """Return the code whose removal changed all of these lines in this way, or an empty text.
+
+        Example: ``hidden.detach()`` if backward reaches these lines now. A removed ``del hidden`` has no effect on backward.
+        """
+        all_changed = (changed for line in lines for changed in self._changed(line).values() or [ChangedLine(0)])
+        removed = {changed.removed if changed.kind == kind else "" for changed in all_changed}
         return removed.pop() if len(removed) == 1 else ""
 
     def is_own(self, place: Place) -> bool:
@@ -149,7 +154,9 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
     if difference is not None:
         difference = with_changed_lines(difference, changed.mark, changed.is_own)
         difference = with_named_lines(difference, changed.named)
-        graph = tuple(replace(change, removed=changed.removed_at(change.lines)) for change in difference.graph)
+        graph = tuple(
+            replace(change, removed=changed.removed_at(change.lines, change.kind)) for change in difference.graph
+        )
         difference = replace(difference, graph=graph)
     counts = {
         name: tuple(_marked(tally, changed) for tally in tallies) for name, tallies in verdict.count_changes.items()

@@ -18,11 +18,13 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.judging.changed_code.detached import lines_before_lost_detach
+from pytest_gpumem.judging.changed_code.detached import GRAD_MODE, count_detached, lines_before_lost_detach
 from pytest_gpumem.judging.changed_code.lifetimes import Values, bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from pytest_gpumem.judging.gate.graph_changes import Kind
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _With = (ast.With, ast.AsyncWith)
@@ -55,11 +57,13 @@ class ChangedLine(NamedTuple):
     """The number of a changed line in the new file.
 
     ``removed`` is the statement or decorator whose removal is the change, for example ``del hidden``. It is empty if the line
-    itself has changed.
+    itself has changed. ``kind`` is set if the removal brings calls into a graph: ``no_backward`` for a ``hidden.detach()``, and
+    ``no_grad`` for a decorator.
     """
 
     number: int
     removed: str = ""
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,10 @@ class TwoVersions:
             default="",
         )
         ends = self._longer_lived.get(function, {})
-        removed = self._not_detached.get(self.common_lines[innermost.first], "")
-        removed = removed or next((ends[name] for name in innermost.bound if name in ends), "")
+        detached = self._not_detached.get(self.common_lines[innermost.first], "")
+        if detached:
+            return ChangedLine(number, detached, "no_backward")
+        removed = next((ends[name] for name in innermost.bound if name in ends), "")
         if removed:
             return ChangedLine(number, removed)
         within = _first(self._functions[function]) if function else 0
@@ -158,9 +164,16 @@ class TwoVersions:
 
     @cached_property
     def _not_detached(self) -> dict[int, str]:
-        """The old lines whose results are no longer detached, with the expression that is gone: ``{2: "hidden.detach()"}``."""
+        """The old lines whose results are no longer detached, with the expression that is gone: ``{2: "hidden.detach()"}``.
+
+        If a function of the new file detaches more tensors than before, the ``detach()`` may have moved there.
+        """
+        old = dict(_functions(_parsed(self.old)))
+        counts = {name: count_detached(node) for name, node in old.items()}
+        if any(count_detached(node) > counts.get(name, 0) for name, node in self._functions.items()):
+            return {}
         lines: dict[int, str] = {}
-        for name, node in _functions(_parsed(self.old)):
+        for name, node in old.items():
             if name in self._functions:
                 lines |= lines_before_lost_detach(node, self._functions[name])
         return lines
@@ -186,7 +199,8 @@ class TwoVersions:
             earlier = old_decorators.get(name, decorators)
             if earlier != decorators:
                 removed = next((f"@{text}" for text in earlier if text not in decorators), "")
-                blocks.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
+                changed = ChangedLine(_first(node), removed, "no_grad" if GRAD_MODE.search(removed) else None)
+                blocks.append(_Block(changed, node.lineno, node.end_lineno or node.lineno))
         return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
