@@ -80,7 +80,7 @@ WAYS = {
     "module": lambda: python("-m", "job", "script"),
     "code": lambda: python("-c", "import job; job.work()"),
     "thread of a pool": lambda: concurrent.futures.ThreadPoolExecutor().submit(python, __file__, "script").result(),
-    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, ["python", __file__, "script"], os.environ), 0),
+    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, [sys.executable, __file__, "script"], os.environ), 0),
     "exec": lambda: os.execv(sys.executable, [sys.executable, __file__, "script"]),
     "os.fork": by_fork,
     "fork": lambda: by_multiprocessing("fork"),
