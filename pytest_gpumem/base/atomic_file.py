@@ -21,7 +21,7 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
     r"""Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
 
     Args:
-        path: The file. If it is a symbolic link, the function raises an error.
+        path: The file, which must not be a symbolic link.
         text: The content.
         root: A trusted folder above the file. No folder between this folder and the file may be a symbolic link
             (`open_folder`). The default is the file's folder.
@@ -43,7 +43,7 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     If the block raises an exception, the temporary file is removed, and ``path`` is not changed.
 
     Args:
-        path: The file to replace. If it is a symbolic link, the function raises an error. Missing folders are created.
+        path: The file to replace, which must not be a symbolic link. Missing folders are created.
         root: A trusted folder above the file, as in `write_atomically`.
 
     Raises:

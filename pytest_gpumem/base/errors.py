@@ -67,7 +67,7 @@ class PathNotFound(ValueError):
 
 
 class MissingMetric(AttributeError):
-    """Raised if a test reads a metric, but the measurement does not have it.
+    """Raised if a test reads a metric that the measurement does not have.
 
     The message lists all metrics of the measurement.
     """
@@ -124,7 +124,7 @@ class CannotRun(Exception):
 
 
 class LaunchError(ValueError):
-    """Raised if an environment variable from the launcher is missing or invalid. The message says how to fix it."""
+    """Raised if an environment variable from the launcher is missing or invalid. The message shows the remedy."""
 
 
 class BoardError(RuntimeError):

@@ -46,7 +46,7 @@ class OpenFolder:
     def status(self, name: str) -> os.stat_result:
         """Return the status of the file ``name``.
 
-        If it is a link, return the status of the link itself. Raises ``OSError``.
+        For a link, return the status of the link itself. Raises ``OSError``.
         """
         with self._errors_named(name):
             return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
@@ -190,7 +190,7 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
 
 @contextmanager
 def private_folder(path: Path, *, refuse_shared: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder that only this user can enter, and create it if it does not exist.
+    """Open a folder that only this user can enter. A missing folder is created.
 
     Args:
         path: The folder. Its parent exists and is trusted.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
-"""After a signal, a process has this many seconds to end by itself before it is killed."""
+"""Seconds in which a process can end by itself after a signal. Afterwards the process is killed."""
 
 
 class Stop:

@@ -12,8 +12,8 @@ else:
     import tomli as tomllib
 
 _FEW_PARTS = 16
-"""A file is not checked if its dotted keys, such as ``a.b.c``, have at most this many parts, because parsing it is fast.
-This package's keys have at most 4 parts."""
+"""A file is checked only if a dotted key, such as ``a.b.c``, has more parts than this. Other files are parsed quickly. This
+package's keys have at most 4 parts."""
 _MOST_WORK = 2_000_000
 """The upper limit for a product: the number of parts in all keys times the number of parts in the longest key. With this
 limit, parsing takes at most about 0.5 s.

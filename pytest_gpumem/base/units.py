@@ -260,7 +260,7 @@ def format_flops(count: int) -> str:
 def whole_number(value: object, least: int = 1) -> int:
     """Convert a value such as ``8`` or ``"8"`` to an ``int``.
 
-    Raises ``ValueError`` if it is not a whole number, or less than ``least``.
+    Raises ``ValueError`` for values such as ``"8.5"``, and for numbers below ``least``.
     """
     try:
         count = int(str(value))
@@ -272,7 +272,7 @@ def whole_number(value: object, least: int = 1) -> int:
 
 
 def number(value: object) -> float:
-    """Convert a value such as ``0.5`` or ``"0.5"`` to a ``float``. Raises ``ValueError`` if it is not a number."""
+    """Convert a value such as ``0.5`` or ``"0.5"`` to a ``float``. Raises ``ValueError`` for values such as ``"fast"``."""
     try:
         return float(str(value).encode("ascii"))
     except ValueError:

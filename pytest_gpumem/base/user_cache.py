@@ -30,7 +30,7 @@ def cache_root() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Check that only this user can change the cache, and create a folder in the cache if it does not exist.
+    """Check that only this user can change the cache, and create a missing folder in the cache.
 
     Args:
         folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. Its parent is the cache.

@@ -29,9 +29,8 @@ EMULATED_CARD = "GPUMEM_EMULATED_CARD"
 545 MB for its CUDA context are not available to the other processes. Without this variable each process has its own card.
 ``--gpumem-pack`` sets this variable for the workers of a session."""
 EMULATED_ADDRESSES = "GPUMEM_EMULATED_ADDRESSES"
-"""With ``ascending``, an emulated GPU reserves addresses from low to high, as in sandboxes such as gVisor. Without this
-variable it reserves them from high to low, as on ordinary Linux. Up to torch 2.11, this order changes peaks by less than
-one percent."""
+"""With ``ascending``, an emulated GPU reserves addresses from low to high, as in sandboxes such as gVisor. By default, the
+order is from high to low, as on ordinary Linux. Up to torch 2.11, the order changes peaks by less than one percent."""
 COMPILER = "CC"
 """C compiler for the libraries of the emulated GPU. The value may have several words, as in ``ccache gcc``. The default is
 the first of ``cc``, ``gcc`` and ``clang``. The libraries are compiled once for each release of torch."""
@@ -50,7 +49,7 @@ ONEDNN_MAX_CPU_ISA = "ONEDNN_MAX_CPU_ISA"
 """Limit for the instruction set of oneDNN's kernels on the CPU, for example ``AVX512_CORE_BF16``. A baseline stores the
 effect in its environment as ``cpu_bfloat16``, because it changes ``peak_allocated`` in bfloat16 steps."""
 KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
-"""Log level of torch's profiler. If you do not set it, the plugin sets it to 99 while a recording starts, so the profiler
+"""Log level of torch's profiler. By default, the plugin sets the level to 99 while a recording starts, so the profiler
 prints nothing."""
 TMPDIR = "TMPDIR"
 """Folder for temporary files. Its subfolder ``pytest-gpumem-<user id>`` contains two kinds of files. A lock file keeps

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
-"""Units of a step's items. Samples and tokens are counted in the batch. The number of items comes from the test."""
+"""Units for a step's items. The plugin counts samples and tokens in the batch. The test counts other items."""
 _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
@@ -40,7 +40,7 @@ MOST_OF_A_NAME = 200
 
 
 def check_name(name: object) -> None:
-    """Check the name of a measurement.
+    """Check a measurement's name.
 
     Raises:
         TypeError: The name is not a string.
@@ -65,7 +65,7 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that ran, with its config, its number of parameters and its batch.
+    """The step that ran, with its config, parameter count and batch.
 
     Measurements with different workloads are not compared. Example:
     ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
@@ -74,14 +74,14 @@ class Workload:
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
     config: str | None = None
-    """The text of the step config. If the config names no precision, the dtypes of the parameters are added: ``"fp32"``,
+    """The step config as a text. If the config names no precision, the parameters' dtypes are added: ``"fp32"``,
     ``"bf16+fp32"``. The value is ``None`` if the test runs its own code.
 
     If the host read values that depend on the setting ``routing`` (on an emulated GPU), the text includes this setting:
     ``"fp32,routing=balanced"``.
     """
     parameters: Count | None = None
-    """The model's number of parameters."""
+    """The model's parameter count."""
     batch: str | None = None
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
@@ -122,7 +122,7 @@ class Environment(FrozenValue):
     slug: str
     """The name of the device's folder in the store. Only measurements with equal slugs are compared."""
     device: str
-    """The name of the device in messages: ``CPU (x86_64)``."""
+    """The device's name in messages: ``CPU (x86_64)``."""
     details: Mapping[str, str | int] = field(default_factory=dict)
     """Versions and settings by name.
 
@@ -130,7 +130,7 @@ class Environment(FrozenValue):
     also has ``cpu_capability`` and ``cpu_bfloat16`` (its instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``).
     A GPU also has ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator``. On an emulated GPU, ``emulated_cudnn``
     is the cuDNN release that chose the convolutions' algorithms, or ``none``. If recurrent layers ran there,
-    ``emulated_rnn`` is ``lower bound``, because the memory of these layers is only a lower bound. The hook
+    ``emulated_rnn`` is ``lower bound``, because these layers' memory is only a lower bound. The hook
     ``pytest_gpumem_environment`` adds further names.
     """
     packages: Mapping[str, str] = field(default_factory=dict, metadata=ADDED)
@@ -149,7 +149,7 @@ class Environment(FrozenValue):
 
     @property
     def releases(self) -> dict[str, str]:
-        """The versions of torch and of `packages`, by name."""
+        """The versions in `packages` and torch's version, by name."""
         torch = {"torch": str(self.details["torch"])} if "torch" in self.details else {}
         return {**torch, **self.packages}
 
@@ -157,7 +157,7 @@ class Environment(FrozenValue):
 def changed_releases(earlier: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...]:
     """Return a clause for each package with another version: ``"transformers 4.38.2, was 4.37.2"``.
 
-    A package in only one of the two mappings is left out, because using an additional package is a change in the code.
+    A package in only one mapping is left out, because using an additional package is a change in the code.
     """
     common = sorted(earlier.keys() & current.keys())
     return tuple(f"{name} {current[name]}, was {earlier[name]}" for name in common if current[name] != earlier[name])
@@ -178,13 +178,13 @@ class Measurement(FrozenValue, MetricAttributes):
     """
 
     name: str
-    """The name of the measurement, which is also a part of its baseline's key. Example: ``train_step``."""
+    """The measurement's name, for example ``train_step``. The baseline's key contains this name."""
     workload: Workload
     """The step that ran."""
     environment: Environment
     """The device and the software with which the step was measured."""
     metrics: Annotated[Mapping[str, float], Figures()]
-    """The metrics of this measurement, by name."""
+    """The measurement's metrics, by name."""
     settled: bool = True
     """True if two steps in a row had the same peaks, and all later steps also had these peaks."""
     notes: tuple[str, ...] = ()
@@ -195,22 +195,23 @@ class Measurement(FrozenValue, MetricAttributes):
     ``None`` unless the step is a ``train_step``.
     """
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
-    """The explanation of the peak, from an additional recorded run of the step; ``None`` if no run was recorded."""
+    """The explanation of the peak, from an additional recorded run; ``None`` if no run was recorded."""
     times: Times | None = None
-    """The seconds of the timed rounds, whose median is `step_time`; ``None`` if the step was not timed."""
+    """The timed rounds, in seconds. Their median is `step_time`. The value is ``None`` if the step was not timed."""
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """The number of items in one step, by unit: ``{"samples": 8, "tokens": 8192}``. `throughput` uses the first entry."""
+    """The items in one step, as a number for each unit: ``{"samples": 8, "tokens": 8192}``. `throughput` uses the first
+    entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks, metadata=ADDED)
     """The peak of each measured step. With several GPUs, the entry for a step is its largest peak on any GPU."""
     by_operator: Mapping[CountedMetric, KeptTallies] = field(default_factory=dict)
-    """For each of the metrics `flops`, `operators`, `syncs` and `launches`, the counts by operator. The counts have no
-    source lines unless a further run recorded the lines."""
+    """The counts by operator, for the metrics `flops`, `operators`, `syncs` and `launches`. The counts have no source lines
+    unless a further run recorded the lines."""
     workspaces: Count = 0
-    """The part of `peak_allocated`, in bytes, that cuBLAS allocated from torch's allocator as workspaces (CUDA only).
-    Without workspaces the peak would be lower by this number. For a region or a call after which workspaces stay allocated,
-    the value is the size of these workspaces at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
+    """Bytes in `peak_allocated` that cuBLAS allocated from torch's allocator as workspaces (CUDA only). Without workspaces
+    the peak would be lower by this number. For a region or a call after which workspaces stay allocated, the value is the
+    workspaces' size at the end. See [cuBLAS workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: Count = field(default=0, metadata=ADDED)
     """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
@@ -219,7 +220,7 @@ class Measurement(FrozenValue, MetricAttributes):
     by_device: Mapping[str, Annotated[Mapping[str, int], Figures()]] = field(default_factory=dict, metadata=ADDED)
     """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.
 
-    `Measurement.metrics` has the largest value of each metric on any of these GPUs.
+    For each metric, `Measurement.metrics` has the largest value on these GPUs.
     """
     step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict, metadata=ADDED)
     """The peaks of the steps on each GPU in ``by_device``."""

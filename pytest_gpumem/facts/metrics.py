@@ -1,4 +1,4 @@
-"""The table of metrics. Each row defines all properties of a metric, such as its unit and tolerance, for all other modules.
+"""The table of metrics. Each row defines a metric's properties, such as its unit and tolerance, for all other modules.
 
 For example, ``METRICS["retained"]`` has the title ``"retained"``, the unit ``"bytes"`` and the tolerance 0.5 % or 64 kB.
 The marker's argument ``max_retained`` limits this metric.
@@ -62,7 +62,7 @@ class Metric:
     peak: bool = False
     """True if the metric is a peak in bytes. A peak includes cuBLAS workspaces, and changes until steps have settled."""
     repeats: bool = True
-    """True if repetitions of the same step always have exactly the same value."""
+    """True if the value is always exactly the same when a step is repeated."""
     optional: bool = False
     """True if some devices cannot report the metric, so a missing value does not fail a test."""
     is_counted_by_operator: bool = False
@@ -93,9 +93,9 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """The kind of the metric, for the text of a failure.
+        """The metric's kind, for the text of a failure.
 
-        For example, bytes are memory, and counts of operators are work.
+        For example, bytes are memory, and operator counts are work.
         """
         if self.is_counted_by_operator:
             return "work"

@@ -115,9 +115,10 @@ class Gpumem:
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
         """Make the fixture for one test.
 
-        Args: run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
-        refuse: A function that skips or fails a test that cannot be measured. Its argument is the reason as a clause, or
-        ``None`` if the machine lacks the device.
+        Args:
+            run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
+            refuse: Skips or fails a test. The argument is a clause with the reason why the test cannot be measured, or
+                ``None`` if the machine lacks the device.
         """
         self._maybe_run = run
         self._refuse = refuse
@@ -225,8 +226,8 @@ class Gpumem:
         The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Before the run,
         garbage is collected and the allocator's cache is emptied, so every run has the same figures. `peak_allocated`
         counts the loaded object and all temporary memory, such as a second copy of the weights. `loaded` is the memory of
-        the object, and `retained` is other memory that the factory leaves allocated. On CUDA, `peak_reserved` is the memory
-        that the allocator reserved on the GPU, including buffers that the factory allocates but never fills.
+        the object, and `retained` is other memory that the factory leaves allocated. On CUDA, `peak_reserved` is the
+        allocator's reserved memory on the GPU, including buffers that the factory allocates but never fills.
 
         The peak includes tensors that ``factory`` refers to by its closure or its bound arguments. Other live memory is
         subtracted. The random number generators are not restored afterwards.
@@ -237,7 +238,7 @@ class Gpumem:
         the composition shows this memory without lines and operators.
 
         Args:
-            factory: A function without arguments that loads and returns a model, a state dict, or any object that holds
+            factory: A function without arguments that loads and returns a model, a state dict, or any other object with
                 tensors.
             name: The name of the measurement; by default ``load``.
             explain: As for `Gpumem.measure`.
@@ -247,7 +248,7 @@ class Gpumem:
 
         Raises:
             TypeError: ``factory`` is not callable.
-            Exception: Any error that ``factory`` raises.
+            Exception: Any error from ``factory``.
 
         Example::
 

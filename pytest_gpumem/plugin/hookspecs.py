@@ -85,8 +85,7 @@ def pytest_gpumem_tolerance(item: pytest.Item, metric: str, tolerance: Tolerance
     Args:
         item: The test.
         metric: The name of the [metric](metrics.md), for example ``peak_allocated``.
-        tolerance: The tolerance that applies without this hook: the metric's default, or the tolerance from the settings or
-            the marker.
+        tolerance: The tolerance without this hook: the metric's default, or the tolerance from the settings or the marker.
 
     Returns:
         A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. The test fails if the hook

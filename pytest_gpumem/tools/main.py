@@ -1,4 +1,4 @@
-"""The ``gpumem`` command. To start quickly, it imports only the module of the subcommand that the user typed."""
+"""The ``gpumem`` command. To start quickly, the command imports only the requested subcommand's module."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class _LazyGroup(click.Group):
 def main(context: click.Context) -> None:
     """Work with the baselines and reports of pytest-gpumem, and find out how a model fits into a GPU.
 
-    `pytest --gpumem-baseline` measures tests, and fails a test that needs more than its accepted figures, the baseline. These
-    commands read the baselines and reports that pytest wrote, run tests at two revisions, or run a model or a program on an
+    `pytest --gpumem-baseline` measures tests, and fails a test if its figures exceed the accepted figures, the baseline.
+    These commands read baselines and reports from pytest, run tests at two revisions, or run a model or a program on an
     emulated GPU. They read the settings of the project in the current folder, as pytest does.
 
     Exit status: 0 if all is well, 1 if a result is worse than it should be, 2 for wrong usage or input, such as a file that is
@@ -140,14 +140,14 @@ def main(context: click.Context) -> None:
     ## Names
 
     `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. On PyPI, another project is named `gpumem`.
-    Its package installs a command `gpumem`, too. If that command comes first on the `PATH`, messages of this project tell you
-    to type `pytest-gpumem`, and `pytest-gpumem doctor` names its file. This project never runs the other command.
+    Its package installs a command `gpumem`, too. If the other command comes first on the `PATH`, messages of this project
+    tell you to type `pytest-gpumem`, and `pytest-gpumem doctor` names its file. This project never runs the other command.
 
     ## Standard streams
 
-    - An option that names an output file accepts `-` for standard output. With `--report -`, `gpumem merge`, `gpumem ab` and
+    - Options for an output file accept `-` for standard output. With `--report -`, `gpumem merge`, `gpumem ab` and
       `gpumem bisect` write JSON to standard output, and print everything else to standard error.
-    - An argument that names a report accepts `-` for standard input.
+    - Arguments for a report accept `-` for standard input.
     - A file named `-` is written `./-`.
 
     ```sh
@@ -171,8 +171,8 @@ def main(context: click.Context) -> None:
     | fish | `~/.config/fish/completions/gpumem.fish` | `_GPUMEM_COMPLETE=fish_source gpumem \\| source` |
 
     - For the command name `pytest-gpumem`, replace the variable `_GPUMEM_COMPLETE` by `_PYTEST_GPUMEM_COMPLETE`.
-    - The shell completes the tests that have a baseline in the store, the folder that `--store` or the nearest `pyproject.toml`
-      names. A store at a URL is not read. No code of the project runs.
+    - The shell completes tests with a baseline in the store. `--store` or the nearest `pyproject.toml` names this store. A
+      store at a URL is not read. No code of the project runs.
     - bash splits words at colons, so it completes a test's name without the file: `test_train`. After
       `COMP_WORDBREAKS=${COMP_WORDBREAKS//:}`, it completes the whole id: `tests/test_gpt.py::test_train`.
     """

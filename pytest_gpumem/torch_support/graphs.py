@@ -21,7 +21,7 @@ def graphs_that_save(addresses: Collection[int]) -> dict[int, list[Any]]:
     Saved tensors are not unpacked, because this would run the program's hooks (`torch.autograd.graph.saved_tensors_hooks`).
 
     Args:
-        addresses: The addresses of memory blocks.
+        addresses: The blocks' addresses.
 
     Returns:
         For each address, the live Python tensors whose graph saved the block. If a tensor's node is inside another tensor's

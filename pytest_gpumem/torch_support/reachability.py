@@ -156,7 +156,7 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
 
 
 def address_of(storage: torch.UntypedStorage) -> int | None:
-    """Return the address of a storage's memory; ``None`` if the storage has no memory, for example on ``meta``."""
+    """Return a storage's memory address; ``None`` if the storage has no memory, for example on ``meta``."""
     return storage.data_ptr() if _has_memory(storage) else None
 
 

@@ -231,12 +231,12 @@ def tensor_property(tensor: torch.Tensor, name: str) -> Any:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a leaf tensor; ``None`` for other tensors, because reading their gradient causes a warning."""
+    """Return a leaf tensor's gradient; ``None`` for other tensors, because reading their gradient causes a warning."""
     return tensor_property(tensor, "grad") if tensor_property(tensor, "is_leaf") else None
 
 
 def clear_gradient(tensor: torch.Tensor) -> None:
-    """Set the gradient of a tensor to ``None``, even if a subclass overrides ``grad``."""
+    """Set a tensor's gradient to ``None``, even if a subclass overrides ``grad``."""
     import torch
 
     with outside_torch_function():
@@ -279,7 +279,7 @@ def elements_of(tensor: torch.Tensor) -> int:
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape of a tensor: ``("float32", (8, 256))``."""
+    """Return a tensor's dtype and shape: ``("float32", (8, 256))``."""
     return str(tensor_property(tensor, "dtype")).removeprefix("torch."), tuple(tensor_property(tensor, "shape"))
 
 
@@ -326,7 +326,7 @@ def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    """Return how many elements all parameters of a module have. Tied parameters count once."""
+    """Return how many elements a module's parameters have in total. Tied parameters count once."""
     return sum(map(elements_of, module.parameters()))
 
 

@@ -75,7 +75,7 @@ def modules_matching(model: torch.nn.Module, pattern: str) -> list[Block]:
 
 
 def described(lists: Sequence[Sequence[Block]]) -> str:
-    """Return a text with each list's path and the types of its blocks: ``"h (12 x GPT2Block)"``."""
+    """Return a text with each list's path and its block types: ``"h (12 x GPT2Block)"``."""
     texts = []
     for blocks in lists:
         counts = Counter(class_name(type(block.module)) for block in blocks)

@@ -154,7 +154,7 @@ class StepConfig:
     compile: str = "none"
     """A mode or backend for ``torch.compile``. torch's compile caches are reset before and after the step."""
     cache: str | None = None
-    """The use of a key/value cache in an infer step. By default the model decides."""
+    """A key/value cache for an infer step. By default the model decides."""
     weights: str | None = None
     """Weight-only quantization for an infer step. By default weights are not quantized."""
     shard: str = NONE
@@ -177,7 +177,7 @@ class StepConfig:
     its parameters during construction is built with all parameters in memory.
 
     The schedule of a pipeline stage alternates forward and backward, so a stage has no ``peak_forward``, and
-    ``peak_backward`` is the peak of the whole schedule.
+    ``peak_backward`` is the whole schedule's peak.
     """
     world: int | None = None
     """The job's number of ranks. The default is the process group's size, or the product of the numbers in ``shard``: 8 for
@@ -190,8 +190,8 @@ class StepConfig:
     """The assumption about choices that an emulated GPU does not compute, such as the experts for a token. The default is the
     setting ``routing``."""
     offload: str = NONE
-    """The parts of a step that are kept in the host's memory, separated by plus signs: ``offload=params+activations``. This
-    needs a GPU."""
+    """The parts that a step keeps in the host's memory, separated by plus signs: ``offload=params+activations``. This needs
+    a GPU."""
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
@@ -272,7 +272,7 @@ class StepConfig:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The parts of the step that are kept in the host's memory."""
+        """The parts that the step keeps in the host's memory."""
         return frozenset() if self.offload == NONE else read_offload(self.offload)
 
     def given(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ OFFLOADS = {
     "optimizer": "torchao's `CPUOffloadOptimizer`.",
     "activations": "`torch.autograd.graph.save_on_cpu`, like `checkpoint=offload`.",
 }
-"""The parts of a step that can be kept in the host's memory (``offload=params+activations``), and how torch does this."""
+"""The parts that a step can keep in the host's memory (``offload=params+activations``), and how torch does this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def accept(
 
     Write REPORT.json by `pytest --gpumem-baseline --gpumem-report=REPORT.json`, for example in a CI job on a GPU, or by
     `gpumem merge`. This command measures nothing. It writes the baselines that --gpumem-update=all would have written in
-    that session: a baseline for each test that passed, or that failed only because of its baseline.
+    that session: a baseline for each test that passed, or failed only because of its baseline.
 
     A TEST is a test's id, a part of an id, or a pattern with `*` and `?`. Without TEST and --cause, the command accepts all
     tests in the report. On a terminal, it first asks about each cause of growth, and about each other test that differs from
@@ -118,8 +118,8 @@ def accept(
 
     ## `--cause`
 
-    `--cause 1 --cause 2` accepts each test that grew only because of these two causes. A test that also grew because of a third
-    cause is refused, because a baseline cannot be accepted in part.
+    `--cause 1 --cause 2` accepts each test that grew only because of these two causes. If a third cause contributed to the
+    growth, the test is refused, because a baseline cannot be accepted in part.
 
     ## `--store`
 
@@ -142,7 +142,7 @@ def accept(
     ## The questions on a terminal
 
     - The command asks `accept (a), skip (s) or quit (q)` for each cause that concerns several tests, and then for each
-      remaining test. After `q`, it writes the baselines of the tests that you accepted before.
+      remaining test. After `q`, the command writes the baselines of the accepted tests.
     - A test with several causes is accepted when you accept the last of its causes. It is skipped when you skip any of them.
     - Without a terminal, as in a workflow, the command asks nothing and accepts all tests.
 

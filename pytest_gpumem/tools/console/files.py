@@ -88,7 +88,7 @@ def _bounded(text: str, name: str) -> str:
 
 
 def name_of(file: Path) -> str:
-    """Return the name of a file for a message: ``"standard input"`` for ``-``, otherwise the path."""
+    """Return a file's name for a message: ``"standard input"`` for ``-``, otherwise the path."""
     return "standard input" if file == STANDARD else str(file)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 A_RUN = 2 * 2**30
-"""Assumed bytes of memory for a run: 0.6 to 1 GB for torch and a model library, and over 1 GB for the model."""
+"""Assumed memory for a run, in bytes: 0.6 to 1 GB for torch and a model library, and over 1 GB for the model."""
 
 
 def jobs_option(limit: str) -> Callable[[_Function], _Function]:
@@ -39,7 +39,7 @@ def jobs_option(limit: str) -> Callable[[_Function], _Function]:
 
 
 def available() -> int | None:
-    """Return the bytes of free memory for new programs; ``None`` if the system does not report the number.
+    """Return the free memory for new programs, in bytes; ``None`` if the system does not report the number.
 
     On Linux, the number includes file caches, because the kernel frees them when programs need memory.
     """
@@ -63,7 +63,7 @@ def most_jobs(requested: int, free: Callable[[], int | None] = available) -> int
 
     Args:
         requested: The number after ``--jobs``.
-        free: Returns the bytes of free memory, or ``None`` if they are unknown.
+        free: Returns the free memory in bytes, or ``None`` if the number is unknown.
     """
     memory = free()
     jobs = requested if memory is None else max(1, min(requested, memory // A_RUN))

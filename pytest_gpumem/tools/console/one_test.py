@@ -31,7 +31,7 @@ def no_such_test(name: str, sentence: str, keys: Iterable[Key], otherwise: str =
         name: The test as the user typed it.
         sentence: The beginning of the error, for example ``"there is no baseline of 'test_gpt'"``.
         keys: The keys of all measurements. They contain the tests to suggest.
-        otherwise: The end of the error if no test has a similar name. By default, the error ends with a list of all tests.
+        otherwise: The end of the error if no test has a similar name. By default, the error ends by listing all tests.
     """
     all_keys = list(keys)
     near = nearest_tests(all_keys, name)

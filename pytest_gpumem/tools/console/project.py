@@ -233,7 +233,7 @@ def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFact
 
 
 def read_config(read: Callable[[pytest.Config], T]) -> T:
-    """Call ``read`` with pytest's config for the project around the current folder, and return the result of ``read``.
+    """Call ``read`` with pytest's config for the project around the current folder, and return the result.
 
     No conftest.py runs, and no GPU is emulated. For example, ``read_config(lambda config: config.rootpath)`` returns pytest's
     root directory.

@@ -34,7 +34,7 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
 
     The CUDA build of torch runs unchanged, but stand-ins replace CUDA's libraries. PyTorch's own allocator manages the memory,
     as on a real GPU. Values in large tensors are not computed, and the program's times are not a GPU's times. COMMAND may be
-    any program. Each Python process that it starts sees the GPU.
+    any program. Each Python process that the program starts sees the GPU.
 
     \b
     Examples:
@@ -46,10 +46,10 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     \f
     ## Output
 
-    When a Python process ends, it prints to standard error for each GPU that it used:
+    When a Python process ends, the process prints these figures to standard error, for each GPU that it used:
 
     - the peaks of allocated and reserved memory;
-    - the allocated memory at the peak, in bytes and blocks, for each line of the program that allocated some of it.
+    - the allocated memory at the peak, in bytes and blocks, by the program's source lines.
 
     If the program replaces PyTorch's allocator, the history is missing, so only the peaks are printed. An allocator without
     statistics (`torch.cuda.memory.CUDAPluggableAllocator`) has no peaks either.

@@ -93,8 +93,8 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     exception, so `finally` and `with` blocks in the script still run. Verdicts, baselines, reports and settings work as for
     a test with the id `SCRIPT::run`.
 
-    The script must move its model to the GPU itself. --gpumem-device names the device to measure. Options of this command
-    may follow SCRIPT. The script gets options that this command does not know, and everything after `--`.
+    The script must move its model to the GPU itself. --gpumem-device names the device to measure. This command's options may
+    follow SCRIPT. The script gets options that this command does not know, and everything after `--`.
 
     \b
     Examples:
@@ -109,7 +109,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     ## How the script runs
 
     - Steps are measured as in [`gpumem.loop`](fixture.md#gpumemloop).
-    - The script is the only item of a pytest session in the project. So the project's settings, budgets by pattern
+    - pytest runs in the project, with the script as the only item. So the project's settings, budgets by pattern
       (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports apply to the script.
     - Options in `addopts` that select, order or distribute tests have no effect. `filterwarnings`, pytest's cache and
       pytest-randomly have no effect either.
@@ -124,10 +124,9 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     - `os._exit(0)` and `os.exec*` fail the run, because they would end the process before the measurement is complete.
     - The script may change `sys.argv`. If the script forks, the child process runs the script's code to its end, and is not
       measured.
-    - Only this process is measured. Processes that the script starts (`torchrun`, workers of a `DataLoader`) are not
-      measured.
-    - If memory runs out, the composition of the peak is not recorded, because the step cannot run again. `gpumem fit` names
-      the line at which memory ran out.
+    - Only this process is measured. Processes that the script starts (`torchrun`, `DataLoader` workers) are not measured.
+    - If memory runs out, the peak's composition is not recorded, because the step cannot run again. `gpumem fit` names the
+      line at which memory ran out.
     """
     for word in arguments:
         _check_option(word)

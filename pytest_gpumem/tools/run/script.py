@@ -43,13 +43,13 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options of pytest and pytest-xdist that distribute or select tests, each with the value that switches the option off.
+"""Options that distribute or select tests in pytest and pytest-xdist, each with the value that switches the option off.
 
 They are switched off for a script, because a project may have these options in ``addopts``.
 """
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
-"""Plugins that cache the results of the project's tests, seed random numbers or add tests. They are unregistered for a
-script, because ``addopts`` may contain their options."""
+"""Plugins that cache the project's test results, seed random numbers or add tests. They are unregistered for a script,
+because ``addopts`` may contain their options."""
 
 
 @dataclass(frozen=True, slots=True)

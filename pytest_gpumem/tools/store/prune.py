@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """Remove the baselines of tests that no longer exist or are no longer measured.
 
-    The command collects tests as `pytest PYTEST_ARGS` would, but does not run them. It removes the baselines of tests
-    that were not collected, or that are not measured. If this machine does not have the device of a baseline, the
-    baseline is removed only if its test file no longer exists. A pytest session never removes unused baselines: with
-    --gpumem-baseline or --gpumem-update, a complete session lists them.
+    The command collects tests as `pytest PYTEST_ARGS` would, but does not run them. It removes the baselines of tests that
+    were not collected, or are not measured. If this machine does not have the device of a baseline, the baseline is removed
+    only if its test file no longer exists. A pytest session never removes unused baselines: with --gpumem-baseline or
+    --gpumem-update, a complete session lists them.
 
     PYTEST_ARGS are files, folders, test ids or options for pytest, for example --gpumem-store. If they contain test ids
     (FILE::TEST), only the baselines of these tests can be removed. Otherwise, the baselines of a test can be removed if
@@ -51,12 +51,11 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     \f
     ## Kept baselines
 
-    - A suite can be parametrised over the GPUs of a machine, so another machine may collect tests that this machine does not
-      collect. That is why baselines from other machines' devices are kept as long as their test file exists. The command
-      names these devices.
+    - A suite can be parametrised over the GPUs of a machine, so two machines may collect different tests. Therefore,
+      baselines from other machines' devices are kept as long as their test file exists. The command names these devices.
     - If you name a test by its id, its baselines are removed if the test is not measured, or if this machine does not have
-      the device that the test requests. If a test fails because it is no longer measured, the failure shows this command
-      with the test's id.
+      the device requested by the test. If a test fails because it is no longer measured, the failure shows this command with
+      the test's id.
     - If no test file of the store exists below the root directory, the store seems to belong to another project. Then
       nothing is removed.
     """

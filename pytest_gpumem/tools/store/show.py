@@ -30,8 +30,8 @@ from pytest_gpumem.tools.console.streams import format_option, screen, write_lin
 def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
     """Show the baselines in the store, a row for each.
 
-    A step time is the median of several runs, and the row shows their number: `12.00 ms (3 runs)`. The gate does not
-    compare a step time that is marked `not compared`.
+    A step time is the median of several runs, and the row shows their number: `12.00 ms (3 runs)`. The gate does not compare
+    step times marked `not compared`.
 
     PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. If PATTERN is
     missing, all baselines are shown. If PATTERN matches no baseline, the command ends with an error.
