@@ -1,4 +1,4 @@
-"""Find the lines whose results belong to a graph of gradients, because a later ``detach()`` is gone. All functions are pure.
+"""Find the lines whose results belong to an autograd graph now, because a later ``detach()`` is gone. All functions are pure.
 
 For example, a function loses the second of these statements::
 
@@ -33,10 +33,10 @@ _WITHOUT_GRAPH = _DETACHING | {
     *("shape", "dtype", "device", "ndim", "size", "dim", "numel", "stride", "requires_grad"),
     *("float", "int", "bool", "len", "str", "repr", "print", "isinstance", "type", "info", "debug", "warning"),
 }
-"""Attributes and functions whose results belong to no graph. ``backward`` frees the graph of its tensor."""
+"""Attributes and functions whose results belong to no graph. ``backward`` frees its tensor's graph."""
 _Assignment = (ast.Assign, ast.AnnAssign)
 _Keeping = (*_Assignment, ast.AugAssign, ast.Expr, ast.Return)
-"""Statements that can keep a tensor. For example, the condition of an ``if`` keeps none."""
+"""Statements that can keep a tensor. For example, an ``if`` condition keeps none."""
 _OwnNames = (
     ast.Lambda,
     ast.ListComp,
@@ -57,7 +57,7 @@ class _Detached(NamedTuple):
 
 
 class _Version:
-    """The statements in a version of a function, and their texts: ``with autocast(): hidden = self.up(x)``."""
+    """The statements in a function's version, and their texts: ``with autocast(): hidden = self.up(x)``."""
 
     def __init__(self, function: Function) -> None:
         self.statements = statements_in(function)
@@ -252,7 +252,7 @@ def _ends_graph(node: ast.AST) -> bool:
 
 
 def _has_no_graph(node: ast.AST | None) -> bool:
-    """Return whether the value of an expression is detached: ``self.up(x).detach().view(-1)``."""
+    """Return whether an expression's value is detached: ``self.up(x).detach().view(-1)``."""
     while node is not None and not _ends_graph(node):
         if not isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             return isinstance(node, ast.Compare)
