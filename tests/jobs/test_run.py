@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.base.errors import JobError
-from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
+from pytest_gpumem.emulating.emulated_process.usage import SEEN
 from pytest_gpumem.measuring.jobs.run import failure, reporting_to, run_job
 from tests.support.processes import wait_until_ended
 

@@ -7,8 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from pytest_gpumem.measuring.timing.comparison import Runs, compare
 
+from pytest_gpumem.judging.times.comparison import Runs, compare
 from pytest_gpumem.measuring.devices import load_source, proc
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.timing.sampling import sample_step

@@ -37,8 +37,6 @@ If the value is `QUIET`, the process prints only reasons why its peaks may be wr
 QUIET = "quiet"
 USAGE = "GPUMEM_USAGE"
 """Environment variable with a folder. Each process writes a file with its GPU memory usage there."""
-SEEN = ".seen"
-"""Suffix for a file in the folder `USAGE`. A reporting process with the pid 4711 writes its command into ``4711.seen``."""
 LIVE = "GPUMEM_USAGE_LIVE"
 """Environment variable with a number of seconds. A process with `USAGE` writes its usage at this interval, and at its end.
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+SEEN = ".seen"
+"""Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
     """A process's peaks on an emulated GPU in bytes, from the start of the process to its end."""

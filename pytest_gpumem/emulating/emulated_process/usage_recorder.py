@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
-from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
 from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
 from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulating.emulated_process.usage import (
+    SEEN,
     DeviceUsage,
     OutOfMemory,
     ProcessIdentity,

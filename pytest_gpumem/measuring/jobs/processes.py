@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.emulating.emulated_process.before_torch import SEEN
+from pytest_gpumem.emulating.emulated_process.usage import SEEN
 
 _GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
 

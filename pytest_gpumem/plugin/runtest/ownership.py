@@ -208,12 +208,11 @@ def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
 
     The definitions come from a private mapping in pytest. If a name has several definitions, the last definition is the
     closest to the test. An earlier definition is used only if the following definition requests a fixture of the same name.
-    Fixtures requested by ``getfixturevalue()`` are in another private mapping, which exists while the test runs.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", None)
     if definitions is None:
         return None
-    used: set[pytest.FixtureDef[Any]] = {*getattr(getattr(item, "_request", None), "_fixture_defs", {}).values()}
+    used: set[pytest.FixtureDef[Any]] = set()
     for name, candidates in definitions.items():
         for fixturedef in reversed(candidates):
             used.add(fixturedef)

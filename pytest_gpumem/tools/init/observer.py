@@ -155,7 +155,10 @@ class _Observer:
         if any(self._fixtures.values()):
             from pytest_gpumem.plugin.runtest.ownership import fixtures_used
 
-            ran.update(*(self._fixtures[fixturedef] for fixturedef in fixtures_used(item, self._fixtures)))
+            # pytest keeps fixtures from `getfixturevalue()` in a private mapping, which exists while the test runs.
+            requested = getattr(getattr(item, "_request", None), "_fixture_defs", {}).values()
+            used = [*fixtures_used(item, self._fixtures), *requested]
+            ran.update(*(self._fixtures.get(fixturedef, frozenset()) for fixturedef in used))
         if ran and not self._ran:
             nbytes = None  # an earlier test's set-up allocated the bytes of the shared fixture
         self._ended = {"ran": sorted(ran), "seconds": time.perf_counter() - self._began, "bytes": nbytes}
