@@ -150,3 +150,15 @@ def test_the_values_are_those_that_would_be_without(sites, found):
         watched = torch.nn.Linear(8, 16)
     assert torch.equal(plain.weight, watched.weight)
     assert type(watched.weight) is torch.nn.Parameter
+
+
+def test_a_freed_tensor_leaves_no_line_for_a_later_tensor_at_its_address(sites):
+    found = {}
+    with creation_sites(sites, found):
+        kept, freed = torch.ones(1000), torch.ones(2000)
+        addresses = kept.data_ptr(), freed.data_ptr()
+        view = kept[1:]
+        del kept, freed
+    assert addresses[0] in found
+    assert addresses[1] not in found
+    del view

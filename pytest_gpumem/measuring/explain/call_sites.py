@@ -28,24 +28,33 @@ if TYPE_CHECKING:
 def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
     """Record which line creates each tensor within the context.
 
-    For each tensor created by a torch function, the calling line is stored in ``by_address``, under the storage's address.
+    For each tensor created by a torch function, the calling line is stored in ``by_address``, under the storage's address. A
+    freed tensor's line is removed at the end of the context. Otherwise a later tensor that C++ created at the same address
+    would have this line, and chance decides which addresses are used again.
     """
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
 
-    def addresses(value: object) -> set[int]:
+    storage_refs: dict[int, StorageWeakRef] = {}
+
+    def storages(value: object) -> dict[int, torch.UntypedStorage]:
         tensors = (tensor for tensor in tensors_in(value) if type(tensor) in (torch.Tensor, torch.nn.Parameter))
-        return {storage.data_ptr() for tensor in tensors if (storage := storage_of(tensor)) is not None}
+        return {storage.data_ptr(): storage for tensor in tensors if (storage := storage_of(tensor)) is not None}
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         # An in-place function returns one of its arguments, which is not a new tensor.
-        returned = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
-        for address in returned and returned - addresses((args, kwargs)):
+        returned = storages(result) if getattr(func, "__name__", "") != "__get__" else {}
+        for address in returned and returned.keys() - storages((args, kwargs)).keys():
             by_address[address] = sites.caller_site(2)
+            storage_refs[address] = StorageWeakRef(returned[address])  # type: ignore[no-untyped-call]
         return result
 
     with function_mode(call):
         yield
+    for address, storage_ref in storage_refs.items():
+        if storage_ref.expired():  # type: ignore[no-untyped-call]
+            del by_address[address]
 
 
 class OperatorSites:
