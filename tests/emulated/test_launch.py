@@ -24,6 +24,15 @@ file = library.open("rb")
 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 time.sleep(1)
 """
+# The program goes on after a failed exec, takes more, and is killed before it could report that.
+FAILS_TO_EXEC = """
+import contextlib, job, os
+job.work()
+with contextlib.suppress(OSError):
+    os.execv("/none", ["none"])
+job.work(1)
+os.kill(os.getpid(), 9)
+"""
 GROWN = int(os.environ.get("GROWN", "1"))
 
 
@@ -105,6 +114,7 @@ WAYS = {
     "exec after CUDA": lambda: subprocess.run(
         [sys.executable, "-c", "import job, os, sys; job.work(); os.execv(sys.executable, [sys.executable, '-c', '1'])"]
     ),
+    "failed exec": lambda: subprocess.run([sys.executable, "-c", FAILS_TO_EXEC]),
     "exit function": lambda: python("-c", "import atexit, job, torch; atexit.register(job.work)"),
     "one after the other": lambda: [python(__file__, "script") for _ in range(2)],
     "hanging": lambda: python("-c", "import job, time; job.work(); time.sleep(600)"),
@@ -190,6 +200,7 @@ UNKNOWN = {
     **dict.fromkeys(("cleared", "isolated", "own session"), "does not report its memory: "),
     "killed": r"was killed before it could report its memory\. Its peak was at least 4\.19 MB, and may have been larger",
     "killed at once": "was killed before it could report its memory, so its peak is not known",
+    "failed exec": r"was killed before it could report its memory\. Its peak was at least [\d.]+ MB, and may",
     "left": "has ended, but its process still runs, so the memory is not known: ",
     "hanging": "did not end within timeout=30 seconds",
 }

@@ -153,12 +153,12 @@ def test_the_values_are_those_that_would_be_without(sites, found):
 
 
 def test_a_freed_tensor_leaves_no_line_for_a_later_tensor_at_its_address(sites):
-    found = {}
-    with creation_sites(sites, found):
+    by_address = {}
+    with creation_sites(sites, by_address):
         kept, freed = torch.ones(1000), torch.ones(2000)
         addresses = kept.data_ptr(), freed.data_ptr()
         view = kept[1:]
         del kept, freed
-    assert addresses[0] in found
-    assert addresses[1] not in found
+    assert addresses[0] in by_address
+    assert addresses[1] not in by_address
     del view

@@ -59,6 +59,10 @@ def test_a_long_number_in_a_name_is_no_part_of_it(given, name):
     assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
 
 
+def test_programs_that_differ_by_a_number_are_different():
+    assert process_names([process(1, "train_256.py"), process(2, "train_512.py")]) == ["train_256.py", "train_512.py"]
+
+
 def test_ranks_that_torchrun_started_again_are_other_processes():
     processes = [ProcessIdentity(pid, command=("python", "t.py"), rank=0, restart=pid) for pid in range(2)]
     assert process_names(processes) == ["t.py rank 0", "t.py rank 0 restart 1"]

@@ -1,4 +1,4 @@
-"""What psutil returns on each system, by the fields that it has there, and a psutil that returns it."""
+"""psutil's results on each system, with the fields that it has there, and a psutil that returns them."""
 
 from __future__ import annotations
 

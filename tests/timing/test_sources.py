@@ -54,7 +54,7 @@ class Machine(CpuDevice):
         return int((self.ran + self.others * self.now) / TICK) * TICK
 
     def text(self, path, most: int = -1) -> str | None:
-        """What Linux has in the files that are read."""
+        """The contents of the files that Linux has under /proc."""
         ticks = round(self.user / TICK)
         return {
             "/proc/stat": f"cpu  {ticks} 0 0 0 0 0 0 0 0 0\n" + "cpu0 0 0\ncpu1 0 0\n",

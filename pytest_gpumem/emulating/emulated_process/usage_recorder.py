@@ -105,16 +105,28 @@ class _Recorder:
                 ).start()
 
     def _ending(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that writes the usage, and then calls ``leave``, which ends the program."""
+        """Return a function that writes the usage, and then calls ``leave``, which ends the program.
 
-        def end_and_leave(*arguments: Any) -> Any:
+        If ``leave`` fails, the program goes on, and so does the recording. For example, ``os.execvp`` tries each folder in
+        ``PATH``.
+        """
+
+        def end_and_leave(*arguments: Any) -> None:
             try:
                 self.end()
             finally:
-                leave(*arguments)
-            return None
+                try:
+                    leave(*arguments)
+                finally:
+                    self._go_on()
 
         return end_and_leave
+
+    def _go_on(self) -> None:
+        if self._process == os.getpid():
+            with self._peaks.lock:
+                self._ended = False
+                self._write(None)
 
     def _end_at_sigterm(self) -> None:
         """Write the usage at SIGTERM, for example from ``Process.terminate()``, if the program does not handle this signal."""
@@ -135,7 +147,7 @@ class _Recorder:
             time.sleep(seconds)
             with self._peaks.lock:
                 if self._ended:
-                    return
+                    continue
                 self._peaks.take()
                 current_peaks = dict(self._peaks.allocated), dict(self._peaks.reserved)
                 if current_peaks != written:

@@ -95,10 +95,9 @@ def _place(usage: ProcessUsage) -> tuple[int, ...]:
 def process_names(processes: Sequence[ProcessIdentity]) -> list[str]:
     """Return a distinct name for each process in a job: its program, with its rank or its number among equal programs.
 
-    A name given by ``multiprocessing.Process(name=...)`` replaces the program.
-
-    Names contain neither arguments nor numbers of three or more digits, such as pids, because both may differ between two
-    runs of the same job. A rank that torchrun has started again is called ``train.py rank 0 restart 1``.
+    A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
+    name becomes ``N``, because it may be a pid, which differs between two runs. Arguments may differ as well, so names have
+    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``.
 
     Example: ``["serve.py", "serve.py 2", "train.py rank 0", "train.py rank 1"]``.
 
@@ -109,7 +108,7 @@ def process_names(processes: Sequence[ProcessIdentity]) -> list[str]:
     numbers: Counter[str] = Counter()
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
-        name = _LONG_NUMBER.sub("N", process.name if is_named else program_name(process.command))
+        name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
         name = name if process.rank is None else f"{name} rank {process.rank}"
         name = name if not process.restart else f"{name} restart {process.restart}"
         numbers[name] += 1

@@ -74,7 +74,7 @@ def launch(
     if job.status:
         raise JobError(failure(words, job))
     figures = job_figures(job.usages, run.device.torch_device.type)
-    _check(words, job, figures, ranks)
+    check_job(words, job, figures, ranks)
     whole = run.judge_job(Workload(_STEP), figures.by_gpu, figures.notes, name)
     of_processes = {
         process.name: run.judge_job(
@@ -95,7 +95,7 @@ def _checked(command: Any) -> list[str]:
     return [os.fspath(word) for word in command]
 
 
-def _check(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:
+def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:
     """Raise `JobError` if the figures would be too low, or if the job has other ranks than declared."""
     shown = shlex.join(command)
     if job.unseen:
